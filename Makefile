@@ -1,0 +1,77 @@
+# Everything a person or CI does here, by name. `make` lists the targets; `make test` is what CI runs.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# Tests start many processes: more than two at a time only makes them wait for each other on a small machine.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Setup is done when this file is newer than pyproject.toml.
+STAMP := $(VENV)/.setup-done
+PROTO_DIR := proto/penstock/proto/v1
+PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
+
+# $(call protoc,DIR): generate code and type stubs for every .proto below DIR.
+define protoc
+$(BIN)/python -m grpc_tools.protoc \
+	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	--proto_path=proto \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+	$(PROTOS:proto/%=%)
+endef
+
+.PHONY: help setup proto proto-check lint format format-check types pytest test demo bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+
+setup: $(STAMP) ## make .venv with everything that development needs
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "$$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -n 1)"
+	$(BIN)/python -m pip install --editable '.[dev]'
+	touch $@
+
+proto: $(STAMP) ## regenerate the protobuf code
+	$(call protoc,proto)
+
+proto-check: $(STAMP) ## the committed protobuf code is what its .proto files generate
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(call protoc,"$$fresh"); \
+	diff --recursive --exclude='*.proto' --exclude=__init__.py --exclude=__pycache__ \
+		$(PROTO_DIR) "$$fresh/$(PROTO_DIR:proto/%=%)" \
+		|| { echo 'proto-check: generated code is stale; run "make proto" and commit the result' >&2; exit 1; }
+
+lint: $(STAMP) ## ruff's rules
+	$(BIN)/ruff check .
+
+format: $(STAMP) ## rewrite the code in ruff's format
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+format-check: $(STAMP) ## the code is in ruff's format
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 2 --dist loadfile"
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test: lint format-check types proto-check pytest ## all checks and tests: what CI runs
+
+demo: $(STAMP) ## train a small model through Penstock on this machine
+	$(BIN)/python examples/train_lm/demo.py
+
+bench: $(STAMP) ## measure the whole path on this machine
+	$(BIN)/python benchmarks/full_path.py
+
+clean: ## remove .venv, builds and caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

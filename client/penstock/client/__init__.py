@@ -1,0 +1,1 @@
+"""The training job: an ordinary iterator that can be saved at any step and resumed exactly."""

@@ -1,0 +1,1 @@
+"""The top floor: the command line and the launchers."""

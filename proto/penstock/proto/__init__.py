@@ -1,0 +1,1 @@
+"""The contract: whatever two processes of Penstock must agree on."""

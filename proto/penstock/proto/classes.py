@@ -1,0 +1,142 @@
+"""Names of namedtuple and dataclass types: how they travel, and who may be found by one.
+
+A batch may hold instances of a user's namedtuple or dataclass. What travels is a name and the field names, never
+code. The receiver looks the name up among the classes this process has already imported, or those it registered;
+nothing is imported because a peer says so. That also rules out attribute access that could import as a side effect
+(a module's `__getattr__`, importlib's lazy modules): only the plain `__dict__` of modules and classes is read.
+
+A class is found for a peer only if it is a namedtuple or dataclass with exactly the announced fields, so a name
+cannot reach anything else. Instances are rebuilt without running `__new__`, `__init__` or `__post_init__`.
+
+A main script has several names: `__main__` where it was started, `__mp_main__` in a multiprocessing child and
+`penstock_main` in a runner. The three are one here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import ModuleType
+from typing import Final, Literal, TypeVar
+
+from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError
+
+__all__ = ["MAIN_MODULES", "MAX_NAME", "RecordKind", "class_fields", "class_name", "qualified", "register_class", "resolve_class"]
+
+MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
+"""The names of one and the same user script in different processes."""
+
+MAX_NAME: Final = 1024
+"""Longest class name, in characters."""
+
+T = TypeVar("T", bound=type)
+RecordKind = Literal["nt", "dc"]
+"""namedtuple or dataclass."""
+
+_WORDS: Final = {"nt": "namedtuple", "dc": "dataclass"}
+
+_by_name: dict[str, type] = {}
+_names: dict[type, str] = {}
+
+
+def qualified(cls: type) -> str:
+    """`module.qualname` of a class for messages; builtins without their module."""
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
+    """What kind of record `cls` is and the names of its fields in order; None if it is no namedtuple or dataclass.
+
+    A dataclass that cannot be made by `object.__new__` (a subclass of dict or of another builtin, an abstract class)
+    is none: it could not be rebuilt from its fields.
+    """
+    if issubclass(cls, tuple):
+        names = getattr(cls, "_fields", None)
+        if type(names) is tuple and all(type(name) is str for name in names):
+            return "nt", names
+        return None
+    if not dataclasses.is_dataclass(cls):
+        return None
+    try:
+        object.__new__(cls)
+    except TypeError:
+        return None
+    return "dc", tuple(field.name for field in dataclasses.fields(cls))
+
+
+def register_class(cls: T, name: str | None = None) -> T:
+    """Let instances of `cls`, a namedtuple or dataclass, travel under `name` (default "module:qualname").
+
+    Needed on both sides, with one name, for classes that cannot be found by an attribute walk from their module:
+    those defined inside a function, or imported under different module names. Usable as a decorator. Registering
+    a redefined class (a notebook cell run twice) replaces it.
+
+    Raises InvalidArgumentError if `cls` is neither a namedtuple nor a dataclass, or `name` belongs to another class.
+    """
+    if not isinstance(cls, type) or class_fields(cls) is None:
+        raise InvalidArgumentError(f"register_class: {cls!r} is neither a namedtuple nor a dataclass")
+    if name is None:
+        name = f"{cls.__module__}:{cls.__qualname__}"
+    if not name or len(name) > MAX_NAME:
+        raise InvalidArgumentError(f"register_class: a name has 1 to {MAX_NAME} characters, not {len(name)}")
+    holder = _by_name.get(name)
+    if holder is not None and holder is not cls:
+        if (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise InvalidArgumentError(f"register_class: {name!r} is already taken by {qualified(holder)}")
+        _names.pop(holder, None)
+    _by_name[name] = cls
+    _names[cls] = name
+    return cls
+
+
+def class_name(cls: type) -> str:
+    """The name under which instances of `cls` travel: the registered one, or "module:qualname"."""
+    return _names.get(cls) or f"{cls.__module__}:{cls.__qualname__}"
+
+
+def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
+    """The class a name stands for in this process, checked to be a `kind` with exactly these `fields`.
+
+    Raises UnsupportedLeafError that says what was looked for and what to do.
+    """
+    found = _by_name.get(name)
+    if found is None:
+        found = _imported(name)
+    if found is None:
+        raise UnsupportedLeafError(
+            f"the batch holds a {_WORDS[kind]} {name!r}, which this process does not know; import its module here before "
+            f"iterating, or call register_class(cls, {name!r}) on both sides (nothing is imported on a peer's word)"
+        )
+    known = class_fields(found)
+    if known != (kind, fields):
+        have = "no namedtuple or dataclass" if known is None else f"a {_WORDS[known[0]]} with fields {list(known[1])}"
+        raise UnsupportedLeafError(
+            f"the batch holds a {_WORDS[kind]} {name!r} with fields {list(fields)}, but here {name!r} is {have}; "
+            "run the same version of its module on both sides"
+        )
+    return found
+
+
+def _imported(name: str) -> type | None:
+    """The class at "module:qualname", by the `__dict__`s of what is already imported."""
+    module_name, colon, qualname = name.partition(":")
+    if not colon:
+        return None
+    candidates = [module_name]
+    if module_name in MAIN_MODULES:
+        candidates += [other for other in MAIN_MODULES if other != module_name]
+    for candidate in candidates:
+        module = sys.modules.get(candidate)
+        if not isinstance(module, ModuleType):
+            continue
+        # Not vars(module): a lazy module's own __getattribute__ would import.
+        found: object = module
+        scope: object = ModuleType.__getattribute__(module, "__dict__")
+        for part in qualname.split("."):
+            found = scope.get(part) if isinstance(scope, dict) else None
+            if not isinstance(found, type):
+                break
+            scope = dict(type.__getattribute__(found, "__dict__"))
+        if isinstance(found, type):
+            return found
+    return None

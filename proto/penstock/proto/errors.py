@@ -1,0 +1,284 @@
+"""Every error of Penstock, as one tree, and the one catalogue that carries errors over gRPC.
+
+    PenstockError
+    ├── InvalidArgumentError (ValueError)      a value that cannot be meant
+    ├── PortTakenError (OSError)               the address to listen on is in use
+    ├── JournalError                           the coordinator's books cannot be read or written
+    ├── batches
+    │   ├── UnsupportedLeafError (TypeError)   a batch holds something that is no tensor, array or scalar
+    │   ├── StructureChangedError              strict mode: the tree or a dtype changed between batches
+    │   ├── BatchTooLargeError                 a batch above max_batch_bytes
+    │   └── EmptyInputError (RuntimeError)     an input without a single batch
+    ├── state
+    │   ├── UnsupportedStateError (TypeError)  a state holds an object that has no safe encoding
+    │   ├── StateCorruptError (ValueError)     checksum or framing does not hold
+    │   ├── StateVersionError                  written by a newer Penstock
+    │   ├── StateMismatchError                 a state of another loader, seed or shape
+    │   ├── StateUnavailableError (RuntimeError)  the step was not delivered, or is no longer kept
+    │   ├── NotRestartableError (RuntimeError) the loader cannot be saved as asked
+    │   └── ReplayMismatchError                a restored loader does not reproduce its batches
+    ├── user code
+    │   ├── InputFnError                       input_fn or its loader raised; carries the remote traceback
+    │   ├── InputFnNotFoundError               the module or name cannot be imported on the worker
+    │   └── InputFnNotAllowedError             the module is under none of the worker's allowed prefixes
+    ├── run
+    │   ├── UnknownRunError, BoxOutOfRangeError (ValueError), BoxTakenError, SupersededError
+    │   ├── RunShapeError                      re-opened with another shape and no state for it
+    │   ├── VersionSkewError                   the two ends speak different protocol versions
+    │   └── AuthenticationError                token missing or wrong
+    └── peers
+        ├── CoordinatorUnavailableError (ConnectionError)
+        ├── DeadlineError (TimeoutError)       a wait that ran out; names who was waited for
+        │   └── NoWorkersError                 slots that no worker could take
+        ├── WorkerLostError                    a worker died and its slot could not be recovered
+        ├── LaneClosedError                    we closed it
+        ├── LaneLostError (ConnectionError)    the peer vanished
+        └── ProtocolError                      bytes from a peer that cannot be what they claim
+
+No `grpc.RpcError` leaves Penstock: `penstock.proto.channel` translates both ways with CATALOGUE. A remote
+traceback travels with its error and is shown with it; nothing is unpickled to rebuild an exception.
+"""
+
+from __future__ import annotations
+
+import traceback as _traceback
+from dataclasses import dataclass
+
+__all__ = [
+    "CATALOGUE",
+    "AuthenticationError",
+    "BatchTooLargeError",
+    "BoxOutOfRangeError",
+    "BoxTakenError",
+    "CoordinatorUnavailableError",
+    "DeadlineError",
+    "EmptyInputError",
+    "InputFnError",
+    "InputFnNotAllowedError",
+    "InputFnNotFoundError",
+    "InvalidArgumentError",
+    "JournalError",
+    "LaneClosedError",
+    "LaneLostError",
+    "NoWorkersError",
+    "NotRestartableError",
+    "PenstockError",
+    "PortTakenError",
+    "ProtocolError",
+    "ReplayMismatchError",
+    "RunShapeError",
+    "StateCorruptError",
+    "StateMismatchError",
+    "StateUnavailableError",
+    "StateVersionError",
+    "StructureChangedError",
+    "SupersededError",
+    "UnknownRunError",
+    "UnsupportedLeafError",
+    "UnsupportedStateError",
+    "VersionSkewError",
+    "WorkerLostError",
+    "error_named",
+    "format_remote",
+]
+
+
+class PenstockError(Exception):
+    """Root of the tree. `remote_traceback` is the other process's traceback as text, "" for a local error."""
+
+    def __init__(self, message: str = "", *, remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        if not self.remote_traceback:
+            return self.message
+        remote = self.remote_traceback.rstrip()
+        return f"{self.message}\n\n--- remote traceback ---\n{remote}\n--- end of remote traceback ---"
+
+
+class InvalidArgumentError(PenstockError, ValueError):
+    """A value that cannot be meant."""
+
+
+class PortTakenError(PenstockError, OSError):
+    """The address to listen on is in use."""
+
+
+class JournalError(PenstockError):
+    """The coordinator's books cannot be read or written."""
+
+
+class UnsupportedLeafError(PenstockError, TypeError):
+    """A batch holds something that is no tensor, array or scalar; names the leaf's path and type."""
+
+
+class StructureChangedError(PenstockError):
+    """Strict mode: the tree or a dtype changed between two batches; names both."""
+
+
+class BatchTooLargeError(PenstockError):
+    """A batch is larger than max_batch_bytes."""
+
+
+class EmptyInputError(PenstockError, RuntimeError):
+    """An input yielded no batch at all."""
+
+
+class UnsupportedStateError(PenstockError, TypeError):
+    """A state holds an object that has no safe encoding; names its key path and type."""
+
+
+class StateCorruptError(PenstockError, ValueError):
+    """An encoded state fails its checksum or framing."""
+
+
+class StateVersionError(PenstockError):
+    """An encoded state was written by a newer Penstock."""
+
+
+class StateMismatchError(PenstockError):
+    """A state belongs to another loader, seed or shape; names both."""
+
+
+class StateUnavailableError(PenstockError, RuntimeError):
+    """No state can be had for this step; names the steps that can."""
+
+
+class NotRestartableError(PenstockError, RuntimeError):
+    """The loader cannot be saved or restored as asked."""
+
+
+class ReplayMismatchError(PenstockError):
+    """A restored loader yields other batches than were delivered; names loader and step."""
+
+
+class InputFnError(PenstockError):
+    """User code raised on a worker; names worker, box, slot and step."""
+
+
+class InputFnNotFoundError(PenstockError):
+    """input_fn cannot be imported on the worker."""
+
+
+class InputFnNotAllowedError(PenstockError):
+    """input_fn's module is under none of the worker's allowed prefixes."""
+
+
+class UnknownRunError(PenstockError):
+    """The coordinator knows no such run."""
+
+
+class BoxOutOfRangeError(PenstockError, ValueError):
+    """The box number does not lie in [0, num_boxes)."""
+
+
+class BoxTakenError(PenstockError):
+    """Another live client holds this box of the same attempt."""
+
+
+class SupersededError(PenstockError):
+    """A newer attempt of the run has taken over; this one is fenced."""
+
+
+class RunShapeError(PenstockError):
+    """The run was re-opened with another shape and no state for it."""
+
+
+class VersionSkewError(PenstockError):
+    """The two ends speak different protocol versions; names both and the remedy."""
+
+
+class AuthenticationError(PenstockError):
+    """The token is missing or wrong."""
+
+
+class CoordinatorUnavailableError(PenstockError, ConnectionError):
+    """The coordinator cannot be reached; names the address."""
+
+
+class DeadlineError(PenstockError, TimeoutError):
+    """A wait ran out; names who was waited for, and how long."""
+
+
+class NoWorkersError(DeadlineError):
+    """No worker took the slots in time; says how many are missing."""
+
+
+class WorkerLostError(PenstockError):
+    """A worker died and its slot could not be recovered."""
+
+
+class LaneClosedError(PenstockError):
+    """The lane was used after this side closed it."""
+
+
+class LaneLostError(PenstockError, ConnectionError):
+    """The lane's peer vanished without a close frame."""
+
+
+class ProtocolError(PenstockError):
+    """Bytes from a peer that cannot be what they claim."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the catalogue."""
+
+    error: type[PenstockError]
+    status: str
+    """Name of the grpc.StatusCode."""
+
+
+# Keyed by the class name, which is also what travels: a peer's name is looked up here and nowhere else.
+CATALOGUE: dict[str, Entry] = {
+    entry.error.__name__: entry
+    for entry in (
+        Entry(PenstockError, "UNKNOWN"),
+        Entry(InvalidArgumentError, "INVALID_ARGUMENT"),
+        Entry(PortTakenError, "UNAVAILABLE"),
+        Entry(JournalError, "INTERNAL"),
+        Entry(UnsupportedLeafError, "INVALID_ARGUMENT"),
+        Entry(StructureChangedError, "FAILED_PRECONDITION"),
+        Entry(BatchTooLargeError, "RESOURCE_EXHAUSTED"),
+        Entry(EmptyInputError, "FAILED_PRECONDITION"),
+        Entry(UnsupportedStateError, "INVALID_ARGUMENT"),
+        Entry(StateCorruptError, "DATA_LOSS"),
+        Entry(StateVersionError, "FAILED_PRECONDITION"),
+        Entry(StateMismatchError, "FAILED_PRECONDITION"),
+        Entry(StateUnavailableError, "OUT_OF_RANGE"),
+        Entry(NotRestartableError, "FAILED_PRECONDITION"),
+        Entry(ReplayMismatchError, "DATA_LOSS"),
+        Entry(InputFnError, "UNKNOWN"),
+        Entry(InputFnNotFoundError, "NOT_FOUND"),
+        Entry(InputFnNotAllowedError, "PERMISSION_DENIED"),
+        Entry(UnknownRunError, "NOT_FOUND"),
+        Entry(BoxOutOfRangeError, "INVALID_ARGUMENT"),
+        Entry(BoxTakenError, "ALREADY_EXISTS"),
+        Entry(SupersededError, "ABORTED"),
+        Entry(RunShapeError, "FAILED_PRECONDITION"),
+        Entry(VersionSkewError, "FAILED_PRECONDITION"),
+        Entry(AuthenticationError, "UNAUTHENTICATED"),
+        Entry(CoordinatorUnavailableError, "UNAVAILABLE"),
+        Entry(DeadlineError, "DEADLINE_EXCEEDED"),
+        Entry(NoWorkersError, "DEADLINE_EXCEEDED"),
+        Entry(WorkerLostError, "UNAVAILABLE"),
+        Entry(LaneClosedError, "CANCELLED"),
+        Entry(LaneLostError, "UNAVAILABLE"),
+        Entry(ProtocolError, "INVALID_ARGUMENT"),
+    )
+}
+
+
+def error_named(name: str, message: str, remote_traceback: str = "") -> PenstockError:
+    """The error that a peer named; an unknown name (a newer peer's) becomes a plain PenstockError that says it."""
+    entry = CATALOGUE.get(name)
+    if entry is None:
+        return PenstockError(f"{name}: {message}", remote_traceback=remote_traceback)
+    return entry.error(message, remote_traceback=remote_traceback)
+
+
+def format_remote(error: BaseException) -> str:
+    """The traceback text that travels with an error: this process's, below any that it already carries."""
+    return "".join(_traceback.format_exception(error))

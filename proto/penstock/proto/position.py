@@ -1,0 +1,170 @@
+"""Where a box stands in its stream: the round robin over slots as pure arithmetic.
+
+The rule (DESIGN section 4): deliver from the slot under the cursor, then move on to the next live slot; a slot whose
+input ends at its turn leaves the live slots without taking a step; when none is left the pass ends and the next epoch
+starts with all slots live and the cursor at 0.
+
+The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `cut`). The coordinator, asked for
+the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known of the
+slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
+`worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.proto.errors import EmptyInputError, InvalidArgumentError
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["Position", "advance"]
+
+
+@dataclass
+class Position:
+    """A box's record. Steps and counts are batches; slots are 0-based; epochs count from 0."""
+
+    step: int
+    """Batches of the box over the whole life of the run."""
+    epoch: int
+    live: list[int]
+    """Slots that have not ended in this epoch, in their order."""
+    cursor: int
+    """Index into `live` of the slot whose turn it is."""
+    delivered: list[int]
+    """Per slot, batches in this epoch."""
+    total: list[int]
+    """Per slot, batches in all: its worker_step."""
+    ended_before: bool = field(default=False, compare=False)
+    """True once a pass of this object's life has ended without a single step; see `exhaust`."""
+
+    @classmethod
+    def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
+        """All slots live and nothing delivered by any of them."""
+        if num_slots < 1:
+            raise InvalidArgumentError(f"a box needs at least one worker slot, not {num_slots}")
+        return cls(step, epoch, list(range(num_slots)), 0, [0] * num_slots, [0] * num_slots)
+
+    def copy(self) -> Position:
+        return Position(
+            self.step,
+            self.epoch,
+            list(self.live),
+            self.cursor,
+            list(self.delivered),
+            list(self.total),
+            self.ended_before,
+        )
+
+    @property
+    def turn(self) -> int:
+        """The slot under the cursor."""
+        return self.live[self.cursor]
+
+    def deliver(self) -> None:
+        """The slot under the cursor handed over a batch."""
+        slot = self.live[self.cursor]
+        self.step += 1
+        self.delivered[slot] += 1
+        self.total[slot] += 1
+        self.cursor = (self.cursor + 1) % len(self.live)
+
+    def exhaust(self) -> bool:
+        """The slot under the cursor ended at its turn. True if that ended the pass: the next epoch has begun.
+
+        Two passes in a row without any batch are an empty input: EmptyInputError, for the loop would never end.
+        """
+        del self.live[self.cursor]
+        if self.live:
+            self.cursor %= len(self.live)
+            return False
+        empty = not any(self.delivered)
+        if empty and self.ended_before:
+            raise EmptyInputError("the input yields no batch")
+        self._next_epoch()
+        self.ended_before = empty
+        return True
+
+    def cut(self) -> None:
+        """The loop left the pass before its end; the next epoch begins."""
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        count = len(self.total)
+        self.epoch += 1
+        self.live = list(range(count))
+        self.cursor = 0
+        self.delivered = [0] * count
+
+    def to_proto(self) -> records_pb2.BoxPosition:
+        slots = [
+            records_pb2.SlotPosition(delivered=d, total=t) for d, t in zip(self.delivered, self.total, strict=True)
+        ]
+        return records_pb2.BoxPosition(
+            step=self.step, epoch=self.epoch, live=self.live, cursor=self.cursor, slots=slots
+        )
+
+    @classmethod
+    def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
+        """Raises InvalidArgumentError for a record that no round robin can have reached."""
+        position = cls(
+            message.step,
+            message.epoch,
+            list(message.live),
+            message.cursor,
+            [slot.delivered for slot in message.slots],
+            [slot.total for slot in message.slots],
+        )
+        count = len(position.total)
+        if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
+            raise InvalidArgumentError(f"position with live slots {position.live} of {count}")
+        if position.cursor >= len(position.live):
+            raise InvalidArgumentError(f"position with cursor {position.cursor} over {len(position.live)} live slots")
+        return position
+
+
+def advance(
+    base: Position, step: int, ends: Mapping[tuple[int, int], int], cuts: Mapping[int, int] | None = None
+) -> Position:
+    """The record of the box at `step`, from `base` and what is known of ends.
+
+    Args:
+        base: where to start from; not changed.
+        step: absolute, at least `base.step`.
+        ends: (slot, epoch) -> the slot's total when that pass ended. A pass that is not listed is taken to go on; ask
+            again once more is known.
+        cuts: epoch -> the last step taken in it before the loop left it by `break`.
+
+    The result is lazy, as the loop is: an end is noticed only by the step that meets it. Cost: one round for each end
+    that is passed, whatever the number of steps.
+    """
+    if step < base.step:
+        raise InvalidArgumentError(f"step {step} lies before step {base.step}, where this attempt started")
+    at = base.copy()
+    while True:
+        wanted = step - at.step
+        if wanted == 0:
+            return at
+        live, cursor = at.live, at.cursor
+        count = len(live)
+        cut_at = cuts.get(at.epoch) if cuts else None
+        stride = wanted if cut_at is None else min(wanted, cut_at - at.step)
+        meets_end = False
+        for index, slot in enumerate(live):
+            end = ends.get((slot, at.epoch))
+            if end is not None:
+                turn = (index - cursor) % count + (end - at.total[slot]) * count
+                if turn < stride:
+                    stride, meets_end = turn, True
+        for index, slot in enumerate(live):
+            offset = (index - cursor) % count
+            batches = (stride - offset + count - 1) // count if stride > offset else 0
+            at.delivered[slot] += batches
+            at.total[slot] += batches
+        at.cursor = (cursor + stride) % count
+        at.step += stride
+        if meets_end:
+            at.exhaust()
+        elif at.step < step:
+            at.cut()

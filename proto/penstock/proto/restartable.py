@@ -1,0 +1,155 @@
+"""The protocol that a restartable loader follows, and what it may ask while it is being saved.
+
+A loader's abilities are counted by its methods: four (`RestartableDataLoader`) resume on any number of workers through
+the user's own code; two (`state_dict` and `load_state_dict`) resume on the same shape; none can only be replayed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = [
+    "DataLoaderCheckpoint",
+    "RestartableDataLoader",
+    "WorkerContext",
+    "get_worker_state",
+    "state_methods",
+    "takes_strict",
+    "worker_state",
+]
+
+
+@runtime_checkable
+class RestartableDataLoader(Protocol):
+    """A loader whose position can be saved and restored, on any number of workers.
+
+    `strict` is optional, but on both methods that take it or on neither; on one alone it is a TypeError.
+    """
+
+    def state_dict(self) -> Any:
+        """This worker's state after the batches it has yielded so far. May call `get_worker_state()` once."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Take on a state that `deaggregate_state_dict` returned."""
+
+    def aggregate_state_dict(self, worker_states: list[Any]) -> Any:
+        """One state from those of all workers, in order of global_worker_id."""
+
+    def deaggregate_state_dict(self, aggregated_state_dict: Any, strict: bool = True) -> Any:
+        """This worker's state from the aggregated one. Runs on every worker."""
+
+
+@dataclass(frozen=True)
+class DataLoaderCheckpoint:
+    """One worker's part of a checkpoint. Field names follow the system that introduced them: a CSX is a box."""
+
+    local_worker_id: int
+    """The worker's slot on its box, 0-based."""
+    num_workers_per_csx: int
+    num_csx: int
+    """Boxes."""
+    wse_id: int
+    """The worker's box, 0-based."""
+    appliance_step: int
+    """Step of the box: batches that its training loop was handed over the whole life of the run."""
+    worker_step: int
+    """Batches of this worker in all."""
+    samples_streamed: int
+    """Samples (rows of the first dimension) in those batches."""
+    user_state_dict: Any = None
+    """What the loader's state_dict() returned."""
+
+    @property
+    def global_worker_id(self) -> int:
+        """wse_id * num_workers_per_csx + local_worker_id."""
+        return self.wse_id * self.num_workers_per_csx + self.local_worker_id
+
+    @property
+    def total_num_workers(self) -> int:
+        """num_workers_per_csx * num_csx."""
+        return self.num_workers_per_csx * self.num_csx
+
+
+class WorkerContext:
+    """A DataLoaderCheckpoint offered to one state_dict() call; remembers whether it was read."""
+
+    def __init__(self, checkpoint: DataLoaderCheckpoint) -> None:
+        self._checkpoint: DataLoaderCheckpoint | None = checkpoint
+        self.was_read = False
+
+    def read(self) -> DataLoaderCheckpoint:
+        if self._checkpoint is None:
+            raise RuntimeError("get_worker_state() was called twice in one state_dict(): keep the value it returned")
+        checkpoint, self._checkpoint = self._checkpoint, None
+        self.was_read = True
+        return checkpoint
+
+
+_context: ContextVar[WorkerContext | None] = ContextVar("penstock_worker_context", default=None)
+
+
+@contextmanager
+def worker_state(checkpoint: DataLoaderCheckpoint) -> Iterator[WorkerContext]:
+    """While open, `get_worker_state()` returns `checkpoint`, once."""
+    context = WorkerContext(checkpoint)
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+def get_worker_state() -> DataLoaderCheckpoint:
+    """Which worker is being saved, and at which step. Only inside `state_dict()`, and once in each call.
+
+    Raises:
+        RuntimeError: elsewhere, or on a second call.
+    """
+    context = _context.get()
+    if context is None:
+        raise RuntimeError("get_worker_state() can only be called inside a loader's state_dict() on a worker")
+    return context.read()
+
+
+_TWO = ("state_dict", "load_state_dict")
+_FOUR = (*_TWO, "aggregate_state_dict", "deaggregate_state_dict")
+
+
+def state_methods(loader: object) -> int:
+    """How many of the four methods the loader has, in steps that mean something: 4, 2 or 0."""
+    if all(callable(getattr(loader, name, None)) for name in _FOUR):
+        return 4
+    return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0
+
+
+def takes_strict(loader: object) -> bool:
+    """Whether load_state_dict (and deaggregate_state_dict, with four methods) take `strict`.
+
+    Raises:
+        TypeError: only one of the two does.
+    """
+    methods = state_methods(loader)
+    if methods == 0:
+        return False
+    names: Sequence[str] = ("load_state_dict", "deaggregate_state_dict") if methods == 4 else ("load_state_dict",)
+    found = {name: _has_strict(getattr(loader, name)) for name in names}
+    if len(set(found.values())) > 1:
+        has = next(name for name, strict in found.items() if strict)
+        lacks = next(name for name, strict in found.items() if not strict)
+        raise TypeError(
+            f"{type(loader).__qualname__}: {has} takes `strict` and {lacks} does not; give it to both or to neither"
+        )
+    return all(found.values())
+
+
+def _has_strict(method: Any) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)

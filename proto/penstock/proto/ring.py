@@ -1,0 +1,86 @@
+"""The ring: equal slots of shared memory that one process fills and another reads in place.
+
+One `memfd` a ring: it has no name, so nothing is left under /dev/shm and nothing collides, and the kernel frees it with
+the last process that holds it. It is sealed against shrinking, growing and further seals before anybody else sees it,
+and the reader checks those seals before it maps: a ring that its peer could truncate would kill the reader with SIGBUS.
+
+All pages are faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, are what makes
+torch's own DataLoader slow at large batches.
+
+A mapping is never closed by hand. Tensors that the training loop still holds are views of it, so it lives exactly as
+long as the last of them; `Ring` only ever drops its own reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+from penstock.proto.errors import ProtocolError
+
+__all__ = ["Ring", "slots_for"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+PAGE = mmap.PAGESIZE
+MAX_SLOTS = 32
+MIN_SLOTS = 4
+RING_BYTES = 8 << 20
+"""What a ring aims for: small enough to stay in the last-level cache, so that the reader finds the bytes there."""
+
+
+def slots_for(slot_bytes: int) -> int:
+    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_SLOTS, MAX_SLOTS]."""
+    return max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // max(slot_bytes, 1)))
+
+
+class Ring:
+    """A mapped ring of `slots` slots of `slot_bytes` bytes (a multiple of the page size).
+
+    Attributes:
+        fd: the memfd, -1 once dropped.
+        map: the shared, writable mapping; views are cut from it.
+        address: where it starts in this process, in bytes.
+    """
+
+    def __init__(self, fd: int, slot_bytes: int, slots: int) -> None:
+        self.fd = fd
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self.map = mmap.mmap(fd, slot_bytes * slots, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    @classmethod
+    def create(cls, slot_bytes: int, slots: int) -> Ring:
+        """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages."""
+        slot_bytes = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE)
+        fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, slot_bytes * slots)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, slot_bytes, slots)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, fd: int, slot_bytes: int, slots: int) -> Ring:
+        """Map a ring that a peer made. Raises ProtocolError unless it is sealed and as large as the peer says."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError(f"the ring that a peer passed is no memfd: {error}") from error
+        if seals & _SEALS != _SEALS:
+            raise ProtocolError("the ring that a peer passed is not sealed: it could be truncated under its reader")
+        size = os.fstat(fd).st_size
+        if slot_bytes <= 0 or slots <= 0 or slot_bytes % PAGE or size != slot_bytes * slots:
+            raise ProtocolError(f"a ring of {size} bytes was announced as {slots} slots of {slot_bytes} bytes")
+        return cls(fd, slot_bytes, slots)
+
+    def close_fd(self) -> None:
+        """Give up the descriptor; the mapping stays while anything looks at it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

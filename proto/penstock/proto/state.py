@@ -1,0 +1,635 @@
+"""User state <-> a safe envelope of bytes: a JSON tree, raw aligned blobs, a version, a checksum. No pickle.
+
+What a loader returns from `state_dict()` travels to the coordinator, lies in its journal, and comes back on another
+machine; it may be taken at every step. So it must be exact, cheap, and harmless to open. Pickle is not harmless; plain
+JSON is not exact (tuples become lists, int keys strings, NaN is not JSON); torch.save is pickle in a zip and slow for
+small states. Here the shape of a state is JSON, and everything that has bulk is copied as it lies in memory.
+
+    offset  size  field                        all integers little-endian
+    0       8     magic                        b"PENSTATE"
+    8       4     format version               FORMAT_VERSION
+    12      4     flags                        0
+    16      8     T, length of the tree        a multiple of 16: padded with spaces
+    24      8     B, length of the blobs       a multiple of 16: each padded with zeros
+    32      T     tree                         JSON, UTF-8 (lone surrogates pass as three bytes)
+    32+T    B     blobs                        in the order in which the tree mentions them
+    32+T+B  8     checksum                     xxh3_64 of everything before it
+
+Magic, version and the trailing checksum stay where they are in every later format, so that damage is never taken for a
+newer version. None, bool, int within 64 bits, finite float, str, list, and dict with str keys are themselves in the
+tree. Everything else is an object with the one key "$", whose value is [tag, ...] (a dict that has a key "$" of its own
+is tagged "dict"). Lists and tuples of 32 or more plain ints or floats become one blob (random.getstate() has 625).
+
+Preserved exactly: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict (order, any
+encodable hashable key), OrderedDict, slice, range, torch.Tensor of every unquantized strided dtype, torch.Size, .dtype,
+.device, numpy arrays and scalars without object or structured dtypes, and np.dtype. Decided, and not to be surprised by:
+
+* Types are matched exactly. A namedtuple, defaultdict, IntEnum or np.matrix is refused: to bring it back as its base
+  class would be a silent change. The error names the key path as a Python expression, the type, and a remedy.
+* Tensors come back on the CPU, detached and contiguous. An nn.Parameter comes back as a plain tensor: that is what
+  `nn.Module.state_dict()` and optimizers hold, and `load_state_dict` copies values. Arrays come back in C order.
+* An OrderedDict keeps the `_metadata` attribute that `nn.Module.state_dict()` puts on it (load_state_dict migrates old
+  modules by it). Any other attribute is refused.
+* Shared references are not preserved: an object mentioned twice comes back as two. A cycle is refused, and so is
+  nesting deeper than MAX_DEPTH. The sign and payload of a NaN are not promised outside tensors and arrays.
+* What is decoded owns its memory, is writable, and shares nothing with the input.
+
+Speed decides some of the style: one function a type, found by exact type, no object per value. Tensors are copied by
+address, because `Tensor.numpy()` would leave the user's storage unresizable for ever (measured: 0.4 us; clone().numpy(),
+which has no such effect, 1.5 us). Times: 100 tensors of 1 KiB take about 140 us to encode, a few ints with the states of
+all three random generators about 20 us (2-core AMD EPYC, Python 3.11, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from ctypes import c_char, memmove, string_at
+from functools import lru_cache
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+
+from penstock.proto.errors import StateCorruptError, StateVersionError, UnsupportedStateError
+
+__all__ = ["FORMAT_VERSION", "MAX_DEPTH", "decode_state", "encode_state"]
+
+FORMAT_VERSION = 1
+"""The format that this module writes, and the newest that it reads."""
+MAX_DEPTH = 128
+"""Containers within containers, at most; keeps both directions well inside Python's recursion limit."""
+
+_MAGIC = b"PENSTATE"
+_HEADER = struct.Struct("<8sIIQQ")
+_CHECKSUM_BYTES = 8
+_ALIGN = 16  # the widest numpy item (long double); decoding copies anyway, so a cache line would only waste bytes
+_PADDING = [b"\0" * n for n in range(_ALIGN)]
+_NUMBERS_FROM = 32  # shorter runs of ints cost no more as JSON
+_DIRECT_FROM = 1 << 20  # bytes from which a tensor is written straight from its memory, without a copy between
+
+_Node: TypeAlias = Any
+"""What json can write: None, bool, int, float, str, list, dict."""
+
+
+def encode_state(value: object) -> bytes:
+    """The envelope of `value`. Equal values mostly give equal bytes (sets of one plain type are sorted).
+
+    Raises UnsupportedStateError for an object without a safe encoding, a cycle, or nesting beyond MAX_DEPTH.
+    """
+    blobs = _Blobs()
+    try:
+        node = _pack(value, blobs, 0)
+    except _RefusedError as refusal:
+        raise UnsupportedStateError(refusal.explain()) from None
+    tree = _JSON.encode(node).encode("utf-8", "surrogatepass")
+    tree += b" " * (-len(tree) % _ALIGN)
+    total = _HEADER.size + len(tree) + blobs.size
+    # A preallocated BytesIO gives up its buffer without a copy, so bulk is copied once and hashed where it lies.
+    out = io.BytesIO()
+    out.seek(total)
+    out.write(bytes(_CHECKSUM_BYTES))
+    out.seek(0)
+    out.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(tree), blobs.size))
+    out.write(tree)
+    out.writelines(blobs.parts)
+    with out.getbuffer() as written:
+        checksum = xxhash.xxh3_64_digest(written[:total])
+    out.write(checksum)
+    return out.getvalue()
+
+
+def decode_state(data: bytes | bytearray | memoryview) -> object:
+    """The value in an envelope. Its tensors, arrays and bytearrays own their memory.
+
+    Raises StateCorruptError for bytes that no encode_state wrote (whatever they are: nothing in them is trusted, and no
+    size is allocated that they do not hold), StateVersionError for the envelope of a newer format.
+    """
+    view = memoryview(data)
+    view = view.cast("B") if view.contiguous else memoryview(view.tobytes())
+    size = len(view)
+    if size < _HEADER.size + _CHECKSUM_BYTES:
+        raise StateCorruptError(f"an encoded state has at least {_HEADER.size + _CHECKSUM_BYTES} bytes, this has {size}")
+    magic, version, flags, tree_size, blob_size = _HEADER.unpack_from(view)
+    if magic != _MAGIC:
+        raise StateCorruptError(f"not an encoded state: it begins with {magic!r}, not {_MAGIC!r}")
+    end = size - _CHECKSUM_BYTES
+    announced = _HEADER.size + tree_size + blob_size + _CHECKSUM_BYTES
+    if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
+        hint = f" (its header announces {announced} bytes, it has {size})" if announced != size else ""
+        raise StateCorruptError(f"the checksum of an encoded state does not hold{hint}")
+    if version > FORMAT_VERSION:
+        raise StateVersionError(
+            f"this state is in format {version}, written by a newer Penstock; this one reads formats up to "
+            f"{FORMAT_VERSION}. Upgrade Penstock on the side that reads."
+        )
+    if version != FORMAT_VERSION or flags or announced != size:
+        raise StateCorruptError(
+            f"bad framing of an encoded state: format {version}, flags {flags:#x}, {announced} bytes announced, {size} here"
+        )
+    tree_end = _HEADER.size + tree_size
+    source = _Source(view, tree_end, end)
+    try:
+        value = _unpack(_JSON_DECODER.decode(str(view[_HEADER.size : tree_end], "utf-8", "surrogatepass")), source, 0)
+        if source.position != end:
+            raise ValueError(f"{end - source.position} bytes of blobs are mentioned nowhere")
+    except MemoryError:
+        raise
+    except Exception as error:  # the checksum holds, so these bytes were made by something else, or to do harm
+        raise StateCorruptError(f"malformed content of an encoded state: {type(error).__name__}: {error}") from error
+    return value
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------
+
+
+class _Blobs:
+    """The bulk met so far, in order; `parts` also holds the padding and keeps alive what it points to."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.size = 0
+
+    def add(self, blob: Any, nbytes: int) -> None:
+        self.parts.append(blob)
+        if pad := -nbytes % _ALIGN:
+            self.parts.append(_PADDING[pad])
+        self.size += nbytes + pad
+
+
+class _RefusedError(Exception):
+    """Why a value has no encoding. Containers add their steps on the way out, so that the good path pays nothing."""
+
+    def __init__(self, reason: str, *, too_deep: bool = False) -> None:
+        self.reason = reason
+        self.too_deep = too_deep
+        self.steps: list[tuple[object, str, str]] = []
+
+    def at(self, owner: object, suffix: str, prefix: str = "") -> None:
+        self.steps.append((owner, prefix, suffix))
+
+    def explain(self) -> str:
+        path, seen = "state", dict[int, str]()
+        for owner, prefix, suffix in reversed(self.steps):
+            if self.too_deep and id(owner) in seen:  # only a value that never ends is sure to show its cycle
+                return (
+                    f"{path} refers back to {seen[id(owner)]}: a cycle cannot be encoded. "
+                    "Store a key or an index instead of the reference."
+                )
+            seen[id(owner)] = path
+            path = f"{prefix}{path}{suffix}"
+        if self.too_deep:
+            return f"{path[:200]}... {self.reason}"
+        return f"{path} {self.reason}"
+
+
+def _pack(value: object, blobs: _Blobs, depth: int) -> _Node:
+    kind = type(value)
+    if kind in _AS_IS:
+        return value
+    pack = _PACK.get(kind)
+    if pack is None:
+        pack = _pack_np_dtype if issubclass(kind, np.dtype) else _refuse
+    return pack(value, blobs, depth)
+
+
+def _check_depth(depth: int) -> None:
+    if depth >= MAX_DEPTH:
+        raise _RefusedError(
+            f"is nested deeper than {MAX_DEPTH} containers. Flatten the state, or keep it in tensors.", too_deep=True
+        )
+
+
+def _pack_int(value: int, blobs: _Blobs, depth: int) -> _Node:
+    # Beyond 64 bits in hex: other JSON readers lose digits there, and Python's own refuses more than 4300 decimals.
+    return value if -(1 << 63) <= value < 1 << 64 else {"$": ["int", hex(value)]}
+
+
+def _pack_float(value: float, blobs: _Blobs, depth: int) -> _Node:
+    return value if math.isfinite(value) else {"$": ["float", repr(value)]}
+
+
+def _pack_complex(value: complex, blobs: _Blobs, depth: int) -> _Node:
+    return {"$": ["complex", _pack_float(value.real, blobs, depth), _pack_float(value.imag, blobs, depth)]}
+
+
+def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> _Node:
+    data = bytes(value)  # a bytearray could change its length under another thread's hands
+    blobs.add(data, len(data))
+    return {"$": [type(value).__name__, len(data)]}  # also "bytes_", which is numpy's
+
+
+def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> _Node | None:
+    """One blob for a run of plain ints that fit 64 bits, or of floats; None if it is anything else."""
+    first, count = type(value[0]), len(value)
+    codes = _NUMBER_CODES.get(first)
+    if codes is None or not {first}.issuperset(map(type, value)):
+        return None
+    for code in codes:
+        try:
+            data = struct.pack(f"<{count}{code}", *value)
+        except struct.error:  # an int out of range
+            continue
+        blobs.add(data, len(data))
+        return {"$": ["numbers", type(value).__name__, code, count]}
+    return None
+
+
+def _pack_list(value: list[object], blobs: _Blobs, depth: int) -> _Node:
+    if len(value) >= _NUMBERS_FROM and (node := _pack_numbers(value, blobs)) is not None:
+        return node
+    return _pack_items(value, [], blobs, depth)
+
+
+def _pack_tuple(value: tuple[object, ...], blobs: _Blobs, depth: int) -> _Node:
+    if len(value) >= _NUMBERS_FROM and (node := _pack_numbers(value, blobs)) is not None:
+        return node
+    return {"$": _pack_items(value, ["tuple"], blobs, depth)}
+
+
+def _pack_items(value: Collection[object], out: list[_Node], blobs: _Blobs, depth: int) -> list[_Node]:
+    _check_depth(depth)
+    start = len(out)
+    try:
+        for item in value:
+            out.append(item if type(item) in _AS_IS else _pack(item, blobs, depth + 1))
+    except _RefusedError as refusal:
+        refusal.at(value, f"[{len(out) - start}]")
+        raise
+    return out
+
+
+def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int) -> _Node:
+    _check_depth(depth)
+    kinds = set(map(type, value))
+    ordered = len(kinds) == 1 and kinds <= _SORTED
+    items: list[object] = sorted(value) if ordered else list(value)  # type: ignore[type-var]
+    try:
+        return {"$": [type(value).__name__, _pack_list(items, blobs, depth)]}
+    except _RefusedError as refusal:
+        owner, _, suffix = refusal.steps.pop()
+        del owner
+        refusal.at(value, f"){suffix}", "sorted(" if ordered else "list(")
+        raise
+
+
+def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> _Node:
+    """A dict as an object if all its keys are str, as a list of key, value, key, value otherwise."""
+    _check_depth(depth)
+    key: object = None
+    try:
+        if _STR.issuperset(map(type, value)):
+            body = {}
+            for key, item in value.items():
+                body[key] = item if type(item) in _AS_IS else _pack(item, blobs, depth + 1)
+            return body
+        pairs: list[_Node] = []
+        for key, item in value.items():
+            try:
+                pairs.append(_pack(key, blobs, depth + 1))
+            except _RefusedError as refusal:
+                refusal.at(value, f")[{len(pairs) // 2}]", "list(")
+                raise
+            pairs.append(_pack(item, blobs, depth + 1))
+        return pairs
+    except _RefusedError as refusal:
+        if not refusal.steps or refusal.steps[-1][0] is not value or refusal.steps[-1][1] != "list(":
+            refusal.at(value, f"[{_short(key)}]")
+        raise
+
+
+def _pack_dict(value: dict[object, object], blobs: _Blobs, depth: int) -> _Node:
+    body = _pack_body(value, blobs, depth)
+    return body if type(body) is dict and "$" not in body else {"$": ["dict", body]}
+
+
+def _pack_ordered(value: OrderedDict[object, object], blobs: _Blobs, depth: int) -> _Node:
+    node = ["odict", _pack_body(value, blobs, depth)]
+    if attributes := vars(value):
+        if attributes.keys() != {"_metadata"}:
+            names = ", ".join(sorted(attributes.keys() - {"_metadata"}))
+            raise _RefusedError(f"is an OrderedDict with attributes ({names}), which are not kept. Store them as items.")
+        try:
+            node.append(_pack(attributes["_metadata"], blobs, depth + 1))
+        except _RefusedError as refusal:
+            refusal.at(value, "._metadata")
+            raise
+    return {"$": node}
+
+
+def _pack_slice(value: slice, blobs: _Blobs, depth: int) -> _Node:
+    _check_depth(depth)
+    node: list[_Node] = ["slice"]
+    for name in ("start", "stop", "step"):
+        try:
+            node.append(_pack(getattr(value, name), blobs, depth + 1))
+        except _RefusedError as refusal:
+            refusal.at(value, f".{name}")
+            raise
+    return {"$": node}
+
+
+def _pack_range(value: range, blobs: _Blobs, depth: int) -> _Node:
+    return {"$": ["range", *(_pack_int(part, blobs, depth) for part in (value.start, value.stop, value.step))]}
+
+
+def _pack_tensor(value: torch.Tensor, blobs: _Blobs, depth: int) -> _Node:
+    name = _TENSOR_NAMES.get(value.dtype)
+    if name is None or value.layout is not torch.strided or value.is_nested or value.is_meta:
+        raise _RefusedError(
+            f"is a tensor without plain memory ({value.dtype}, {value.layout}, device {value.device}). "
+            "Save a dense, unquantized copy of it."
+        )
+    dense = value
+    if not value.is_cpu or not value.is_contiguous() or value.is_neg() or value.is_conj():
+        dense = value.detach().resolve_conj().resolve_neg().cpu()
+        if dense.itemsize == 1:
+            dense = dense.view(torch.uint8)  # the sub-byte dtypes have no copy kernels of their own
+        dense = dense.contiguous()
+    size, address = dense.nbytes, dense.data_ptr()
+    if size and not address:
+        raise _RefusedError("is a tensor whose storage has been freed. Save it while it holds its values.")
+    if size < _DIRECT_FROM:
+        blobs.add(string_at(address, size) if size else b"", size)
+    else:
+        memory: Any = (c_char * size).from_address(address)
+        memory.owner = dense
+        blobs.add(memory, size)
+    return {"$": ["tensor", name, *value.shape]}
+
+
+def _pack_array(value: np.ndarray[Any, Any], blobs: _Blobs, depth: int) -> _Node:
+    spec = _numpy_spec(value.dtype)
+    if value.flags.c_contiguous and value.dtype.kind in "biufc":
+        blobs.add(value, value.nbytes)
+    else:
+        blobs.add(value.tobytes(), value.nbytes)  # datetimes export no buffer
+    return {"$": ["array", spec, *value.shape]}
+
+
+def _pack_scalar(value: np.generic, blobs: _Blobs, depth: int) -> _Node:
+    return {"$": ["scalar", _numpy_spec(value.dtype), value.tobytes().hex()]}
+
+
+def _pack_np_dtype(value: np.dtype[Any], blobs: _Blobs, depth: int) -> _Node:
+    return {"$": ["np.dtype", _numpy_spec(value)]}
+
+
+def _numpy_spec(dtype: np.dtype[Any]) -> str:
+    spec = _cached_spec(dtype)
+    if not spec:
+        raise _RefusedError(
+            f"has the numpy dtype {dtype}; object, structured and third-party dtypes are not encoded. "
+            "Save plain arrays, one for each field."
+        )
+    return spec
+
+
+@lru_cache(maxsize=256)
+def _cached_spec(dtype: np.dtype[Any]) -> str:
+    """dtype.str, except that long long stays apart from int64, to which it is equal; "" if it would not come back."""
+    spec = dtype.str[0] + dtype.char if dtype.char in "qQ" else dtype.str
+    if not _NUMPY_SPEC.fullmatch(spec):
+        return ""
+    back = np.dtype(spec)
+    return spec if back == dtype and back.char == dtype.char and back.fields is dtype.fields else ""
+
+
+def _refuse(value: object, blobs: _Blobs, depth: int) -> NoReturn:
+    kind = type(value)
+    raise _RefusedError(f"is a {kind.__module__}.{kind.__qualname__}, which has no safe encoding. {_remedy(value)}")
+
+
+def _remedy(value: object) -> str:
+    if isinstance(value, type) or callable(getattr(value, "__code__", value)) and hasattr(value, "__qualname__"):
+        return "Save its name, and look it up in load_state_dict()."
+    kinds = {base.__name__ for base in type(value).__mro__}
+    for names, remedy in _REMEDIES:
+        if kinds & names:
+            return remedy
+    if hasattr(value, "state_dict"):
+        return "Save its state_dict(), and give that to its load_state_dict()."
+    if hasattr(value, "__next__"):
+        return "An iterator's position cannot be read: save how many items were taken, and skip them on load."
+    return "Save the plain values it is made of, and rebuild it in load_state_dict()."
+
+
+_REMEDIES: tuple[tuple[set[str], str], ...] = (
+    ({"Generator", "BitGenerator"}, "Save its state: .bit_generator.state (numpy) or .get_state() (torch)."),
+    ({"RandomState"}, "Save its .get_state()."),
+    ({"Random"}, "Save its .getstate()."),
+    ({"Enum"}, "Save its .value."),
+    ({"Tensor"}, "Save a plain tensor: full_tensor() of a DTensor, as_subclass(torch.Tensor) of other subclasses."),
+    ({"ndarray"}, "Save a plain array: np.asarray(it), and the mask of a masked array beside it."),
+    ({"dict"}, "Save dict(it), and rebuild it in load_state_dict()."),
+    ({"list", "deque"}, "Save list(it), and rebuild it in load_state_dict()."),
+    ({"tuple"}, "Save tuple(it), and rebuild it in load_state_dict()."),
+    ({"memoryview", "array"}, "Save bytes(it)."),
+    ({"str", "PurePath"}, "Save str(it)."),
+    ({"int", "float"}, "Save it as a plain int or float."),
+)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+class _Source:
+    """The blobs, taken in order. Any exception that decoding raises becomes a StateCorruptError."""
+
+    __slots__ = ("address", "end", "position", "view")
+
+    def __init__(self, view: memoryview, position: int, end: int) -> None:
+        self.view, self.position, self.end = view, position, end
+        self.address: int = np.frombuffer(view, np.uint8).ctypes.data
+
+    def take(self, nbytes: int) -> int:
+        """The offset of the next `nbytes` bytes; nothing is allocated before they are known to be there."""
+        start = self.position
+        if not 0 <= nbytes <= self.end - start:
+            raise ValueError(f"{nbytes} bytes announced, {self.end - start} left")
+        self.position = start + nbytes + -nbytes % _ALIGN
+        return start
+
+    def view_of(self, nbytes: int) -> memoryview:
+        start = self.take(nbytes)
+        return self.view[start : start + nbytes]
+
+
+def _unpack(node: _Node, source: _Source, depth: int) -> Any:
+    kind = type(node)
+    if kind is dict:
+        if "$" in node:
+            tagged = node["$"]
+            return _UNPACK[tagged[0]](tagged, source, depth)
+        return _unpack_body(node, source, depth)
+    if kind is list:
+        return _unpack_items(node, source, depth)
+    return node
+
+
+def _unpack_items(nodes: list[_Node], source: _Source, depth: int) -> list[Any]:
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    return [node if type(node) in _LEAVES else _unpack(node, source, depth + 1) for node in nodes]
+
+
+def _unpack_body(body: _Node, source: _Source, depth: int, into: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
+    if type(body) is dict:
+        if depth >= MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        return into(
+            {key: node if type(node) in _LEAVES else _unpack(node, source, depth + 1) for key, node in body.items()}
+        )
+    items = _unpack_items(_typed(body, list), source, depth)
+    out = into(zip(items[::2], items[1::2], strict=True))
+    if 2 * len(out) != len(items):
+        raise ValueError("a key occurs twice")
+    return out
+
+
+def _unpack_ordered(node: list[_Node], source: _Source, depth: int) -> OrderedDict[Any, Any]:
+    out: Any = _unpack_body(node[1], source, depth, OrderedDict)
+    if len(node) == 3:
+        out._metadata = _unpack(node[2], source, depth + 1)
+    return out  # type: ignore[no-any-return]
+
+
+def _unpack_numbers(node: list[_Node], source: _Source, depth: int) -> Any:
+    _, kind, code, count = node
+    dtype = np.dtype(_NUMBER_DTYPES[code])
+    numbers = np.frombuffer(source.view_of(_size(count) * dtype.itemsize), dtype).tolist()
+    return {"list": list, "tuple": tuple}[kind](numbers)
+
+
+def _unpack_tensor(node: list[_Node], source: _Source, depth: int) -> torch.Tensor:
+    dtype, shape = _TENSOR_DTYPES[node[1]], [_size(dim) for dim in node[2:]]
+    size = math.prod(shape) * dtype.itemsize
+    start = source.take(size)
+    if dtype is torch.complex32:  # torch.empty warns that this dtype is experimental; the reader did not choose it
+        out = torch.empty(size, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
+    else:
+        out = torch.empty(shape, dtype=dtype, device="cpu")
+    if size:
+        if out.nbytes != size:
+            raise ValueError(f"{dtype} {shape} has {out.nbytes} bytes, not {size}")
+        memmove(out.data_ptr(), source.address + start, size)
+    return out
+
+
+def _unpack_array(node: list[_Node], source: _Source, depth: int) -> np.ndarray[Any, Any]:
+    dtype, shape = _numpy_dtype(node[1]), [_size(dim) for dim in node[2:]]
+    data = source.view_of(math.prod(shape) * dtype.itemsize)
+    if not data:  # np.empty would allocate one item, however wide it claims to be
+        return np.ndarray(shape, dtype, bytearray())
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _unpack_scalar(node: list[_Node], source: _Source, depth: int) -> Any:
+    (scalar,) = np.frombuffer(bytearray.fromhex(node[2]), _numpy_dtype(node[1]))
+    return scalar
+
+
+@lru_cache(maxsize=256)
+def _numpy_dtype(spec: str) -> np.dtype[Any]:
+    if not _NUMPY_SPEC.fullmatch(spec):
+        raise ValueError(f"numpy dtype {spec!r}")
+    return np.dtype(spec)
+
+
+def _typed(node: _Node, kind: type[Any]) -> Any:
+    if type(node) is not kind:
+        raise TypeError(f"{kind.__name__} expected, {type(node).__name__} found")
+    return node
+
+
+def _size(node: _Node) -> int:
+    if type(node) is not int or node < 0:
+        raise ValueError(f"{node!r} is no size")
+    return node
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":"))
+_JSON_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
+_AS_IS = frozenset({str, bool, type(None)})
+_LEAVES = frozenset({str, bool, type(None), int, float})
+_STR = frozenset({str})
+_SORTED = frozenset({str, int, bool, bytes})
+_NUMBER_CODES = {int: ("I", "q"), float: ("d",)}
+_NUMBER_DTYPES = {"I": "<u4", "q": "<i8", "d": "<f8"}
+_NUMPY_SPEC = re.compile(r"[<>|](?:[biufcSUV]\d{1,10}|[mM]8(?:\[\d{0,10}[a-zA-Z]{1,2}\])?|[qQ])")
+
+_DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_TENSOR_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith(("qint", "quint"))}
+_TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_DTYPES.items()}
+
+_PACK: dict[type[Any], Callable[[Any, _Blobs, int], _Node]] = {
+    **{
+        scalar: _pack_scalar
+        for scalar in {np.dtype(code).type for code in np.typecodes["All"]} - {np.object_, np.str_, np.bytes_}
+    },
+    int: _pack_int,
+    float: _pack_float,
+    complex: _pack_complex,
+    bytes: _pack_bytes,
+    bytearray: _pack_bytes,
+    np.bytes_: _pack_bytes,
+    np.str_: lambda value, blobs, depth: {"$": ["str_", str(value)]},
+    list: _pack_list,
+    tuple: _pack_tuple,
+    set: _pack_set,
+    frozenset: _pack_set,
+    dict: _pack_dict,
+    OrderedDict: _pack_ordered,
+    slice: _pack_slice,
+    range: _pack_range,
+    torch.Tensor: _pack_tensor,
+    torch.nn.Parameter: _pack_tensor,
+    torch.Size: lambda value, blobs, depth: {"$": ["size", *value]},
+    torch.dtype: lambda value, blobs, depth: {"$": ["dtype", str(value)[6:]]},
+    torch.device: lambda value, blobs, depth: {"$": ["device", str(value)]},
+    np.ndarray: _pack_array,
+}
+
+_UNPACK: dict[str, Callable[[list[_Node], _Source, int], Any]] = {
+    "int": lambda node, source, depth: int(_typed(node[1], str), 16),
+    "float": lambda node, source, depth: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[node[1]] + 0.0,
+    "complex": lambda node, source, depth: complex(*[_typed(_unpack(part, source, depth), float) for part in node[1:3]]),
+    "bytes": lambda node, source, depth: bytes(source.view_of(_size(node[1]))),
+    "bytearray": lambda node, source, depth: bytearray(source.view_of(_size(node[1]))),
+    "bytes_": lambda node, source, depth: np.bytes_(bytes(source.view_of(_size(node[1])))),
+    "str_": lambda node, source, depth: np.str_(_typed(node[1], str)),
+    "numbers": _unpack_numbers,
+    "tuple": lambda node, source, depth: tuple(_unpack_items(node[1:], source, depth)),
+    "set": lambda node, source, depth: set(_typed(_unpack(node[1], source, depth), list)),
+    "frozenset": lambda node, source, depth: frozenset(_typed(_unpack(node[1], source, depth), list)),
+    "dict": lambda node, source, depth: _unpack_body(node[1], source, depth),
+    "odict": _unpack_ordered,
+    "slice": lambda node, source, depth: slice(*_unpack_items(node[1:], source, depth)),
+    "range": lambda node, source, depth: range(*[_typed(_unpack(part, source, depth), int) for part in node[1:4]]),
+    "tensor": _unpack_tensor,
+    "size": lambda node, source, depth: torch.Size([_size(dim) for dim in node[1:]]),
+    "dtype": lambda node, source, depth: _DTYPES[node[1]],
+    "device": lambda node, source, depth: torch.device(_typed(node[1], str)),
+    "array": _unpack_array,
+    "scalar": _unpack_scalar,
+    "np.dtype": lambda node, source, depth: _numpy_dtype(node[1]),
+}

@@ -1,0 +1,82 @@
+"""One error tree, one catalogue: whatever can be raised can cross gRPC and comes out as what it was."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from penstock.proto import errors
+from penstock.proto.errors import CATALOGUE, PenstockError, error_named
+
+REPO = Path(__file__).parents[2]
+ROOTS = ("proto", "appliance", "worker", "client", "deploy")
+
+
+def tree(top: type[PenstockError]) -> Iterator[type[PenstockError]]:
+    """`top` and every class of errors.py below it."""
+    yield top
+    for child in top.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree(child)
+
+
+ERRORS = sorted(set(tree(PenstockError)), key=lambda error: error.__name__)
+
+
+def test_catalogue_holds_the_whole_tree_and_nothing_else() -> None:
+    assert {name: entry.error for name, entry in CATALOGUE.items()} == {error.__name__: error for error in ERRORS}
+
+
+def test_every_error_is_public_and_in_the_picture_that_opens_the_module() -> None:
+    names = {error.__name__ for error in ERRORS}
+    assert names <= set(errors.__all__)
+    assert errors.__doc__ is not None
+    assert [name for name in sorted(names) if name not in errors.__doc__] == []
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_status_is_a_grpc_status_that_means_failure(name: str) -> None:
+    status = CATALOGUE[name].status
+    assert status in grpc.StatusCode.__members__
+    assert status != "OK"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_error_comes_back_from_its_name(error: type[PenstockError]) -> None:
+    back = error_named(error.__name__, "worker w1, box 0, step 3: it broke", "Traceback: far away")
+    assert type(back) is error
+    assert back.message == "worker w1, box 0, step 3: it broke"
+    assert back.remote_traceback == "Traceback: far away"
+    assert str(back).startswith("worker w1, box 0, step 3: it broke\n")
+    assert "Traceback: far away" in str(back)
+    assert str(error_named(error.__name__, "it broke")) == "it broke"
+
+
+def test_name_from_a_newer_peer_becomes_the_root_and_is_kept_in_the_message() -> None:
+    back = error_named("TomorrowsError", "it broke", "Traceback: far away")
+    assert type(back) is PenstockError
+    assert back.message == "TomorrowsError: it broke"
+    assert back.remote_traceback == "Traceback: far away"
+
+
+@pytest.mark.parametrize("name", ["BaseException", "SystemExit", "os.system", "Entry", ""])
+def test_name_outside_the_catalogue_is_never_looked_up_elsewhere(name: str) -> None:
+    assert type(error_named(name, "it broke")) is PenstockError
+
+
+def test_no_error_is_defined_outside_errors_py() -> None:
+    names = {error.__name__ for error in ERRORS}
+    home = Path(errors.__file__).resolve()
+    strays = [
+        f"{module.relative_to(REPO)}:{node.lineno}: {node.name}"
+        for root in ROOTS
+        for module in sorted((REPO / root / "penstock").rglob("*.py"))
+        if module.resolve() != home
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ClassDef) and names & {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    ]
+    assert not strays, "\n".join(strays)

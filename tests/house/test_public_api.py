@@ -1,0 +1,161 @@
+"""The public API, frozen: names, parameters, kinds and defaults that users' code relies on.
+
+A change here is a change for every user. Adding a keyword with a default is none; renaming or removing one is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+NAMES = {
+    "penstock.client": {
+        "Appliance",
+        "DataExecutor",
+        "DataLoader",
+        "DataLoaderCheckpoint",
+        "RestartableDataLoader",
+        "checkpoint_closure",
+        "get_worker_state",
+    },
+    "penstock.worker": {"current_assignment"},
+}
+"""Public module -> names that it exports at least."""
+
+SIGNATURES = {
+    "penstock.client:DataLoader": "(input_fn, *args, **kwargs)",
+    "penstock.client:DataLoader.state_dict": "(self)",
+    "penstock.client:DataLoader.load_state_dict": "(self, sd, strict=True)",
+    "penstock.client:DataLoader.__len__": "(self)",
+    "penstock.client:DataLoader.__iter__": "(self)",
+    "penstock.client:DataExecutor": "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None)",
+    "penstock.client:DataExecutor.__iter__": "(self)",
+    "penstock.client:RestartableDataLoader.state_dict": "(self)",
+    "penstock.client:RestartableDataLoader.load_state_dict": "(self, state_dict, strict=True)",
+    "penstock.client:RestartableDataLoader.aggregate_state_dict": "(self, worker_states)",
+    "penstock.client:RestartableDataLoader.deaggregate_state_dict": "(self, aggregated, strict=True)",
+    "penstock.client:get_worker_state": "()",
+    "penstock.worker:current_assignment": "()",
+}
+"""module:name -> its parameters, without annotations."""
+
+ATTRIBUTES = {
+    "penstock.client:DataLoader": {"is_restartable"},
+    "penstock.client:DataExecutor": {"step", "on_checkpoint_step"},
+}
+"""module:class -> what is read without being called."""
+
+APPLIANCE_KEYWORDS = {"num_workers_per_box", "box", "num_boxes", "job", "seed", "device"}
+
+CHECKPOINT_FIELDS = {
+    "local_worker_id": 1,
+    "num_workers_per_csx": 4,
+    "num_csx": 3,
+    "wse_id": 2,
+    "appliance_step": 10,
+    "worker_step": 3,
+    "samples_streamed": 96,
+    "user_state_dict": {"cursor": 7},
+}
+"""The fields of DataLoaderCheckpoint, with an example."""
+
+
+def resolve(place: str) -> Any:
+    """The object at "module:name" or "module:class.method"."""
+    module, _, path = place.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def parameters(function: Callable[..., Any]) -> str:
+    """The signature as text without annotations: these may be made more precise at any time."""
+    signature = inspect.signature(function)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_module_exports_its_names(module: str) -> None:
+    public = importlib.import_module(module)
+    assert NAMES[module] <= set(public.__all__)
+    assert [name for name in public.__all__ if not hasattr(public, name)] == []
+
+
+@pytest.mark.parametrize("place", SIGNATURES)
+def test_signature(place: str) -> None:
+    assert parameters(resolve(place)) == SIGNATURES[place]
+
+
+@pytest.mark.parametrize("place", ATTRIBUTES)
+def test_attributes_are_read_not_called(place: str) -> None:
+    owner = resolve(place)
+    for name in ATTRIBUTES[place]:
+        declared = name in inspect.get_annotations(owner)
+        assert declared or not callable(inspect.getattr_static(owner, name)), name
+
+
+def test_appliance_signature() -> None:
+    # The defaults of the keywords are not frozen as objects: they come from the environment, so that the signature has
+    # to tell "not given" from the value.
+    address, *rest = inspect.signature(resolve("penstock.client:Appliance")).parameters.values()
+    assert (address.name, address.kind, address.default) == ("address", inspect.Parameter.POSITIONAL_OR_KEYWORD, None)
+    assert {parameter.name for parameter in rest} >= APPLIANCE_KEYWORDS
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in rest)
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in rest)
+
+
+def test_appliance_is_a_context_manager() -> None:
+    appliance = resolve("penstock.client:Appliance")
+    assert callable(appliance.__enter__)
+    assert callable(appliance.__exit__)
+
+
+def test_checkpoint_closure_decorates_a_function() -> None:
+    inspect.signature(resolve("penstock.client:checkpoint_closure")).bind(lambda: None)
+
+
+class FourMethods:
+    """The least that is a RestartableDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None: ...
+
+    def aggregate_state_dict(self, worker_states: list[Any]) -> dict[str, Any]:
+        return {}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any], strict: bool = True) -> dict[str, Any]:
+        return aggregated
+
+
+def test_restartable_data_loader_is_a_protocol_that_can_be_checked_at_run_time() -> None:
+    protocol = resolve("penstock.client:RestartableDataLoader")
+    assert isinstance(FourMethods(), protocol)
+    assert not isinstance(object(), protocol)
+
+
+def test_data_loader_checkpoint_fields_and_derived_ids() -> None:
+    kind = resolve("penstock.client:DataLoaderCheckpoint")
+    assert CHECKPOINT_FIELDS.keys() <= {field.name for field in dataclasses.fields(kind)}
+    checkpoint = kind(**CHECKPOINT_FIELDS)
+    assert {name: getattr(checkpoint, name) for name in CHECKPOINT_FIELDS} == CHECKPOINT_FIELDS
+    assert checkpoint.global_worker_id == 2 * 4 + 1
+    assert checkpoint.total_num_workers == 4 * 3
+    with pytest.raises(AttributeError):
+        checkpoint.wse_id = 0
+
+
+def test_current_assignment_is_neutral_outside_a_worker() -> None:
+    here = resolve("penstock.worker:current_assignment")()
+    assert (here.box, here.num_boxes) == (0, 1)
+    assert (here.slot, here.num_workers_per_box, here.global_worker_id) == (0, 1, 0)
+    assert isinstance(here.seed, int)
+    assert isinstance(here.first_step, int)

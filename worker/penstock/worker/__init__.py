@@ -1,0 +1,1 @@
+"""The input node: runs user code and streams its batches."""
