@@ -16,12 +16,22 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from types import ModuleType
+from inspect import isabstract
+from types import BuiltinFunctionType, ModuleType
 from typing import Final, Literal, TypeVar
 
 from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError
 
-__all__ = ["MAIN_MODULES", "MAX_NAME", "RecordKind", "class_fields", "class_name", "qualified", "register_class", "resolve_class"]
+__all__ = [
+    "MAIN_MODULES",
+    "MAX_NAME",
+    "RecordKind",
+    "class_fields",
+    "class_name",
+    "qualified",
+    "register_class",
+    "resolve_class",
+]
 
 MAIN_MODULES: Final = ("__main__", "__mp_main__", "penstock_main")
 """The names of one and the same user script in different processes."""
@@ -47,7 +57,7 @@ def qualified(cls: type) -> str:
 def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
     """What kind of record `cls` is and the names of its fields in order; None if it is no namedtuple or dataclass.
 
-    A dataclass that cannot be made by `object.__new__` (a subclass of dict or of another builtin, an abstract class)
+    A dataclass that is abstract or has a base which `object.__new__` cannot make (dict or another class written in C)
     is none: it could not be rebuilt from its fields.
     """
     if issubclass(cls, tuple):
@@ -55,11 +65,10 @@ def class_fields(cls: type) -> tuple[RecordKind, tuple[str, ...]] | None:
         if type(names) is tuple and all(type(name) is str for name in names):
             return "nt", names
         return None
-    if not dataclasses.is_dataclass(cls):
+    if not dataclasses.is_dataclass(cls) or isabstract(cls):
         return None
-    try:
-        object.__new__(cls)
-    except TypeError:
+    makers = (base.__dict__.get("__new__") for base in cls.__mro__[:-1])
+    if any(isinstance(maker, BuiltinFunctionType) for maker in makers):
         return None
     return "dc", tuple(field.name for field in dataclasses.fields(cls))
 
@@ -104,8 +113,8 @@ def resolve_class(name: str, kind: RecordKind, fields: tuple[str, ...]) -> type:
         found = _imported(name)
     if found is None:
         raise UnsupportedLeafError(
-            f"the batch holds a {_WORDS[kind]} {name!r}, which this process does not know; import its module here before "
-            f"iterating, or call register_class(cls, {name!r}) on both sides (nothing is imported on a peer's word)"
+            f"the batch holds a {_WORDS[kind]} {name!r}, which this process does not know; import its module here "
+            f"before iterating, or call register_class(cls, {name!r}) on both sides"
         )
     known = class_fields(found)
     if known != (kind, fields):

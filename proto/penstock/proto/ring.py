@@ -41,6 +41,7 @@ class Ring:
     Attributes:
         fd: the memfd, -1 once dropped.
         map: the shared, writable mapping; views are cut from it.
+        view: a memoryview of all of it.
         address: where it starts in this process, in bytes.
     """
 
@@ -50,6 +51,7 @@ class Ring:
         self.slots = slots
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self.map = mmap.mmap(fd, slot_bytes * slots, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
     @classmethod
@@ -77,7 +79,10 @@ class Ring:
         size = os.fstat(fd).st_size
         if slot_bytes <= 0 or slots <= 0 or slot_bytes % PAGE or size != slot_bytes * slots:
             raise ProtocolError(f"a ring of {size} bytes was announced as {slots} slots of {slot_bytes} bytes")
-        return cls(fd, slot_bytes, slots)
+        try:
+            return cls(fd, slot_bytes, slots)
+        except PermissionError as error:  # sealed against writing, or opened for reading only
+            raise ProtocolError(f"the ring that a peer passed cannot be mapped: {error}") from error
 
     def close_fd(self) -> None:
         """Give up the descriptor; the mapping stays while anything looks at it."""

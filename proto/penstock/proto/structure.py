@@ -72,7 +72,7 @@ MAX_INT_BYTES: Final = 1 << 20
 
 MAX_STRUCTURE_BYTES: Final = 4 << 20
 MAX_BRACKETS: Final = 1 << 19
-"""An announcement beyond these is refused before it is parsed: 65,536 one-leaf dicts take 1.3 MiB and 2**18 brackets."""
+"""An announcement beyond these is refused before it is parsed; 65,536 dicts of one leaf take 2**18 brackets."""
 
 MAX_TEXT: Final = 2000
 """Characters of describe()."""
@@ -224,7 +224,10 @@ class Structure:
         if raw[0] != FORMAT:
             raise ProtocolError(f"a structure of format {str(raw[0])[:20]}; this Penstock reads {FORMAT}")
         count = [0]
-        structure = cls.of(_tree(raw[1], None, 0, count))
+        try:
+            structure = cls.of(_tree(raw[1], None, 0, count))
+        except UnsupportedLeafError as error:
+            raise ProtocolError(str(error)) from None
         if structure.encoded != data:
             raise ProtocolError("a structure that is not in its one canonical encoding")
         return structure
@@ -365,11 +368,14 @@ def _wrong(path: Path, what: str) -> ProtocolError:
 def _describe(tree: Tree, room: list[int]) -> str:
     """Text of a tree; `room` is what is left of the characters, so that a huge structure costs no more than its cut."""
     if isinstance(tree, Leaf):
-        text = _SCALARS.get(tree.kind) or {
-            "t": f"{tree.dtype}[rank {tree.rank}]",
-            "a": f"ndarray {tree.dtype}[rank {tree.rank}]",
-            "n": f"numpy scalar {tree.dtype}",
-        }[tree.kind]
+        text = (
+            _SCALARS.get(tree.kind)
+            or {
+                "t": f"{tree.dtype}[rank {tree.rank}]",
+                "a": f"ndarray {tree.dtype}[rank {tree.rank}]",
+                "n": f"numpy scalar {tree.dtype}",
+            }[tree.kind]
+        )
         room[0] -= len(text)
         return text
     if tree is None:

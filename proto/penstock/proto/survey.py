@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.proto.classes import MAX_NAME, class_fields, class_name, qualified, resolve_class
+from penstock.proto.classes import MAX_NAME, RecordKind, class_fields, class_name, qualified, resolve_class
 from penstock.proto.errors import UnsupportedLeafError
 from penstock.proto.structure import (
     MAX_INT_BYTES,
@@ -51,7 +51,7 @@ def survey(batch: Any, max_leaves: int, max_depth: int) -> Tree:
 
 
 def _refuse(path: Path, value: Any, reason: str) -> NoReturn:
-    raise UnsupportedLeafError(f"{render_path(path)} is a {qualified(type(value))}{reason}")
+    raise UnsupportedLeafError(f"{render_path(path)} is a {qualified(type(value))}{reason}") from None
 
 
 class _Survey:
@@ -75,7 +75,7 @@ class _Survey:
             return self._record(value, *record, path, depth)
         self._leaves += 1
         if self._leaves > self._max_leaves:
-            _refuse(path, value, f": leaf number {self._leaves} of at most {self._max_leaves}; stack values into tensors")
+            _refuse(path, value, f": leaf number {self._leaves} of {self._max_leaves}; stack values into tensors")
         return _leaf(value, path)
 
     def _container(self, value: Any, path: Path, depth: int) -> Node:
@@ -94,7 +94,7 @@ class _Survey:
             keys, kind, values = (), "l" if type(value) is list else "u", list(value)
         return Node(kind, self._children(kind, keys, values, path, depth), keys)
 
-    def _record(self, value: Any, kind: str, fields: tuple[str, ...], path: Path, depth: int) -> Node:
+    def _record(self, value: Any, kind: RecordKind, fields: tuple[str, ...], path: Path, depth: int) -> Node:
         self._check_depth(value, path, depth)
         name = class_name(type(value))
         if len(name) > MAX_NAME:
@@ -103,7 +103,7 @@ class _Survey:
             resolve_class(name, kind, fields)
         except UnsupportedLeafError:
             _refuse(
-                path, value, f": {name!r} does not lead back to this {kind}, so no other process could find it; define "
+                path, value, f": {name!r} does not lead back to this class, so no other process could find it; define "
                 "it at the top of its module, or name it by penstock.proto.tensors.register_class on both sides"
             )  # fmt: skip
         if kind == "nt":
@@ -185,10 +185,10 @@ def _dtype_name(value: Any, path: Path) -> str:
         _refuse(path, value, " of dtype object; make it numeric or fixed-width str, or pass x.tolist()")
     if dtype.names is not None:
         _refuse(path, value, f" of structured dtype {str(dtype)[:200]}; pass a dict of its fields")
-    name = numpy_dtype_name(dtype)
     try:
+        name = numpy_dtype_name(dtype)
         numpy_dtype(name)
-    except ValueError:
+    except (TypeError, ValueError):
         _refuse(path, value, f" of dtype {str(dtype)[:200]}, which cannot travel; convert it with astype")
     return name
 

@@ -388,6 +388,7 @@ class FetchStateRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     """0 = the newest (penstock state)"""
@@ -395,6 +396,10 @@ class FetchStateRequest(_message.Message):
     deadline_s: _builtins.float
     newest: _builtins.bool
     """the last step delivered to every box, instead of `step` (penstock state)"""
+    @_builtins.property
+    def progress(self) -> Global___WatchRunRequest:
+        """what the asking box would report now (hold_s is not looked at): its position and"""
+
     def __init__(
         self,
         *,
@@ -403,10 +408,11 @@ class FetchStateRequest(_message.Message):
         step: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
         newest: _builtins.bool = ...,
+        progress: Global___WatchRunRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "newest", b"newest", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "newest", b"newest", "progress", b"progress", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -745,6 +751,10 @@ class SnapshotHeader(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -753,6 +763,13 @@ class SnapshotHeader(_message.Message):
     epoch: _builtins.int
     total: _builtins.int
     size: _builtins.int
+    delivered: _builtins.int
+    """in this epoch"""
+    samples: _builtins.int
+    origin: _builtins.bool
+    """the opening of a pass, not a state within it"""
+    step: _builtins.int
+    """the box's step that the state speaks of, 0 if it does not depend on it"""
     def __init__(
         self,
         *,
@@ -764,10 +781,14 @@ class SnapshotHeader(_message.Message):
         epoch: _builtins.int = ...,
         total: _builtins.int = ...,
         size: _builtins.int = ...,
+        delivered: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        origin: _builtins.bool = ...,
+        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "epoch", b"epoch", "generation", b"generation", "run", b"run", "size", b"size", "slot", b"slot", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "delivered", b"delivered", "epoch", b"epoch", "generation", b"generation", "origin", b"origin", "run", b"run", "samples", b"samples", "size", b"size", "slot", b"slot", "step", b"step", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,6 +88,7 @@ class Hello(_message.Message):
     ACK_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """lane protocol version; another one is refused with both named"""
     run: _builtins.str
@@ -104,6 +105,8 @@ class Hello(_message.Message):
     """only towards a lander: the daemon's TCP address"""
     cuts: _builtins.int
     """passes that this consumer has left by Ack.abandon_epoch so far"""
+    epoch: _builtins.int
+    """pass that the next batch belongs to"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """slots of this generation's rings still seen by views of this consumer"""
@@ -128,10 +131,11 @@ class Hello(_message.Message):
         ack: Global___Ack | None = ...,
         target: _builtins.str = ...,
         cuts: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attempt", b"attempt", "box", b"box", "cuts", b"cuts", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "next_total", b"next_total", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attempt", b"attempt", "box", b"box", "cuts", b"cuts", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "next_total", b"next_total", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,65 @@
+"""python -m penstock.appliance: a coordinator without the command line's comforts, for programs that start one.
+
+The embedded mode uses it: imports are few (no torch, no Typer), so that it is up within half a second. The token comes
+in PENSTOCK_TOKEN (or a file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine can
+read. On an error before it is ready it writes one line to standard error and exits with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import logging
+import os
+import sys
+from dataclasses import replace
+
+# gRPC reports a taken port on standard error by itself, in words of its own; our error says it once and plainly.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from penstock.appliance.limits import MEMORY_BUDGET, Limits
+from penstock.appliance.server import IN_MEMORY, announcer, serve
+from penstock.proto.channel import read_token
+from penstock.proto.errors import PenstockError
+
+
+def main() -> int:
+    defaults = Limits()
+    parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix-abstract:name")
+    parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the books, or {IN_MEMORY}")
+    parser.add_argument("--lifeline-pid", type=int, help="the parent process; ends with it")
+    parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
+    parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
+    parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
+    parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
+    given = parser.parse_args()
+    faulthandler.enable()
+    logging.basicConfig(format="penstock coordinator: %(message)s")
+    limits = replace(
+        defaults,
+        worker_lease_s=given.worker_lease_s,
+        client_lease_s=given.client_lease_s,
+        budget=MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget,
+    )
+    try:
+        asyncio.run(
+            serve(
+                given.listen,
+                given.state_dir,
+                read_token(),
+                insecure=given.insecure,
+                lifeline_pid=given.lifeline_pid,
+                ready=announcer(given.ready_fd),
+                limits=limits,
+            )
+        )
+    except PenstockError as error:
+        print(f"penstock coordinator: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""The books: all runs and workers, and the elementary moves on them. Each move keeps four things in step: the objects,
+the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
+
+Moves are small and total: `move` takes a slot from whoever has it, `end` closes an attempt, and so on. Who may ask for
+one, and when, is in registry.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable
+
+from penstock.appliance.journal import Journal
+from penstock.appliance.ledger import Ledger
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import (
+    Attempt,
+    AttemptState,
+    Box,
+    Loss,
+    Past,
+    Place,
+    Run,
+    Slot,
+    SlotKey,
+    Worker,
+)
+from penstock.appliance.placement import choose
+from penstock.proto.channel import detail_of, error_of
+from penstock.proto.errors import SupersededError, UnknownRunError, WorkerLostError
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+Topic = tuple[str | int, ...]
+"""What changed: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
+
+
+class Books:
+    def __init__(self, journal: Journal, ledger: Ledger, limits: Limits, changed: Callable[[Topic], None]) -> None:
+        self.journal = journal
+        self.ledger = ledger
+        self.limits = limits
+        self.changed = changed
+        self.runs: dict[str, Run] = {}
+        self.workers: dict[str, Worker] = {}
+        self.waiting: dict[SlotKey, Slot] = {}
+        """Slots of live boxes that no worker has, in the order in which they began to wait."""
+        self.touched: set[tuple[str, int]] = set()
+        """(run, attempt) whose slots or progress changed: their state queries are to be planned again."""
+        self._version = journal.boots << 32
+
+    # ------------------------------------------------------------------------------------------------ small things
+
+    def next_version(self) -> int:
+        """Rises over all objects and all restarts, so that no two views are ever taken for the same."""
+        self._version += 1
+        return self._version
+
+    def bump_worker(self, worker: Worker) -> None:
+        worker.version = self.next_version()
+        self.changed(("worker", worker.name))
+
+    def bump_box(self, attempt: Attempt, box: Box) -> None:
+        box.version = self.next_version()
+        self.touched.add((attempt.run, attempt.number))
+        self.changed(("box", attempt.run, attempt.number, box.number))
+
+    def ticket(self, key: SlotKey, generation: int) -> str:
+        """What a lane's hello must show. Derived, so that it outlives a restart and is in no file."""
+        message = "\0".join(map(str, (*key, generation)))
+        return hmac.new(self.journal.secret, message.encode(), hashlib.sha256).hexdigest()[:32]
+
+    # ----------------------------------------------------------------------------------------------------- finding
+
+    def attempt(self, run_name: str, number: int) -> Attempt:
+        """The open attempt of that number. Raises UnknownRunError, SupersededError."""
+        run = self.runs.get(run_name)
+        if run is None:
+            raise UnknownRunError(f"the coordinator knows no run {run_name!r}")
+        if run.current is not None and run.current.number == number:
+            return run.current
+        past = run.past.get(number)
+        if past is not None:
+            raise SupersededError(past.why)
+        if number < run.attempt:
+            raise SupersededError(f"attempt {number} of run {run_name} is over; the newest one is {run.attempt}")
+        raise UnknownRunError(f"run {run_name} has no attempt {number}; the newest one is {run.attempt}")
+
+    def slot(self, key: SlotKey) -> Slot | None:
+        run = self.runs.get(key.run)
+        if run is None or run.current is None or run.current.number != key.attempt:
+            return None
+        box = run.current.boxes.get(key.box)
+        return box.slots[key.slot] if box is not None and key.slot < len(box.slots) else None
+
+    def open_attempts(self) -> list[Attempt]:
+        return [run.current for run in self.runs.values() if run.current is not None]
+
+    def box_of(self, slot: Slot) -> tuple[Attempt, Box]:
+        attempt = self.runs[slot.key.run].current
+        assert attempt is not None
+        return attempt, attempt.boxes[slot.key.box]
+
+    # ------------------------------------------------------------------------------------------------ the journal
+
+    def save_run(self, run: Run) -> None:
+        row = {"run": run.name, "seed": str(run.seed), "num_boxes": run.num_boxes, "num_workers": run.num_workers}
+        self.journal.put("runs", row | {"attempt": run.attempt, "generation": run.generation})
+
+    def save_attempt(self, attempt: Attempt) -> None:
+        row = {"run": attempt.run, "attempt": attempt.number, "key": attempt.key, "opened_by": attempt.opened_by}
+        self.journal.put("attempts", row | {"state": attempt.state.value, "why": attempt.why})
+
+    def save_box(self, attempt: Attempt, box: Box) -> None:
+        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number, "client_id": box.client_id}
+        still = attempt.state is AttemptState.OPEN
+        opening = box.opening.SerializeToString() if still else None
+        self.journal.put("boxes", row | {"place": box.place.value, "opening": opening})
+
+    def save_slot(self, slot: Slot) -> None:
+        row: dict[str, object] = dict(slot.key._asdict())
+        row |= {"generation": slot.generation, "phase": int(slot.phase), "worker": slot.worker, "session": slot.session}
+        row |= {"ever_ready": slot.ever_ready, "recovery": slot.recovery, "restarts": slot.restarts, "note": slot.note}
+        row["traits"] = None if slot.traits is None else slot.traits.SerializeToString()
+        row["error"] = None if slot.error is None else slot.error.SerializeToString()
+        self.journal.put("slots", row)
+
+    def forget(self, run: Run) -> None:
+        """Drops everything about a run that will not be opened again."""
+        for table in ("runs", "attempts", "boxes", "slots"):
+            self.journal.drop(table, run=run.name)
+        del self.runs[run.name]
+
+    # ---------------------------------------------------------------------------------------------------- attempts
+
+    def add_box(self, attempt: Attempt, request: pb.OpenRunRequest, base: Position, now: float) -> Box:
+        run = self.runs[attempt.run]
+        lease = now + self.limits.client_lease_s
+        box = Box(request.box, request.client_id, request, base, Place.LIVE, lease, 0, reported_at=now)
+        box.history.append((base.step, tuple(base.total)))
+        attempt.boxes[box.number] = box
+        for number in range(attempt.num_workers):
+            slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)
+            box.slots.append(slot)
+            self.waiting[slot.key] = slot
+            self.save_slot(slot)
+        self.save_box(attempt, box)
+        self.bump_box(attempt, box)
+        return box
+
+    def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
+        """The attempt is over: nobody owns anything of it any more, and its calls are refused with `why`."""
+        run = self.runs[attempt.run]
+        attempt.state, attempt.why = state, why
+        run.current = None
+        for box in attempt.boxes.values():
+            for slot in box.slots:
+                self._detach(slot)
+                self.waiting.pop(slot.key, None)
+                run.generation = max(run.generation, slot.generation)
+            self.save_box(attempt, box)
+            self.bump_box(attempt, box)
+        clients = {box.number: box.client_id for box in attempt.boxes.values()}
+        run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
+        self.journal.drop("slots", run=attempt.run, attempt=attempt.number)
+        self.save_attempt(attempt)
+        self.save_run(run)
+        while len(run.past) > self.limits.past_attempts:
+            oldest = min(run.past)
+            del run.past[oldest]
+            self.journal.drop("attempts", run=run.name, attempt=oldest)
+            self.journal.drop("boxes", run=run.name, attempt=oldest)
+        self.ledger.drop_attempt(attempt.run, attempt.number)
+
+    def vacate(self, attempt: Attempt, box: Box, place: Place, note: str) -> None:
+        """The box's client is gone or has closed: its workers are free at once."""
+        box.place = place
+        for slot in box.slots:
+            self.waiting.pop(slot.key, None)
+            if self._detach(slot):
+                slot.generation += 1
+                if slot.phase != pb.FAILED:
+                    slot.phase, slot.note = pb.WAITING, note
+                    slot.restarts += 1
+            self.save_slot(slot)
+        self.save_box(attempt, box)
+        self.bump_box(attempt, box)
+
+    def revive(self, attempt: Attempt, box: Box, now: float) -> None:
+        """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
+        box.place = Place.LIVE
+        box.lease_until = now + self.limits.client_lease_s
+        for slot in box.slots:
+            if slot.phase == pb.WAITING:
+                self.waiting[slot.key] = slot
+        self.save_box(attempt, box)
+        self.bump_box(attempt, box)
+
+    # ------------------------------------------------------------------------------------------------------- slots
+
+    def _detach(self, slot: Slot) -> bool:
+        """Takes the slot from its worker's set; false if it had none."""
+        if not slot.worker:
+            return False
+        worker = self.workers.get(slot.worker)
+        if worker is not None and slot.key in worker.slots:
+            worker.slots.discard(slot.key)
+            self.bump_worker(worker)
+        slot.worker = slot.session = ""
+        return True
+
+    def move(self, slot: Slot, note: str, loss_at: float | None) -> None:
+        """Takes the slot from its worker, to be placed again under the next generation.
+
+        `loss_at`: the time, if something died; None for an orderly hand-over, which counts against nobody.
+        """
+        attempt, box = self.box_of(slot)
+        loser = slot.worker
+        self._detach(slot)
+        if slot.phase == pb.FAILED:  # its error is final; only the lane to its last batches is gone now
+            self.save_slot(slot)
+            self.bump_box(attempt, box)
+            return
+        slot.generation += 1
+        slot.phase, slot.note = pb.WAITING, note
+        slot.restarts += 1
+        if loss_at is not None:
+            delivered = box.total(slot.key.slot)
+            horizon = loss_at - self.limits.loss_window_s
+            slot.losses = [loss for loss in slot.losses if loss.at > horizon and loss.delivered == delivered]
+            slot.losses.append(Loss(loss_at, loser, note, delivered))
+        if len(slot.losses) > self.limits.losses:
+            each = "; ".join(loss.note for loss in slot.losses)
+            error = WorkerLostError(
+                f"{slot} of run {slot.key.run} was lost {len(slot.losses)} times within "
+                f"{self.limits.loss_window_s:g} s without a batch delivered in between (after batch "
+                f"{slot.losses[-1].delivered} of the slot): {each}"
+            )
+            slot.phase, slot.error = pb.FAILED, detail_of(error)
+        else:
+            self.waiting[slot.key] = slot
+        self.save_slot(slot)
+        self.bump_box(attempt, box)
+
+    def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
+        """For good. The worker keeps the slot: the batches before the error are in its ring, to be delivered first."""
+        attempt, box = self.box_of(slot)
+        slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))  # cut to size: it goes into every view
+        self.save_slot(slot)
+        self.bump_box(attempt, box)
+
+    def place_waiting(self) -> None:
+        """Gives waiting slots to workers that have room."""
+        for slot in list(self.waiting.values()):
+            attempt, box = self.box_of(slot)
+            worker = choose(slot, box.opening.host_id, self.workers.values())
+            if worker is None:
+                return
+            del self.waiting[slot.key]
+            slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
+            # A slot that has given something out must be taken over; one that never ran just starts.
+            slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.ledger.snapshots(slot.key)))
+            worker.slots.add(slot.key)
+            self.save_slot(slot)
+            self.bump_worker(worker)
+            self.bump_box(attempt, box)
+
+    def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
+        """The worker's slots go back; the worker itself stays where it is in `workers`."""
+        for key in sorted(worker.slots):
+            slot = self.slot(key)
+            if slot is not None:
+                self.move(slot, note, loss_at)
+        worker.slots.clear()

@@ -1,0 +1,200 @@
+"""The coordinator's books on disk: SQLite in WAL mode with synchronous=FULL, one writer, committed before any reply.
+
+journal.db holds who owns what: runs, attempts, boxes, slots, a few rows each, at about 110 us a commit. Rows are
+written whole, and changes gather in memory until `commit`; one that fails (disk full) leaves them gathered, so that
+nothing is acknowledged and the next call tries again. Snapshots live in a database of their own (store.py): large, and
+worth less.
+
+A file that cannot be read is never reset: the error names it, and a person decides. WAL does not work on network
+filesystems, where locks and shared memory are not what SQLite takes them for, so those are refused. One state
+directory has one coordinator: an advisory lock that the kernel drops with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.proto.errors import JournalError
+
+SCHEMA = 1
+
+_TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # table: key columns, other columns. A seed is text: SQLite's integers have a sign, ours have 64 bits without one.
+    "runs": (("run",), ("seed", "num_boxes", "num_workers", "attempt", "generation")),
+    "attempts": (("run", "attempt"), ("key", "opened_by", "state", "why")),
+    "boxes": (("run", "attempt", "box"), ("client_id", "place", "opening")),
+    "slots": (
+        ("run", "attempt", "box", "slot"),
+        ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note", "traits", "error"),
+    ),
+}
+
+_NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
+_NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
+
+
+def filesystem(path: Path, mounts: str) -> str:
+    """The type of the filesystem that holds `path`, by the text of /proc/self/mountinfo."""
+    best, kind = "", ""
+    where = str(path.resolve())
+    for line in mounts.splitlines():
+        fields, _, after = line.partition(" - ")
+        point = fields.split(" ")[4].encode().decode("unicode_escape")  # spaces stand as \040
+        inside = where == point or where.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, after.split(" ")[0]
+    return kind
+
+
+class StateDir:
+    """A directory that one coordinator holds. Created with mode 0700: the journal holds what tickets are made of."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            kind = filesystem(self.path, Path("/proc/self/mountinfo").read_text())
+            if kind in _NETWORK:
+                raise JournalError(
+                    f"the state directory {self.path} is on a network filesystem ({kind}), where SQLite's journal is "
+                    "not safe: choose a directory on a local disk"
+                )
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(f"the state directory {self.path} cannot be used: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise JournalError(
+                f"the state directory {self.path} is in use by another coordinator (process {holder}): stop that one, "
+                "or give this one a directory of its own"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def open_database(path: Path | None, script: str) -> sqlite3.Connection:
+    """A database of ours, made if it is not there. None: in memory. JournalError: unreadable, or too new."""
+    name = path or ":memory:"
+    try:
+        # check_same_thread: store.py is used from one thread at a time, which is not the one that opened it.
+        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=5.0)
+        try:
+            db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            if path is not None:
+                (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
+                if mode != "wal":
+                    raise JournalError(f"{path}: SQLite cannot use its write-ahead log here (got {mode!r})")
+            db.execute("PRAGMA synchronous=FULL")
+            db.execute("PRAGMA journal_size_limit=67108864")
+            (found,) = db.execute("PRAGMA user_version").fetchone()
+            if found > SCHEMA:
+                raise JournalError(
+                    f"{path} was written by a newer Penstock (schema {found}, this one knows {SCHEMA}): run that "
+                    "release, or start on an empty state directory"
+                )
+            if found == 0:
+                db.executescript(f"BEGIN IMMEDIATE;\n{script}\nPRAGMA user_version={SCHEMA};\nCOMMIT;")
+            return db
+        except BaseException:
+            db.close()
+            raise
+    except sqlite3.Error as error:
+        raise JournalError(
+            f"{name} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
+        ) from error
+
+
+class Journal:
+    """Rows in, whole tables out at the start."""
+
+    def __init__(self, directory: StateDir | None) -> None:
+        self._path = directory.path / "journal.db" if directory else None
+        script = "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
+        for table, (keys, values) in _TABLES.items():
+            columns = ", ".join((*keys, *values))
+            script += f"\nCREATE TABLE {table} ({columns}, PRIMARY KEY ({', '.join(keys)})) WITHOUT ROWID;"
+        self._db = open_database(self._path, script)
+        self._db.row_factory = sqlite3.Row
+        self._pending: dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]] = {}
+        try:
+            (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
+            self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
+            """What tickets are derived from: the same after a restart, so that lanes stay open."""
+            self.boots = int(self._meta("boots", "0")) + 1
+            """How many coordinators have opened this journal. Versions of long polls start above it, so that no peer
+            takes a view of this process for one that it saw of the last."""
+            self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
+        except sqlite3.Error as error:
+            self._db.close()
+            raise JournalError(
+                f"{self._path} is damaged ({error}): restore it from a copy, or move it away to start anew"
+            ) from error
+
+    def _meta(self, name: str, default: str) -> str:
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, default))
+        (value,) = self._db.execute("SELECT value FROM meta WHERE name=?", (name,)).fetchone()
+        return str(value)
+
+    def rows(self, table: str) -> list[Mapping[str, Any]]:
+        """A whole table, by key."""
+        keys, _ = _TABLES[table]
+        try:
+            return list(self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}"))
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path} cannot be read: {error}") from error
+
+    def put(self, table: str, row: Mapping[str, Any]) -> None:
+        """Writes a row whole, with the next commit."""
+        keys, values = _TABLES[table]
+        columns = (*keys, *values)
+        marks = ", ".join("?" * len(columns))
+        self._add(
+            (table, *(row[key] for key in keys)),
+            f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})",
+            tuple(row[column] for column in columns),
+        )
+
+    def drop(self, table: str, **where: str | int) -> None:
+        """Removes the rows with these values, with the next commit."""
+        condition = " AND ".join(f"{column}=?" for column in where)
+        self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
+
+    def _add(self, key: tuple[Any, ...], sql: str, values: tuple[Any, ...]) -> None:
+        self._pending.pop(key, None)  # a row that is written twice is written once, in its last place
+        self._pending[key] = (sql, values)
+
+    def commit(self) -> None:
+        """Everything put or dropped is on disk after this. JournalError: nothing is; the next call tries again."""
+        if not self._pending:
+            return
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for sql, values in self._pending.values():
+                self._db.execute(sql, values)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise JournalError(
+                f"{self._path or 'the journal in memory'} cannot be written ({error}); {len(self._pending)} rows wait: "
+                "free some space on that disk, they are tried again with the next call"
+            ) from error
+        self._pending.clear()
+
+    def close(self) -> None:
+        self._db.close()

@@ -1,0 +1,60 @@
+"""Every number of the coordinator that somebody chose, with the reason. Times are in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Frozen: a coordinator runs with one set; tests make their own."""
+
+    worker_lease_s: float = 3.0
+    """A worker that was silent so long is taken for dead. The daemon runs no user code and reports three times a lease,
+    so this much silence means that it is gone, stopped or cut off."""
+    client_lease_s: float = 10.0
+    """A training process may hold the GIL for seconds (a compile, a large pickle), which stops its reporting thread."""
+    hold_share: float = 1 / 3
+    """A long poll is answered after this share of the lease at the latest, so that two may be lost unharmed."""
+    stall_s: float = 1.0
+    """A coordinator that was itself stopped for longer extends every lease by the gap: it has heard nobody, and that
+    says nothing about them."""
+    abandoned_s: float = 3600.0
+    """An attempt without a live box for so long is closed, and its snapshots go. Until then it may come back."""
+
+    losses: int = 3
+    loss_window_s: float = 60.0
+    """A slot may be lost so often within the window without a batch delivered in between. A machine that reboots or a
+    preempted node stays below; a batch that kills its runner each time does not."""
+
+    budget: int = 4 * GIB
+    """Bytes of snapshots and blobs on disk."""
+    cadence_share: float = 0.9
+    """Snapshots that only save replay may fill this share of the budget; the rest is for the first one of a slot and
+    for states to resume from, without which nothing can start."""
+    value_max: int = 900_000_000
+    """A single snapshot, blob or state. SQLite's own cap on a value is 1,000,000,000."""
+    blob_idle_s: float = 3600.0
+    """A blob that no open attempt names is dropped so long after it came: boxes send it before they open."""
+    answers_cached: int = 256 * MIB
+    """Gathered states kept for the other ranks that ask for the same step."""
+
+    past_attempts: int = 16
+    """Attempts of a run that are remembered by number, key and clients, so that a late call of one is refused."""
+    past_sessions: int = 64
+    """Sessions of workers that were replaced; a late call of one is refused."""
+    slots_max: int = 65_536
+    """Boxes times workers of a run: a mistyped number should be an error, not a coordinator without memory."""
+    history_entries: int = 64
+    """Reported positions kept per box to know what lay one retention window ago."""
+
+
+MEMORY_BUDGET = 512 * MIB
+"""The budget of a coordinator that keeps its books in memory (embedded)."""
+TICK_SHARE = 10
+"""Leases are looked at so many times a lease."""
+STOP_GRACE_S = 1.0
+"""Calls under way when the coordinator stops may take so long to end."""

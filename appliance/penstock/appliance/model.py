@@ -1,0 +1,197 @@
+"""The nouns of the coordinator: runs, attempts, boxes, slots, workers. Data only; the verbs are in registry.py.
+
+Ownership. A run has at most one open attempt; an attempt has a place for each of its boxes; an opened box has W slots;
+a slot has at most one worker, under a generation that rises each time the slot moves. Whoever speaks for an older
+attempt or generation is fenced, and the numbers are in the journal before anyone hears them.
+
+What is journaled is who owns what. Leases and progress are not: after a restart everyone has a full new lease, and
+tells where he is with his next call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+class SlotKey(NamedTuple):
+    run: str
+    attempt: int
+    box: int
+    slot: int
+
+
+class AttemptState(Enum):
+    OPEN = "open"
+    SUPERSEDED = "superseded"
+    ENDED = "ended"
+
+
+class Place(Enum):
+    """A box's place in its attempt."""
+
+    LIVE = "live"
+    GONE = "gone"  # the lease ran out; the same client may come back until someone opens the next attempt
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Loss:
+    at: float
+    worker: str
+    note: str
+    delivered: int
+    """The slot's delivered total as known then: more now means progress."""
+
+
+@dataclass
+class Slot:
+    key: SlotKey
+    generation: int
+    phase: pb.SlotPhase.ValueType = pb.WAITING
+    worker: str = ""
+    session: str = ""
+    """Of the worker, so that a coordinator that restarts knows whether it is still the same process."""
+    ever_ready: bool = False
+    recovery: bool = False
+    restarts: int = 0
+    note: str = ""
+    traits: records_pb2.LoaderTraits | None = None
+    error: records_pb2.ErrorDetail | None = None
+    losses: list[Loss] = field(default_factory=list)
+    batches_per_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"box {self.key.box} slot {self.key.slot}"
+
+
+@dataclass
+class Box:
+    number: int
+    client_id: str
+    opening: pb.OpenRunRequest
+    base: Position
+    """Where the box stood when the attempt opened."""
+    place: Place
+    lease_until: float
+    version: int
+    slots: list[Slot] = field(default_factory=list)
+
+    delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
+    """The newest report; empty before the first one."""
+    pass_ended: bool = False
+    cuts: dict[int, int] = field(default_factory=dict)
+    """Epoch -> last step of it, for passes left by `break`."""
+    ends: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(slot, epoch) -> the slot's total when the pass ended, as workers told."""
+    waiting_for: int = 0
+    waited_s: float = 0.0
+    steps_per_s: float = 0.0
+    rate_from: float = 0.0
+    rate_steps: int = 0
+    reported_at: float = 0.0
+    history: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)
+    """(step, totals per slot), oldest first; the first entry is the newest that lies outside the retention window."""
+
+    @property
+    def step(self) -> int:
+        """Steps delivered, as far as reported."""
+        return max(self.delivered.step, self.base.step)
+
+    @property
+    def retention(self) -> int:
+        return self.opening.loader.options.retention_steps
+
+    def total(self, slot: int) -> int:
+        """Batches of the slot delivered, as far as reported."""
+        return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
+
+    def who(self) -> str:
+        return f"client {self.client_id} on host {self.opening.host_id or '?'}"
+
+
+@dataclass
+class Attempt:
+    run: str
+    number: int
+    key: str
+    opened_by: str
+    """Who and where, for messages."""
+    num_boxes: int
+    num_workers: int
+    seed: int
+    state: AttemptState = AttemptState.OPEN
+    why: str = ""
+    """Why it is no longer open."""
+    boxes: dict[int, Box] = field(default_factory=dict)
+    last_live: float = 0.0
+
+    @property
+    def shape(self) -> str:
+        return shape(self.num_boxes, self.num_workers)
+
+    def all_live(self) -> bool:
+        return all(box.place is Place.LIVE for box in self.boxes.values())
+
+    def any_live(self) -> bool:
+        return any(box.place is Place.LIVE for box in self.boxes.values())
+
+
+@dataclass
+class Past:
+    """What is remembered of an attempt that is no longer open."""
+
+    number: int
+    key: str
+    state: AttemptState
+    why: str
+    clients: dict[int, str]
+    """Box -> client."""
+
+
+@dataclass
+class Run:
+    name: str
+    seed: int
+    num_boxes: int
+    num_workers: int
+    attempt: int
+    """The highest attempt number given out."""
+    generation: int
+    """The highest generation given out; the next attempt starts above it."""
+    current: Attempt | None = None
+    past: dict[int, Past] = field(default_factory=dict)
+
+
+@dataclass
+class Worker:
+    name: str
+    session: str
+    host_id: str
+    capacity: int
+    local_address: str
+    tcp_address: str
+    registered: bool
+    """False for one that only the journal knows, until it comes back: it keeps its slots and gets no new ones."""
+    lease_until: float
+    seen_at: float
+    version: int
+    draining: bool = False
+    slots: set[SlotKey] = field(default_factory=set)
+
+    @property
+    def free(self) -> int:
+        return 0 if self.draining or not self.registered else self.capacity - len(self.slots)
+
+
+def shape(num_boxes: int, num_workers: int) -> str:
+    """For messages."""
+    boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return f"{boxes} x {workers}"

@@ -1,0 +1,394 @@
+"""The coordinator as a state machine: calls in, replies out. No I/O but the journal's; time and seeds are given.
+
+Each public method is one call of coordinator.proto or the passing of time (`tick`). It checks who speaks, makes its
+moves on the books, gives waiting slots to workers, plans state queries again where something moved, and commits; the
+reply is made after that, so what it says is on disk. All calls are idempotent, and late ones of fenced peers change
+nothing: see the order contract that opens coordinator.proto.
+
+Single-threaded by construction: methods never wait. The service waits, on the topics that `changed` announces.
+
+Leases. Silence is the only sign of death that always comes. A worker's lease ends: its slots move. A client's lease
+ends: its workers are free at once, but its place stays its own until someone opens the next attempt, for a process
+that was stopped for a while is not dead, and can go on by recovery. If the coordinator itself was stopped, leases are
+extended by the gap: it has heard nobody, and that says nothing about them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.appliance import opening, views
+from penstock.appliance.books import Books, Topic
+from penstock.appliance.desk import Desk
+from penstock.appliance.journal import Journal
+from penstock.appliance.ledger import Kept, Ledger
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
+from penstock.appliance.restore import restore
+from penstock.appliance.states import Gathering
+from penstock.proto.channel import VERSION
+from penstock.proto.errors import (
+    BoxTakenError,
+    InvalidArgumentError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+_NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker gave no reason")
+
+
+class Registry:
+    """
+    Args:
+        journal: where the books are kept.
+        ledger: the index of snapshots and blobs, filled from the store.
+        limits: see there.
+        clock: monotonic seconds.
+        wall: seconds since the epoch, for WatchRunReply.wall_s only.
+        fresh_seed: a seed for a run that brings none.
+        changed: told every topic whose view has changed; must not call back.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        ledger: Ledger,
+        limits: Limits,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        fresh_seed: Callable[[], int],
+        changed: Callable[[Topic], None],
+    ) -> None:
+        self.books = Books(journal, ledger, limits, changed)
+        self.limits = limits
+        self._clock = clock
+        self._wall = wall
+        self._fresh_seed = fresh_seed
+        self._desk = Desk(self.books)
+        self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._started = self._ticked = clock()
+        restore(self.books, clock())
+
+    # ------------------------------------------------------------------------------------------------------ common
+
+    def _settle(self) -> None:
+        """After every change: place what waits, plan what is asked, commit."""
+        books = self.books
+        books.place_waiting()
+        self._desk.settle()
+        books.journal.commit()
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
+        now, books = self._clock(), self.books
+        base = opening.validate(request, self.limits)
+        for what, blob in (("resume from", request.resume.blob), ("make the loader of", request.loader.arguments_blob)):
+            if blob and not books.ledger.has_blob(blob):
+                raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
+        name = opening.run_name(request)
+        run = books.runs.get(name)
+        match opening.decide(run, request, now):
+            case opening.Same(box):
+                attempt = books.attempt(name, run.attempt if run is not None else 0)
+                self._renew(attempt, box, now)
+            case opening.Join(attempt):
+                books.add_box(attempt, request, base, now)
+            case opening.Next():
+                attempt = self._next_attempt(name, run, request, now)
+                books.add_box(attempt, request, base, now)
+        self._settle()
+        return pb.OpenRunReply(
+            run=name, attempt=attempt.number, seed=attempt.seed, lease_s=self.limits.client_lease_s, version=VERSION
+        )
+
+    def _next_attempt(self, name: str, run: Run | None, request: pb.OpenRunRequest, now: float) -> Attempt:
+        books = self.books
+        seed = opening.seed_of(run, request, self._fresh_seed)
+        opener = f"box {request.box}, client {request.client_id} on host {request.host_id or '?'}"
+        if run is None:
+            run = books.runs[name] = Run(name, seed, 0, 0, 0, 0)
+        number = run.attempt + 1
+        if run.current is not None:
+            why = f"attempt {run.current.number} of run {name} was superseded by attempt {number}, opened by {opener}"
+            books.end(run.current, AttemptState.SUPERSEDED, why)
+        run.seed, run.attempt = seed, number
+        run.num_boxes, run.num_workers = request.num_boxes, request.num_workers_per_box
+        run.current = Attempt(
+            name, number, request.attempt_key, opener, run.num_boxes, run.num_workers, seed, last_live=now
+        )
+        books.save_run(run)
+        books.save_attempt(run.current)
+        return run.current
+
+    def _renew(self, attempt: Attempt, box: Box, now: float) -> None:
+        box.lease_until = now + self.limits.client_lease_s
+        box.reported_at = now
+        if box.place is Place.GONE:
+            self.books.revive(attempt, box, now)
+
+    def _place_of(self, run: str, attempt_number: int, number: int, client_id: str) -> tuple[Attempt, Box]:
+        attempt = self.books.attempt(run, attempt_number)
+        box = attempt.boxes.get(number)
+        if box is None:
+            raise UnknownRunError(f"box {number} of run {run} has not been opened in attempt {attempt_number}")
+        if box.client_id != client_id:
+            raise BoxTakenError(f"box {number} of run {run} (attempt {attempt_number}) is held by {box.who()}")
+        if box.place is Place.CLOSED:
+            raise SupersededError(f"box {number} of run {run} (attempt {attempt_number}) was closed by its client")
+        return attempt, box
+
+    def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        """One look; the service repeats `box_view` until the version is new or the hold is over."""
+        self._report(request)
+        return self.box_view(request)
+
+    def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        _, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        self.books.journal.commit()
+        return views.watch_reply(self.books, box, self._wall())
+
+    def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
+        now = self._clock()
+        attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        self._renew(attempt, box, now)
+        delivered = request.delivered
+        if delivered.slots and len(delivered.slots) != attempt.num_workers:
+            raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
+        for cut in request.cuts:
+            if cut.epoch not in box.cuts:
+                box.cuts[cut.epoch] = cut.step
+                self.books.touched.add((attempt.run, attempt.number))
+        if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
+            if request.pass_ended != box.pass_ended or delivered.epoch != box.delivered.epoch:
+                self.books.touched.add((attempt.run, attempt.number))
+            box.pass_ended = request.pass_ended
+            box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
+            if delivered.slots:
+                self._progress(attempt, box, request, now)
+        self._settle()
+        return attempt, box
+
+    def _progress(self, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+        steps, box.delivered = request.delivered.step - box.step, request.delivered
+        for number in set(range(attempt.num_workers)) - set(box.delivered.live):
+            box.ends[number, box.delivered.epoch] = box.delivered.slots[number].total
+        if box.rate_from == 0.0:
+            box.rate_from = now
+        elif now - box.rate_from >= 0.5:
+            box.steps_per_s = (box.rate_steps + steps) / (now - box.rate_from)
+            box.rate_from, box.rate_steps = now, 0
+        else:
+            box.rate_steps += steps
+        # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
+        history, edge = box.history, box.step - box.retention
+        if box.step - history[-1][0] >= max(1, box.retention // self.limits.history_entries):
+            history.append((box.step, tuple(slot.total for slot in box.delivered.slots)))
+        while len(history) > 1 and history[1][0] <= edge:
+            history.popleft()
+        if history[0][0] <= edge:
+            for slot in box.slots:
+                self.books.ledger.trim(slot.key, history[0][1][slot.key.slot])
+
+    def close_run(self, request: pb.CloseRunRequest) -> None:
+        """Closing what is fenced or closed already is no error: it has been given back."""
+        try:
+            attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        except (SupersededError, UnknownRunError):
+            self.books.journal.commit()
+            return
+        self.books.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
+        if not attempt.any_live():
+            self.books.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
+            if request.forget:
+                self.books.forget(self.books.runs[attempt.run])
+        self._settle()
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
+        now, books = self._clock(), self.books
+        if not request.worker or not request.session or request.slots < 1:
+            raise InvalidArgumentError("a worker needs a name, a session and at least one slot")
+        if (request.worker, request.session) in self._old_sessions:
+            raise SupersededError(
+                f"another process has registered as worker {request.worker}: give every worker a name of its own"
+            )
+        old = books.workers.get(request.worker)
+        keeps: set[SlotKey] = set()
+        draining = False
+        if old is not None and old.session == request.session:
+            keeps, draining = old.slots, old.draining
+        elif old is not None:
+            books.drop_worker(old, f"worker {old.name} was started anew", now)
+            self._old_sessions[old.name, old.session] = None
+            while len(self._old_sessions) > self.limits.past_sessions:
+                self._old_sessions.popitem(last=False)
+        worker = Worker(
+            request.worker,
+            request.session,
+            request.host_id,
+            request.slots,
+            request.local_address,
+            request.tcp_address,
+            registered=True,
+            lease_until=now + self.limits.worker_lease_s,
+            seen_at=now,
+            version=books.next_version(),
+            draining=draining,
+            slots=keeps,
+        )
+        books.workers[worker.name] = worker
+        for key in sorted(worker.slots)[worker.capacity :]:
+            slot = books.slot(key)
+            if slot is not None:
+                books.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
+        for key in worker.slots:  # its addresses may be new
+            slot = books.slot(key)
+            if slot is not None:
+                books.bump_box(*books.box_of(slot))
+        self._settle()
+        return pb.RegisterWorkerReply(lease_s=self.limits.worker_lease_s, version=VERSION)
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        """One look; the service repeats `worker_view` until the version is new or the hold is over."""
+        now = self._clock()
+        worker = self._registered(request.worker, request.session)
+        if worker is not None:
+            worker.lease_until, worker.seen_at = now + self.limits.worker_lease_s, now
+            for report in request.slots:
+                self._slot_report(worker, report, now)
+            self._settle()
+        return self.worker_view(request)
+
+    def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        self.books.journal.commit()
+        worker = self._registered(request.worker, request.session)
+        if worker is None:
+            return pb.HeartbeatReply(register_again=True)
+        return views.heartbeat_reply(self.books, worker, self._desk.wants(self._clock()))
+
+    def _registered(self, name: str, session: str) -> Worker | None:
+        worker = self.books.workers.get(name)
+        return worker if worker is not None and worker.session == session and worker.registered else None
+
+    def _slot_report(self, worker: Worker, report: pb.SlotReport, now: float) -> None:
+        slot = self.books.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
+        if slot is None or slot.generation != report.generation or slot.worker != worker.name:
+            return  # fenced: the worker sees from its assignments that it has nothing to do there
+        slot.batches_per_s = report.batches_per_s
+        if report.phase == pb.FAILED and slot.phase != pb.FAILED:
+            if report.lost:
+                what = report.error.message or "its runner died"
+                self.books.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now)
+            else:
+                self.books.fail(slot, report.error if report.HasField("error") else _NO_REASON)
+        elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
+            traits = report.traits if report.HasField("traits") else slot.traits
+            if slot.phase != pb.READY or traits != slot.traits:
+                slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
+                self.books.save_slot(slot)
+                self.books.bump_box(*self.books.box_of(slot))
+
+    def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:
+        worker = self._registered(request.worker, request.session)
+        if worker is not None:
+            worker.draining = True
+            self.books.drop_worker(worker, f"worker {worker.name} drains", None)
+        self._settle()
+
+    # ----------------------------------------------------------------------------------------------- snapshots, blobs
+
+    def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
+        """The slot, if `generation` is its present one. SupersededError if not."""
+        attempt = self.books.attempt(key.run, key.attempt)
+        slot = self.books.slot(key)
+        if slot is None:
+            raise UnknownRunError(f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}")
+        if slot.generation != generation or not slot.worker:
+            raise SupersededError(
+                f"generation {generation} of {slot} of run {key.run} has been replaced by {slot.generation}"
+            )
+        return slot
+
+    def snapshot_stored(self, header: pb.SnapshotHeader) -> None:
+        """The snapshot is on disk. SupersededError if its generation was replaced while it was written.
+
+        What a fenced generation had written by then may have replaced what was there, and is as good: content is a
+        function of the position. So it is kept, and the writer is told all the same.
+        """
+        key = SlotKey(header.run, header.attempt, header.box, header.slot)
+        kept = Kept(header.total, header.epoch, header.size)
+        if self.books.slot(key) is None:
+            self.books.ledger.discard(key, kept)
+        else:
+            self.books.ledger.add(key, kept)
+        self.slot_of_generation(key, header.generation)
+
+    def blob_stored(self, name: str, size: int) -> None:
+        self.books.ledger.add_blob(name, size, self._clock())
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def begin_state(self, request: pb.FetchStateRequest) -> Gathering:
+        """A gathering that may be done already; end it with `end_state`. Raises StateUnavailableError and others."""
+        asker: int | None = None
+        if request.HasField("progress"):
+            if (request.progress.run, request.progress.attempt) != (request.run, request.attempt):
+                raise InvalidArgumentError("the progress in a state query is of another run or attempt")
+            self._report(request.progress)
+            asker = request.progress.box
+        gathering = self._desk.begin(request, asker, self._clock())
+        self._settle()
+        return gathering
+
+    def end_state(self, gathering: Gathering) -> None:
+        """An asker has its answer or has given up. The last one that leaves ends the questions to the workers."""
+        self._desk.end(gathering)
+
+    def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
+        self._desk.answer(answer, data)
+        self._settle()
+
+    # ----------------------------------------------------------------------------------------------- time, operators
+
+    def tick(self) -> None:
+        """Looks at the leases. Call it several times a lease."""
+        now, books, limits = self._clock(), self.books, self.limits
+        gap, self._ticked = now - self._ticked, now
+        if gap > limits.stall_s:
+            for worker in books.workers.values():
+                worker.lease_until += gap
+            for attempt in books.open_attempts():
+                attempt.last_live += gap
+                for box in attempt.boxes.values():
+                    box.lease_until += gap
+        for worker in [worker for worker in books.workers.values() if worker.lease_until <= now]:
+            del books.workers[worker.name]
+            note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
+            books.drop_worker(worker, note, None if worker.draining else now)
+        named: set[str] = set()
+        for attempt in books.open_attempts():
+            for box in attempt.boxes.values():
+                named |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
+                if box.place is Place.LIVE and box.lease_until <= now:
+                    silent = now - box.reported_at
+                    note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
+                    books.vacate(attempt, box, Place.GONE, note)
+            if attempt.any_live():
+                attempt.last_live = now
+            elif now - attempt.last_live > limits.abandoned_s:
+                why = (
+                    f"no box of attempt {attempt.number} of run {attempt.run} was heard of for {limits.abandoned_s:g} s"
+                )
+                books.end(attempt, AttemptState.ENDED, why)
+        books.ledger.drop_idle_blobs(named, now)
+        self._settle()
+
+    def status(self) -> pb.StatusReply:
+        now = self._clock()
+        return views.status_reply(self.books, now, now - self._started)

@@ -1,0 +1,75 @@
+"""The books after a restart, from the journal.
+
+Everybody has a full new lease. Workers that the journal knows are kept as they were, unregistered: with their next
+heartbeat they are told to register again, and one that does under the same session keeps its slots where they are, with
+no batch lost and none computed twice. Progress comes back with the clients' next reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.appliance import opening
+from penstock.appliance.books import Books
+from penstock.appliance.model import Attempt, AttemptState, Box, Past, Place, Run, Slot, SlotKey, Worker
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+def restore(books: Books, now: float) -> None:
+    """Fills empty books."""
+    journal = books.journal
+    for row in journal.rows("runs"):
+        seed = int(row["seed"])
+        run = Run(row["run"], seed, row["num_boxes"], row["num_workers"], row["attempt"], row["generation"])
+        books.runs[run.name] = run
+    for row in journal.rows("attempts"):
+        run, number, state = books.runs[row["run"]], row["attempt"], AttemptState(row["state"])
+        if state is AttemptState.OPEN:
+            shape = (run.num_boxes, run.num_workers)
+            run.current = Attempt(run.name, number, row["key"], row["opened_by"], *shape, run.seed, last_live=now)
+        else:
+            run.past[number] = Past(number, row["key"], state, row["why"], {})
+    for row in journal.rows("boxes"):
+        run = books.runs[row["run"]]
+        if run.current is not None and row["attempt"] == run.current.number:
+            _box(books, run.current, row, now)
+        else:
+            run.past[row["attempt"]].clients[row["box"]] = row["client_id"]
+    for row in journal.rows("slots"):
+        _slot(books, row, now)
+    still_open = {(attempt.run, attempt.number) for attempt in books.open_attempts()}
+    for run_name, number in books.ledger.attempts() - still_open:
+        books.ledger.drop_attempt(run_name, number)
+
+
+def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
+    request = pb.OpenRunRequest.FromString(row["opening"])
+    base = opening.validate(request, books.limits)
+    lease = now + books.limits.client_lease_s
+    box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), lease, books.next_version())
+    box.reported_at = now
+    box.history.append((base.step, tuple(base.total)))
+    attempt.boxes[box.number] = box
+
+
+def _slot(books: Books, row: Mapping[str, Any], now: float) -> None:
+    attempt = books.runs[row["run"]].current
+    assert attempt is not None  # rows of slots go with their attempt, in one transaction
+    box = attempt.boxes[row["box"]]
+    slot = Slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]), row["generation"], row["phase"])
+    slot.worker, slot.session, slot.note = row["worker"], row["session"], row["note"]
+    slot.ever_ready, slot.recovery, slot.restarts = bool(row["ever_ready"]), bool(row["recovery"]), row["restarts"]
+    slot.traits = None if row["traits"] is None else records_pb2.LoaderTraits.FromString(row["traits"])
+    slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])
+    box.slots.append(slot)
+    if slot.worker:
+        worker = books.workers.get(slot.worker)
+        if worker is None:
+            lease, version = now + books.limits.worker_lease_s, books.next_version()
+            worker = Worker(slot.worker, slot.session, "", 0, "", "", False, lease, now, version)
+            books.workers[worker.name] = worker
+        worker.slots.add(slot.key)
+    elif slot.phase == pb.WAITING and box.place is Place.LIVE:
+        books.waiting[slot.key] = slot

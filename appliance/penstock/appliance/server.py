@@ -1,0 +1,146 @@
+"""A coordinator process, from its books to its end.
+
+It ends in one of three ways, all of them orderly: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its
+own event loop; or, with a lifeline, when the process that started it is gone. The lifeline is a pidfd: it becomes
+readable when that very process ends, however it ends, and cannot be fooled by a reused process id. (A parent-death
+signal would fire when the *thread* that started us ends, which is not what anybody means.) With a lifeline SIGINT is
+left to the parent: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs us.
+
+A stop is graceful but short: health says NOT_SERVING, long polls are answered, calls under way get a moment. Clients
+and workers go on and come back; what they were told is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from secrets import randbits
+
+from penstock.appliance.journal import Journal, StateDir
+from penstock.appliance.ledger import Ledger
+from penstock.appliance.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
+from penstock.appliance.registry import Registry
+from penstock.appliance.service import Service, Signals
+from penstock.appliance.store import Store
+from penstock.proto.channel import server_aio
+from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
+
+IN_MEMORY = ":memory:"
+"""State directory of a coordinator whose books end with it."""
+
+
+async def serve(
+    listen: str,
+    state_dir: str | os.PathLike[str],
+    token: str,
+    *,
+    insecure: bool = False,
+    lifeline_pid: int | None = None,
+    ready: Callable[[str], None] = lambda address: None,
+    limits: Limits | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Runs a coordinator until it is told to stop.
+
+    Args:
+        listen: "host:port" (port 0 takes a free one) or "unix-abstract:name".
+        state_dir: a directory on a local disk, made if it is not there; ":memory:" keeps the books in memory.
+        token: what every caller must show.
+        insecure: allows an address that other machines can reach, although there is no TLS yet.
+        lifeline_pid: our parent; when it ends, so does this.
+        ready: told the address that it listens on, once calls are taken.
+        limits: leases, budgets and so on.
+        stop: set it to stop.
+
+    Raises JournalError, PortTakenError, InvalidArgumentError before `ready` is called.
+    """
+    loop = asyncio.get_running_loop()
+    stop = stop or asyncio.Event()
+    in_memory = os.fspath(state_dir) == IN_MEMORY
+    if limits is None:
+        limits = replace(Limits(), budget=MEMORY_BUDGET) if in_memory else Limits()
+    with contextlib.ExitStack() as closing:
+        _stop_by_signal(loop, stop, closing, leave_interrupt=lifeline_pid is not None)
+        if lifeline_pid is not None and not _stop_with(lifeline_pid, loop, stop, closing):
+            return
+        directory = None
+        if not in_memory:
+            directory = StateDir(Path(state_dir))
+            closing.callback(directory.close)
+        journal = Journal(directory)
+        closing.callback(journal.close)
+        store = Store(directory)
+        closing.callback(store.close)
+        ledger = Ledger(limits)
+        ledger.load(*store.index(), time.monotonic())
+        signals = Signals()
+        registry = Registry(
+            journal,
+            ledger,
+            limits,
+            clock=time.monotonic,
+            wall=time.time,
+            fresh_seed=lambda: randbits(63),
+            changed=signals.changed,
+        )
+        service = Service(registry, store, signals, limits)
+        closing.callback(service.close)
+        served = await server_aio(
+            listen, token, lambda server: add_CoordinatorServicer_to_server(service, server), insecure=insecure
+        )
+        ticker = loop.create_task(service.run_ticker())
+        ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly
+        try:
+            ready(served.address)
+            await stop.wait()
+        finally:
+            service.wind_down()
+            await served.stop(STOP_GRACE_S)
+            ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticker
+
+
+def _stop_by_signal(
+    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack, *, leave_interrupt: bool
+) -> None:
+    # Outside the main thread there are no signals to take, and whoever runs us there has `stop`.
+    with contextlib.suppress(RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        closing.callback(loop.remove_signal_handler, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, (lambda: None) if leave_interrupt else stop.set)
+        closing.callback(loop.remove_signal_handler, signal.SIGINT)
+
+
+def _stop_with(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack) -> bool:
+    """Stops when our parent `pid` ends; false if it has ended already."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    closing.callback(os.close, fd)
+    if os.getppid() != pid:  # it ended before we looked, and its number is another's by now
+        return False
+    loop.add_reader(fd, stop.set)
+    closing.callback(loop.remove_reader, fd)
+    return True
+
+
+def announcer(ready_fd: int | None) -> Callable[[str], None]:
+    """A `ready` that writes the address as one line to `ready_fd` and closes it; None: to standard output."""
+
+    def ready(address: str) -> None:
+        line = f"{address}\n".encode()
+        if ready_fd is None:
+            os.write(1, line)
+        else:
+            os.write(ready_fd, line)
+            os.close(ready_fd)
+
+    return ready

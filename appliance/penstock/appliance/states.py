@@ -1,0 +1,224 @@
+"""The state of a run at a step, gathered from all its slots. Planning only: who waits, and how long, is elsewhere.
+
+A box's record at a step follows from where the attempt started and from where passes ended (penstock.proto.position).
+The coordinator knows the start; ends it learns. So a gathering goes in rounds: plan with the ends known so far, ask
+every slot's worker for its state at its planned position, and when one answers "my pass ended earlier", note the end
+and plan again. Answers for positions that did not change are kept. When every slot has answered for the plan as it
+stands, the record is complete, and it is the same whoever asks, and when.
+
+A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one pass
+is over answers with its final state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.appliance.model import Attempt, Box, Place, SlotKey
+from penstock.proto.channel import error_of
+from penstock.proto.errors import (
+    PenstockError,
+    ProtocolError,
+    StateUnavailableError,
+    error_named,
+)
+from penstock.proto.position import Position, advance
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+@dataclass(frozen=True)
+class Want:
+    """One slot's state, asked from its present owner."""
+
+    key: SlotKey
+    generation: int
+    worker: str
+    step: int
+    epoch: int
+    delivered: int
+    total: int
+
+    @property
+    def id(self) -> str:
+        """Made of what is asked, so that a repeated or late answer can never be taken for another one."""
+        where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}"
+        return f"{where}#{self.generation}:{self.step}:{self.epoch}.{self.total}"
+
+    def request(self, deadline_s: float) -> pb.StateRequest:
+        return pb.StateRequest(
+            request=self.id,
+            **self.key._asdict(),
+            generation=self.generation,
+            step=self.step,
+            epoch=self.epoch,
+            position=records_pb2.SlotPosition(delivered=self.delivered, total=self.total),
+            deadline_s=deadline_s,
+        )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    epoch: int
+    total: int
+    answer: pb.StateAnswer
+    data: bytes
+
+
+@dataclass
+class Gathered:
+    """A finished gathering."""
+
+    records: list[tuple[pb.WorkerRecord, bytes]]
+    positions: dict[int, records_pb2.BoxPosition]
+    finals: dict[int, int]
+    """Box -> its last step, for boxes that had passed their end: the result holds while they stay there."""
+
+    @property
+    def size(self) -> int:
+        return sum(len(data) for _, data in self.records)
+
+
+@dataclass
+class Gathering:
+    run: str
+    attempt: int
+    step: int
+    askers: int = 0
+    deadline: float = 0.0
+    """Of the most patient asker."""
+    requests: dict[str, Want] = field(default_factory=dict)
+    failure: PenstockError | None = None
+    result: Gathered | None = None
+    _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
+    _missing: list[str] = field(default_factory=list)
+
+    @property
+    def topic(self) -> tuple[str, str, int, int]:
+        return ("state", self.run, self.attempt, self.step)
+
+    @property
+    def done(self) -> bool:
+        return self.failure is not None or self.result is not None
+
+    def waits_for(self) -> str:
+        """Everybody who has not answered yet, by name."""
+        asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
+        return ", ".join([*self._missing, *asked])
+
+    def fail(self, error: PenstockError) -> None:
+        self.failure = error
+        self.requests = {}
+
+    def refresh(self, attempt: Attempt) -> None:
+        """Plans again, from the books as they are now."""
+        if self.done:
+            return
+        try:
+            self._refresh(attempt)
+        except PenstockError as error:
+            self.fail(error)
+
+    def _refresh(self, attempt: Attempt) -> None:
+        requests: dict[str, Want] = {}
+        missing: list[str] = []
+        positions: dict[int, Position] = {}
+        finals: dict[int, int] = {}
+        for number in range(attempt.num_boxes):
+            box = attempt.boxes.get(number)
+            if box is None:
+                missing.append(f"box {number} (it has not opened the run)")
+                continue
+            positions[number] = position = self._position(attempt, box, finals)
+            if box.place is Place.GONE:
+                missing.append(f"box {number} (its training job is not heard of)")
+                continue
+            for slot in box.slots:
+                k = slot.key.slot
+                place = (position.epoch, position.total[k])
+                have = self._answers.get((number, k))
+                if have is not None and (have.epoch, have.total) == place:
+                    continue
+                if slot.phase == pb.FAILED and slot.error is not None:
+                    raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
+                if slot.phase == pb.READY:
+                    want = Want(
+                        slot.key, slot.generation, slot.worker, self.step, place[0], position.delivered[k], place[1]
+                    )
+                    requests[want.id] = want
+                elif slot.phase == pb.STARTING:
+                    missing.append(f"{slot} (being started on worker {slot.worker})")
+                else:
+                    missing.append(f"{slot} (no worker has it)")
+        self.requests, self._missing = requests, missing
+        if not requests and not missing:
+            self.result = self._assemble(attempt, positions, finals)
+
+    def _position(self, attempt: Attempt, box: Box, finals: dict[int, int]) -> Position:
+        where = f"step {self.step} of run {self.run}: box {box.number}"
+        if box.place is Place.CLOSED:
+            raise StateUnavailableError(
+                f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
+            )
+        if self.step < box.base.step and not box.pass_ended:
+            raise StateUnavailableError(f"{where} started this attempt at step {box.base.step}")
+        at = self.step
+        if box.pass_ended and box.step < self.step:
+            at = finals[box.number] = box.step
+        return advance(box.base, max(at, box.base.step), box.ends, box.cuts)
+
+    def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
+        on = f" on worker {worker}" if worker else ""
+        message = f"state of run {self.run} at step {self.step}: box {key.box} slot {key.slot}{on}: {error.message}"
+        return error_named(type(error).__name__, message, error.remote_traceback)
+
+    def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
+        """Takes a worker's answer; one to a request that is no longer open changes nothing."""
+        want = self.requests.get(answer.request)
+        if want is None or answer.worker != want.worker:
+            return
+        box = attempt.boxes[want.key.box]
+        slot = (want.key.box, want.key.slot)
+        if answer.HasField("error"):
+            self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
+            return
+        if answer.ended:
+            end = (want.key.slot, answer.ended_epoch)
+            known = box.ends.setdefault(end, answer.ended_total)
+            self.refresh(attempt)
+            if known != answer.ended_total or want.id in self.requests:
+                self.fail(
+                    self._of_slot(
+                        ProtocolError(
+                            f"it says that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, when "
+                            f"asked for epoch {want.epoch}, batch {want.total}; the end known here is {known}"
+                        ),
+                        want.key,
+                        want.worker,
+                    )
+                )
+            return
+        self._answers[slot] = _Answer(want.epoch, want.total, answer, data)
+        self.refresh(attempt)
+
+    def _assemble(self, attempt: Attempt, positions: dict[int, Position], finals: dict[int, int]) -> Gathered:
+        records = []
+        for (number, k), have in sorted(self._answers.items()):
+            answer = have.answer
+            slot = attempt.boxes[number].slots[k]
+            traits = answer.traits if answer.HasField("traits") else slot.traits
+            record = pb.WorkerRecord(
+                local_worker_id=k,
+                num_workers_per_box=attempt.num_workers,
+                num_boxes=attempt.num_boxes,
+                box=number,
+                step=self.step,
+                worker_step=have.total,
+                samples_streamed=answer.samples_streamed,
+                state_bytes=len(have.data),
+                epoch=have.epoch,
+                traits=traits,
+                digest=answer.digest,
+            )
+            records.append((record, have.data))
+        return Gathered(records, {number: at.to_proto() for number, at in positions.items()}, finals)

@@ -1,0 +1,81 @@
+"""snapshots.db: the bytes of snapshots and blobs. The ledger decides what is here; this writes, reads and removes.
+
+One thread uses it (the service's), so that a commit of a large value does not hold up the event loop, and leases with
+it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from penstock.appliance.journal import StateDir, open_database
+from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.model import SlotKey
+from penstock.proto.errors import JournalError
+
+_SCRIPT = """
+CREATE TABLE snapshots (
+    run TEXT, attempt INTEGER, box INTEGER, slot INTEGER, total INTEGER, epoch INTEGER, generation INTEGER,
+    size INTEGER, data BLOB, PRIMARY KEY (run, attempt, box, slot, total, epoch));
+CREATE TABLE blobs (name TEXT PRIMARY KEY, size INTEGER, data BLOB);
+"""
+_AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
+
+
+class Store:
+    def __init__(self, directory: StateDir | None) -> None:
+        self._path = directory.path / "snapshots.db" if directory else None
+        self._db = open_database(self._path, _SCRIPT)
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path or 'the store in memory'}: {what}: {error}") from error
+
+    def index(self) -> tuple[list[tuple[SlotKey, Kept]], list[tuple[str, int]]]:
+        """All snapshots, and all blobs as (name, size)."""
+        with self._errors("cannot be read"):
+            rows = self._db.execute("SELECT run, attempt, box, slot, total, epoch, size FROM snapshots").fetchall()
+            blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
+        return [(SlotKey(*row[:4]), Kept(*row[4:])) for row in rows], blobs
+
+    def put_snapshot(self, key: SlotKey, total: int, epoch: int, generation: int, data: bytes) -> None:
+        with self._errors(f"a snapshot of {len(data)} bytes cannot be written"):
+            row = (*key, total, epoch, generation, len(data), data)
+            self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    def snapshot(self, key: SlotKey, kept: Kept) -> tuple[int, bytes] | None:
+        """(generation that wrote it, data), or None if it has been dropped meanwhile."""
+        with self._errors("a snapshot cannot be read"):
+            found = self._db.execute(
+                f"SELECT generation, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
+            ).fetchone()
+        return None if found is None else (int(found[0]), bytes(found[1]))
+
+    def put_blob(self, name: str, data: bytes) -> None:
+        with self._errors(f"a blob of {len(data)} bytes cannot be written"):
+            self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", (name, len(data), data))
+
+    def blob(self, name: str) -> bytes | None:
+        with self._errors("a blob cannot be read"):
+            found = self._db.execute("SELECT data FROM blobs WHERE name=?", (name,)).fetchone()
+        return None if found is None else bytes(found[0])
+
+    def drop(self, drops: Iterable[Drop]) -> None:
+        with self._errors("cannot be trimmed"):
+            for drop in drops:
+                match drop:
+                    case DropSnapshot(key, total, epoch):
+                        self._db.execute(f"DELETE FROM snapshots WHERE {_AT}", (*key, total, epoch))
+                    case DropAttempt(run, attempt):
+                        self._db.execute("DELETE FROM snapshots WHERE run=? AND attempt=?", (run, attempt))
+                    case DropBlob(name):
+                        self._db.execute("DELETE FROM blobs WHERE name=?", (name,))
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def close(self) -> None:
+        self._db.close()

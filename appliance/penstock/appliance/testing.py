@@ -1,0 +1,165 @@
+"""A coordinator's state machine in a world of its own: virtual time, workers and boxes that do what the test says.
+
+For tests of the registry, and of whatever else needs a coordinator without processes, sockets or seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from penstock.appliance.books import Topic
+from penstock.appliance.journal import Journal, StateDir
+from penstock.appliance.ledger import Ledger
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import Slot, SlotKey
+from penstock.appliance.registry import Registry
+from penstock.proto.errors import PenstockError
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["FakeBox", "FakeWorker", "World"]
+
+
+class World:
+    """A registry, a clock that stands still until it is moved, and the topics that were announced."""
+
+    def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
+        self.now = 1000.0
+        self.limits = limits or Limits()
+        self.topics: list[Topic] = []
+        self.boot(directory)
+
+    def boot(self, directory: StateDir | None) -> None:
+        """A fresh process on the directory."""
+        self.journal = Journal(directory)
+        self.ledger = Ledger(self.limits)
+        self.registry = Registry(
+            self.journal,
+            self.ledger,
+            self.limits,
+            clock=lambda: self.now,
+            wall=lambda: 0.0,
+            fresh_seed=lambda: 4242,
+            changed=self.topics.append,
+        )
+
+    def run_for(self, seconds: float, alive: Iterable[FakeWorker | FakeBox] = ()) -> None:
+        """Time passes in steps of a quarter of a second; the living report in each."""
+        alive = list(alive)
+        for _ in range(round(seconds * 4)):
+            self.now += 0.25
+            for one in alive:
+                one.report()
+            self.registry.tick()
+
+    def slots(self) -> list[Slot]:
+        return [s for a in self.registry.books.open_attempts() for box in a.boxes.values() for s in box.slots]
+
+    def worker(self, name: str, slots: int = 8, *, host: str = "host-a", session: str = "") -> FakeWorker:
+        worker = FakeWorker(self, name, session or f"{name}-1", host, slots)
+        worker.register()
+        return worker
+
+    def open(self, box: int = 0, **fields: object) -> FakeBox:
+        """Opens run "job/0" with 2 workers a box unless `fields` say otherwise; `retention` goes into the options."""
+        retention = fields.pop("retention", 100)
+        request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
+        request.client_id = f"client-{box}"
+        request.loader.input_fn = "m:f"
+        request.loader.options.retention_steps = int(str(retention))
+        request.MergeFrom(pb.OpenRunRequest(**fields))  # type: ignore[arg-type]
+        return FakeBox(self, request, self.registry.open_run(request))
+
+
+@dataclass
+class FakeWorker:
+    world: World
+    name: str
+    session: str
+    host: str
+    capacity: int
+    ready_already: set[tuple[SlotKey, int]] = field(default_factory=set)
+
+    def register(self) -> None:
+        request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
+        request.slots, request.local_address, request.tcp_address = self.capacity, f"@{self.name}", f"{self.name}:1"
+        self.world.registry.register_worker(request)
+
+    def beat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:
+        request = pb.HeartbeatRequest(worker=self.name, session=self.session, slots=reports)
+        return self.world.registry.heartbeat(request)
+
+    def report(self) -> None:
+        self.beat()
+
+    def of(self, slot: int, box: int = 0) -> records_pb2.WorkerAssignment:
+        """Its assignment for that slot."""
+        (found,) = (a for a in self.beat().assignments if (a.box, a.slot) == (box, slot))
+        return found
+
+    def tell(self, assignment: records_pb2.WorkerAssignment, phase: pb.SlotPhase.ValueType) -> pb.SlotReport:
+        report = pb.SlotReport(run=assignment.run, attempt=assignment.attempt, box=assignment.box)
+        report.slot, report.generation, report.phase = assignment.slot, assignment.generation, phase
+        return report
+
+    def ready(self) -> pb.HeartbeatReply:
+        """All that it has is ready."""
+        return self.beat(*(self.tell(assignment, pb.READY) for assignment in self.beat().assignments))
+
+    def lose(self, assignment: records_pb2.WorkerAssignment, message: str = "killed by SIGKILL") -> pb.HeartbeatReply:
+        report = self.tell(assignment, pb.FAILED)
+        report.lost = True
+        report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message=message))
+        return self.beat(report)
+
+
+@dataclass
+class FakeBox:
+    world: World
+    request: pb.OpenRunRequest
+    reply: pb.OpenRunReply
+    position: Position | None = None
+    cuts: dict[int, int] = field(default_factory=dict)
+    pass_ended: bool = False
+
+    def progress(self) -> pb.WatchRunRequest:
+        request = pb.WatchRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
+        request.client_id, request.pass_ended = self.request.client_id, self.pass_ended
+        request.cuts.extend(pb.Cut(epoch=epoch, step=step) for epoch, step in self.cuts.items())
+        if self.position is not None:
+            request.delivered.CopyFrom(self.position.to_proto())
+        return request
+
+    def watch(self) -> pb.WatchRunReply:
+        return self.world.registry.watch_run(self.progress())
+
+    def report(self) -> None:
+        self.watch()
+
+    def deliver(self, steps: int) -> None:
+        """The training loop takes so many batches more, and reports."""
+        if self.position is None:
+            base = self.request.base
+            count = self.request.num_workers_per_box
+            self.position = Position.from_proto(base) if base.slots else Position.start(count)
+        for _ in range(steps):
+            self.position.deliver()
+        self.watch()
+
+    def phases(self) -> list[str]:
+        return [pb.SlotPhase.Name(slot.phase) for slot in self.watch().slots]
+
+    def close(self, *, forget: bool = False) -> None:
+        request = pb.CloseRunRequest(run=self.reply.run, attempt=self.reply.attempt, box=self.request.box)
+        request.client_id, request.forget = self.request.client_id, forget
+        self.world.registry.close_run(request)
+
+    def refused(self) -> PenstockError:
+        """The error that a watch meets."""
+        try:
+            self.watch()
+        except PenstockError as error:
+            return error
+        raise AssertionError("the watch was answered")

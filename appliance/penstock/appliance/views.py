@@ -1,0 +1,119 @@
+"""What the books look like from outside: the messages that replies are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.appliance.books import Books
+from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
+from penstock.appliance.states import Want
+from penstock.proto.channel import VERSION
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+def slot_view(books: Books, slot: Slot) -> pb.SlotView:
+    view = pb.SlotView(
+        slot=slot.key.slot,
+        generation=slot.generation,
+        phase=slot.phase,
+        worker=slot.worker,
+        traits=slot.traits,
+        error=slot.error,
+        restarts=slot.restarts,
+        note=slot.note,
+    )
+    worker = books.workers.get(slot.worker)
+    if worker is not None and slot.phase in (pb.READY, pb.FAILED):
+        # A failed slot keeps its lane as long as its worker: batches before the error come first.
+        view.host_id, view.local_address, view.tcp_address = worker.host_id, worker.local_address, worker.tcp_address
+        view.ticket = books.ticket(slot.key, slot.generation)
+    return view
+
+
+def watch_reply(books: Books, box: Box, wall_s: float) -> pb.WatchRunReply:
+    return pb.WatchRunReply(
+        version=box.version,
+        slots=[slot_view(books, slot) for slot in box.slots],
+        missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
+        wall_s=wall_s,
+    )
+
+
+def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot) -> records_pb2.WorkerAssignment:
+    return records_pb2.WorkerAssignment(
+        **slot.key._asdict(),
+        generation=slot.generation,
+        num_boxes=attempt.num_boxes,
+        num_workers_per_box=attempt.num_workers,
+        seed=attempt.seed,
+        loader=box.opening.loader,
+        ticket=books.ticket(slot.key, slot.generation),
+        resume=box.opening.resume,
+        base=box.base.to_proto(),
+        recovery=slot.recovery,
+    )
+
+
+def heartbeat_reply(books: Books, worker: Worker, wants: Iterable[tuple[Want, float]]) -> pb.HeartbeatReply:
+    """`wants`: open state requests with the seconds that their most patient asker still has."""
+    reply = pb.HeartbeatReply(version=worker.version)
+    for key in sorted(worker.slots):
+        slot = books.slot(key)
+        assert slot is not None
+        attempt, box = books.box_of(slot)
+        reply.assignments.append(assignment(books, attempt, box, slot))
+    for want, left_s in wants:
+        if want.worker == worker.name:
+            reply.state_requests.append(want.request(left_s))
+    return reply
+
+
+def _box_status(books: Books, box: Box) -> pb.BoxStatus:
+    waiting_for = ""
+    if 0 < box.waiting_for <= len(box.slots):
+        slot = box.slots[box.waiting_for - 1]
+        waiting_for = f"worker {slot.worker} (slot {slot.key.slot})" if slot.worker else f"slot {slot.key.slot}"
+    return pb.BoxStatus(
+        box=box.number,
+        live=box.place is Place.LIVE,
+        step=box.step,
+        epoch=box.delivered.epoch or box.base.epoch,
+        steps_per_s=box.steps_per_s,
+        waited_s=box.waited_s,
+        waiting_for=waiting_for,
+        slots=[slot_view(books, slot) for slot in box.slots],
+        pass_ended=box.pass_ended,
+    )
+
+
+def status_reply(books: Books, now: float, uptime_s: float) -> pb.StatusReply:
+    reply = pb.StatusReply(version=VERSION, uptime_s=uptime_s)
+    for run in books.runs.values():
+        status = reply.runs.add(
+            run=run.name,
+            attempt=run.attempt,
+            num_boxes=run.num_boxes,
+            num_workers_per_box=run.num_workers,
+            open=run.current is not None,
+        )
+        if run.current is not None:
+            for _, box in sorted(run.current.boxes.items()):
+                status.input_fn = box.opening.loader.input_fn
+                status.boxes.append(_box_status(books, box))
+                for slot in status.boxes[-1].slots:
+                    slot.ClearField("ticket")  # an operator may look, not open lanes
+    for worker in books.workers.values():
+        slots = [books.slot(key) for key in worker.slots]
+        reply.workers.add(
+            worker=worker.name,
+            host_id=worker.host_id,
+            slots=worker.capacity,
+            slots_used=len(worker.slots),
+            live=worker.registered,
+            seen_s_ago=max(0.0, now - worker.seen_at),
+            tcp_address=worker.tcp_address,
+            batches_per_s=sum(slot.batches_per_s for slot in slots if slot is not None),
+            draining=worker.draining,
+        )
+    return reply

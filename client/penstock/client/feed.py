@@ -1,0 +1,400 @@
+"""The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
+
+`Feed.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when nothing is
+there it first sends all acks of all lanes, for a producer without credits would wait for us, and then waits for that lane
+or for news of the slots. What went before is acknowledged at the next call and not before the batch is returned: until
+then the loop does not have it.
+
+Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
+twice after a reconnect is given back unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from xxhash import xxh3_64_intdigest
+
+from penstock.client.lanes import SlotLane
+from penstock.client.run import Run
+from penstock.client.schedule import Schedule
+from penstock.proto.channel import error_of
+from penstock.proto.errors import DeadlineError, LaneLostError, NoWorkersError, PenstockError, ProtocolError
+from penstock.proto.position import Position, advance
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+__all__ = ["PASS_ENDED", "UNLIMITED", "Feed", "Stats"]
+
+PASS_ENDED: Final = object()
+"""Returned by `Feed.next` instead of a batch."""
+UNLIMITED = 1 << 62
+"""Epochs: no limit."""
+ANNOUNCED = 2
+"""Checkpoint steps that workers hear of ahead."""
+FAILED_GRACE_S = 2.0
+"""A slot that has failed may still have batches, and its own error, on the way in its lane."""
+RETRY_FLUSH_S = 0.02
+
+_BATCH, _END, _ERROR = lane_pb2.BATCH, lane_pb2.END, lane_pb2.ERROR
+_pack_link = struct.Struct("<QQ").pack
+
+
+@dataclass
+class Stats:
+    """Figures of a run's stream so far."""
+
+    steps: int = 0
+    """Batches handed to the loop."""
+    waited_s: float = 0.0
+    """Seconds that the loop waited for data."""
+    waited_by_worker: dict[str, float] = field(default_factory=dict)
+    """Seconds, by the worker that was waited for."""
+    copies: int = 0
+    """Batches that were handed out as copies, because the loop held too many views."""
+    recoveries: int = 0
+    """Slots that moved to another runner while the loop was reading."""
+
+
+class Feed:
+    """The batches of one box, in order."""
+
+    def __init__(self, run: Run, position: Position, label: str, timeout_s: float) -> None:
+        self.position = position
+        self.stats = Stats()
+        self.wait_s = 0.0
+        """Seconds waited for the last batch."""
+        self.chain = 0
+        """See DataExecutor.digest."""
+        self._run = run
+        self._label = label
+        self._timeout_s = timeout_s
+        self._version = -1
+        self._lanes = [SlotLane(slot, 0, self._lane_name(slot, "")) for slot in range(run.num_slots)]
+        self._restarts = [0] * run.num_slots
+        self._open_epochs = position.epoch
+        self._waiting_since = 0.0
+        self._moving = False
+        self._cuts: list[tuple[int, int]] = []
+        run.progress.position = self.snapshot
+
+    # ---- the hot path
+
+    def next(self) -> Any:
+        """The next batch, or PASS_ENDED; waits for it.
+
+        Raises:
+            DeadlineError: no batch within the deadline; names who was waited for.
+            PenstockError: the input failed, after every batch that came before it.
+        """
+        position = self.position
+        total = position.total
+        if self._version != self._run.version:
+            self._refresh()
+        self.wait_s = 0.0
+        while True:
+            slot = position.live[position.cursor]
+            lane = self._lanes[slot]
+            if lane.unacked >= lane.group:
+                lane.ack(total[slot])
+            consumer = lane.consumer
+            frame = None
+            if consumer is not None:
+                try:
+                    frame = consumer.receive()
+                except LaneLostError as error:
+                    lane.lose(time.monotonic(), error.message)
+            if frame is None:
+                self._wait(lane)
+                continue
+            if lane.unsettled:
+                lane.settle()
+            if frame.kind != _BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
+                if self._other(lane, frame):
+                    return PASS_ENDED
+                continue
+            digest = frame.digest
+            try:
+                batch = lane.take(frame)
+            except BaseException as error:
+                # Not delivered; should the caller try again, the producer sends it again.
+                lane.lose(time.monotonic(), str(error))
+                raise
+            if self._waiting_since:
+                self._waiting_since = 0.0
+            lane.last_digest = digest
+            lane.unacked += 1
+            self.chain = xxh3_64_intdigest(_pack_link(self.chain, digest))
+            self._moving = True
+            position.deliver()
+            self._moving = False
+            return batch
+
+    def _other(self, lane: SlotLane, frame: lane_pb2.Frame) -> bool:
+        """Anything but the batch that is due. True if the pass has ended."""
+        position, kind, slot = self.position, frame.kind, lane.slot
+        if kind == _ERROR:
+            error = self._placed(error_of(frame.error), slot)
+            self._run.error = error  # there is nothing after it
+            raise error
+        if kind == _END:
+            if frame.epoch < position.epoch:
+                return False  # of a slot that had ended, said again after a reconnect
+            if frame.epoch != position.epoch or frame.total != position.total[slot]:
+                raise self._confused(lane, f"the end of pass {frame.epoch} after batch {frame.total}")
+            self._moving = True
+            try:
+                return position.exhaust()
+            finally:
+                self._moving = False
+        if kind == _BATCH:
+            if frame.total <= position.total[slot]:
+                lane.skip(frame)
+                return False
+            raise self._confused(lane, f"batch {frame.total} of pass {frame.epoch}")
+        lane.lose(time.monotonic(), "the worker closed the lane")
+        return False
+
+    def _confused(self, lane: SlotLane, what: str) -> ProtocolError:
+        position, slot = self.position, lane.slot
+        lane.lose(time.monotonic(), "out of order")
+        return ProtocolError(
+            f"{lane.name}: sent {what}, where batch {position.total[slot] + 1} of pass {position.epoch} was due"
+        )
+
+    # ---- waiting
+
+    def _wait(self, lane: SlotLane) -> None:
+        """Wait until there may be something for `lane`. Acks of all lanes go out first."""
+        run = self._run
+        version = run.version
+        if self._version != version:
+            self._refresh()
+            return
+        if run.error is not None:
+            raise run.error
+        if run.closed:
+            raise PenstockError(f"{self._label}: its run was closed while it was being read")
+        now = time.monotonic()
+        if not self._waiting_since:
+            self._waiting_since = now
+        view = run.views[lane.slot]
+        if lane.consumer is None and self._connect(lane, view, now):
+            return
+        until = self._waiting_since + self._timeout_s
+        if now >= until:
+            raise self._deadline(lane, view, now - self._waiting_since)
+        if view.phase == pb.FAILED:
+            until = min(until, self._failed(lane, view, now))
+        if lane.consumer is None and view.phase in (pb.READY, pb.FAILED):
+            until = min(until, max(lane.retry_at, now + 0.001))
+        if not self.flush():
+            until = min(until, now + RETRY_FLUSH_S)
+        poll = select.poll()
+        poll.register(run.wake_fd, select.POLLIN)
+        if lane.consumer is not None:
+            poll.register(lane.consumer.fileno(), select.POLLIN)
+        progress, worker = run.progress, view.worker
+        progress.waiting_for = lane.slot + 1
+        try:
+            for fd, _ in poll.poll(max(0.0, until - now) * 1000 + 0.5):
+                if fd == run.wake_fd:
+                    os.eventfd_read(fd)
+        finally:
+            progress.waiting_for = 0
+            waited = time.monotonic() - now
+            self.wait_s += waited
+            stats = self.stats
+            stats.waited_s += waited
+            stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + waited
+            progress.waited_s = stats.waited_s
+
+    def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
+        """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""
+        if lane.consumer is None:
+            if lane.tried_failed:
+                raise self._slot_error(view)
+            return now
+        if not lane.failed_since:
+            lane.failed_since = now
+        if now - lane.failed_since > FAILED_GRACE_S:
+            raise self._slot_error(view)
+        return lane.failed_since + FAILED_GRACE_S
+
+    def _slot_error(self, view: pb.SlotView) -> PenstockError:
+        error = self._placed(error_of(view.error), view.slot)
+        self._run.error = error
+        return error
+
+    def _placed(self, error: PenstockError, slot: int) -> PenstockError:
+        """The same error with its place."""
+        worker = self._run.views[slot].worker or "no worker"
+        message = f"{error.message} [worker {worker}, box {self._run.box}, slot {slot}, step {self.position.step + 1}]"
+        return type(error)(message, remote_traceback=error.remote_traceback)
+
+    def _deadline(self, lane: SlotLane, view: pb.SlotView, waited: float) -> DeadlineError:
+        run, slot = self._run, lane.slot
+        step = self.position.step + 1
+        away = ""
+        if run.away_since is not None:
+            away = f"; the coordinator has not answered for {time.monotonic() - run.away_since:.0f} s"
+        if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
+            missing = sum(v.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING) for v in run.views)
+            return NoWorkersError(
+                f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its {run.num_slots} slots "
+                f"have no worker (slot {slot} is due){away}. Start more `penstock worker`s or ones with more --slots, or "
+                "lower num_workers_per_box; `penstock status` shows who is there"
+            )
+        doing = {pb.STARTING: "its runner is still starting", pb.READY: "its next batch has not come"}
+        trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
+        return DeadlineError(
+            f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from slot {slot} on worker "
+            f"{view.worker or 'unknown'}: {doing.get(view.phase, 'it has failed')}{trouble}{away} (timeout_s="
+            f"{self._timeout_s:g})"
+        )
+
+    # ---- slots and their lanes
+
+    def _lane_name(self, slot: int, worker: str) -> str:
+        return f"box {self._run.box}, slot {slot}, worker {worker or 'unknown'}"
+
+    def _refresh(self) -> None:
+        """Take note of what the watch thread learned: slots that moved, slots that became ready."""
+        run = self._run
+        self._version = run.version
+        notes = []
+        now = time.monotonic()
+        for view in run.views:
+            slot, lane = view.slot, self._lanes[view.slot]
+            if view.generation > lane.generation:
+                moved = lane.generation > 0
+                lane.close()
+                lane = self._lanes[slot] = lane.successor(view.generation, self._lane_name(slot, view.worker))
+                if moved:
+                    self.stats.recoveries += 1
+            if view.restarts > self._restarts[slot]:
+                self._restarts[slot] = view.restarts
+                notes.append((slot, view.note or f"moved to worker {view.worker}"))
+            if lane.consumer is None and view.phase == pb.READY:
+                self._connect(lane, view, now)
+        for slot, note in notes:
+            warnings.warn(
+                f"{self._label}: slot {slot} of box {run.box} was recovered: {note}; the stream goes on as if nothing had "
+                "happened",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
+        if view.generation != lane.generation or now < lane.retry_at:
+            return False
+        if view.phase == pb.FAILED and not lane.tried_failed and (view.local_address or view.tcp_address):
+            lane.tried_failed = True  # what it had produced before it failed may still be had
+        elif view.phase != pb.READY:
+            lane.tried_failed = lane.tried_failed or view.phase == pb.FAILED
+            return False
+        position, run = self.position, self._run
+        total = position.total[lane.slot]
+        hello = lane_pb2.Hello(next_total=total + 1, epoch=position.epoch)
+        hello.ack.delivered = total
+        hello.ack.open_epochs = self._open_epochs
+        lane.hello(hello, fresh_rings=run.is_remote(view))
+        try:
+            sock = run.dial(view, hello)
+        except (OSError, PenstockError) as error:
+            lane.lose(now, str(error))
+            return False
+        lane.attach(sock)
+        return True
+
+    # ---- between batches
+
+    def flush(self) -> bool:
+        """Send all acks. False while a socket has no room."""
+        total = self.position.total
+        done = True
+        for lane in self._lanes:
+            done = lane.ack(total[lane.slot]) and done
+        return done
+
+    def open_epochs(self, limit: int) -> None:
+        """Let the workers open passes up to this epoch."""
+        if limit > self._open_epochs:
+            self._open_epochs = limit
+            for lane in self._lanes:
+                if lane.consumer is not None:
+                    lane.consumer.open_epochs(limit)
+
+    def announce(self, schedule: Schedule, last: int | None) -> int | None:
+        """Tell the workers which snapshots will be asked for next. Returns the first of these steps."""
+        position, first = self.position, None
+        pairs: list[list[int]] = [[] for _ in self._lanes]
+        step: int | None = position.step
+        for _ in range(ANNOUNCED):
+            step = schedule.after(step) if step is not None else None
+            if last is not None and schedule.and_last and position.step < last and (step is None or step > last):
+                step = last
+            if step is None or (last is not None and step > last):
+                break
+            first = first or step
+            at = advance(position, step, {})
+            for lane in self._lanes:
+                if at.total[lane.slot] > position.total[lane.slot]:
+                    pairs[lane.slot] += (step, at.total[lane.slot])
+            if step == last:
+                break
+        for lane in self._lanes:
+            new = pairs[lane.slot]
+            if new != lane.wanted and new and lane.consumer is not None:
+                lane.consumer.want(new)
+            lane.wanted = new
+        return first
+
+    def cut(self) -> None:
+        """Leave the pass here; the workers drop what they have of it."""
+        position = self.position
+        if not any(position.delivered):
+            return  # nothing of the pass was taken
+        epoch = position.epoch
+        self._cuts.append((epoch, position.step))
+        self._run.progress.cuts = tuple(self._cuts)
+        for lane in self._lanes:
+            lane.cuts += 1
+            lane.cut_epoch = epoch
+            lane.unsettled = True
+            lane.ack(position.total[lane.slot])
+            if lane.consumer is not None:
+                lane.consumer.abandon(epoch)
+        self._moving = True
+        position.cut()
+        self._moving = False
+        # Other boxes may ask for a state before this one's next report, which would then lack the cut.
+        self._run.report()
+
+    def snapshot(self) -> records_pb2.BoxPosition | None:
+        """The position, also while the training thread moves it: for the watch thread."""
+        position = self.position
+        for _ in range(1000):
+            before = (position.step, position.epoch, len(position.live))
+            if not self._moving:
+                copied = position.to_proto()
+                if not self._moving and before == (position.step, position.epoch, len(position.live)):
+                    return copied
+            time.sleep(0)  # another thread is in the middle of a few assignments
+        return None
+
+    def close(self) -> None:
+        """Leave all lanes. Batches that the loop still holds stay valid."""
+        self._run.progress.position = _nowhere
+        for lane in self._lanes:
+            lane.close()
+
+
+def _nowhere() -> records_pb2.BoxPosition | None:
+    return None

@@ -1,0 +1,248 @@
+"""One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring slots are still seen.
+
+A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds is
+said again in the next Hello. A new generation gets a new one, and a view that dies after that releases nothing, for its
+token goes to a deque that nobody reads any more.
+
+Tokens are ints, ring << 16 | slot, because a finalizer may append them and do nothing else (see penstock.proto.assemble).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from typing import Any
+
+from penstock.proto.errors import ProtocolError
+from penstock.proto.lane import Consumer, long_shapes
+from penstock.proto.ring import Ring
+from penstock.proto.structure import Structure
+from penstock.proto.tensors import Assembler, wrap_buffer
+from penstock.proto.v1 import lane_pb2
+
+__all__ = ["RingView", "SlotLane"]
+
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 1.0
+MANY_STRUCTURES = 128
+"""Compiled structures from which on those that the lane has forgotten are dropped; it keeps 64."""
+
+
+class RingView:
+    """A ring in the form that the hot path reads it."""
+
+    __slots__ = ("buffer", "group", "held", "limit", "ring", "slot_bytes")
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.buffer = wrap_buffer(ring.map)
+        self.slot_bytes = ring.slot_bytes
+        self.held: set[int] = set()
+        """Slots that views still see."""
+        self.limit = max(2, ring.slots // 2)
+        """From so many held slots on the loop gets copies: one that keeps its batches must not stop the producer."""
+        self.group = max(1, ring.slots // 4)
+        """Deliveries between two acks."""
+
+
+class SlotLane:
+    """See the module. All of it belongs to the training thread."""
+
+    __slots__ = (
+        "assemblers",
+        "backoff_s",
+        "consumer",
+        "copies",
+        "cut_epoch",
+        "cuts",
+        "failed_since",
+        "freed",
+        "generation",
+        "group",
+        "last_digest",
+        "name",
+        "newest_ring",
+        "release",
+        "retry_at",
+        "rings",
+        "slot",
+        "tried_failed",
+        "trouble",
+        "unacked",
+        "unsettled",
+        "wanted",
+    )
+
+    def __init__(self, slot: int, generation: int, name: str) -> None:
+        self.slot = slot
+        self.generation = generation
+        self.name = name
+        """For messages: worker, box, slot."""
+        self.consumer: Consumer | None = None
+        self.rings: dict[int, RingView] = {}
+        self.newest_ring = 0
+        self.assemblers: dict[int, Assembler] = {}
+        self.release: deque[int] = deque()
+        self.freed: list[int] = []
+        """Ring, slot, ring, slot ... to be named in the next ack."""
+        self.unacked = 0
+        """Batches delivered since the last ack."""
+        self.group = 1
+        self.cuts = 0
+        """Passes left so far, over all generations."""
+        self.cut_epoch = -1
+        """The pass left last."""
+        self.unsettled = False
+        """Nothing has come since the lane was opened or a pass was left."""
+        self.last_digest = 0
+        """Of the slot's last delivered batch."""
+        self.wanted: list[int] = []
+        """Step, total, step, total ... of the snapshots announced and not yet passed."""
+        self.retry_at = 0.0
+        self.backoff_s = FIRST_BACKOFF_S
+        self.trouble = ""
+        """Why the last attempt to open the lane failed."""
+        self.failed_since = 0.0
+        self.tried_failed = False
+        self.copies = 0
+
+    def successor(self, generation: int, name: str) -> SlotLane:
+        """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
+        after = SlotLane(self.slot, generation, name)
+        after.cuts, after.cut_epoch, after.unsettled = self.cuts, self.cut_epoch, self.unsettled
+        after.last_digest, after.wanted, after.copies = self.last_digest, self.wanted, self.copies
+        return after
+
+    # ---- connections
+
+    def hello(self, hello: lane_pb2.Hello, *, fresh_rings: bool) -> None:
+        """Fill in what this end holds. `fresh_rings`: the peer is about to make new rings, so nothing of the old counts."""
+        if fresh_rings:
+            self.forget_rings()
+        self.drain()
+        self.freed.clear()
+        for ring_id, ring in self.rings.items():
+            hello.held.extend(lane_pb2.Slot(ring=ring_id, slot=slot) for slot in ring.held)
+        hello.cuts = self.cuts
+        hello.last_digest = self.last_digest
+        hello.ack.wanted.extend(self.wanted)
+        if self.cuts and self.unsettled:
+            # The producer may not have heard of the last cut. One that has, knows so by the count.
+            hello.ack.abandon_epoch = self.cut_epoch + 1
+            hello.epoch = self.cut_epoch
+
+    def attach(self, sock: socket.socket) -> None:
+        consumer = Consumer(sock, self.name)
+        consumer.cuts = self.cuts
+        self.consumer = consumer
+        self.unacked = 0
+        self.unsettled = True
+        self.trouble = ""
+
+    def settle(self) -> None:
+        """Something came: the peer works, and has heard of all cuts."""
+        self.unsettled = False
+        self.backoff_s = FIRST_BACKOFF_S
+
+    def lose(self, now: float, why: str) -> None:
+        """The connection is gone; another may be tried a little later."""
+        if self.consumer is not None:
+            self.consumer.close(say_so=False)
+            self.consumer = None
+        self.trouble = why
+        self.retry_at = now + self.backoff_s
+        self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
+
+    def close(self) -> None:
+        """Leave on purpose, or for another generation."""
+        if self.consumer is not None:
+            self.consumer.close()
+            self.consumer = None
+
+    def forget_rings(self) -> None:
+        """Views that still live keep their memory, and release nothing."""
+        self.release = deque()
+        self.rings = {}
+        self.newest_ring = 0
+
+    # ---- batches
+
+    def take(self, frame: lane_pb2.Frame) -> Any:
+        """The batch of a BATCH frame: views of its ring slot, or copies while few slots are free."""
+        ring_id, slot, structure = frame.ring, frame.slot, frame.structure
+        ring = self.rings.get(ring_id)
+        if ring is None:
+            ring = self._map(ring_id)
+        assembler = self.assemblers.get(structure)
+        if assembler is None:
+            assembler = self._compile(structure)
+        if self.release:
+            self.drain()
+        held = ring.held
+        copy = len(held) >= ring.limit
+        if copy:
+            self.copies += 1
+        batch = assembler.assemble(
+            list(frame.shapes if not frame.size else long_shapes(frame, ring.ring)),
+            ring.buffer,
+            slot * ring.slot_bytes,
+            frame.nbytes,
+            self.release,
+            ring_id << 16 | slot,
+            copy,
+        )
+        held.add(slot)
+        return batch
+
+    def skip(self, frame: lane_pb2.Frame) -> None:
+        """Give back the slot of a batch that nobody needs."""
+        self.freed += (frame.ring, frame.slot)
+
+    def drain(self) -> None:
+        """Take note of the views that have died."""
+        release, rings, freed = self.release, self.rings, self.freed
+        while release:
+            token = release.popleft()
+            ring_id, slot = token >> 16, token & 0xFFFF
+            ring = rings.get(ring_id)
+            if ring is not None:
+                ring.held.discard(slot)
+            freed += (ring_id, slot)
+
+    def ack(self, total: int) -> bool:
+        """Say what was delivered and released. False while the socket has no room for it."""
+        consumer = self.consumer
+        if consumer is None:
+            return True
+        if self.release:
+            self.drain()
+        if self.freed:
+            consumer.release(self.freed)
+            self.freed.clear()
+        if self.unacked:
+            consumer.delivered(total)
+            self.unacked = 0
+        return consumer.flush()
+
+    def _map(self, ring_id: int) -> RingView:
+        assert self.consumer is not None
+        ring = self.consumer.rings[ring_id]
+        if ring.slots > 0xFFFF:
+            raise ProtocolError(f"{self.name}: a ring of {ring.slots} slots")
+        if ring_id > self.newest_ring:
+            self.newest_ring = ring_id
+            # Frames come in order, so nothing more comes in an outgrown ring; let its memory go with its last view.
+            for known in [known for known, view in self.rings.items() if not view.held]:
+                del self.rings[known]
+                self.consumer.rings.pop(known, None)
+        view = self.rings[ring_id] = RingView(ring)
+        self.group = view.group
+        return view
+
+    def _compile(self, structure: int) -> Assembler:
+        assert self.consumer is not None
+        known = self.consumer.structures
+        if len(self.assemblers) > MANY_STRUCTURES:
+            self.assemblers = {number: kept for number, kept in self.assemblers.items() if number in known}
+        assembler = self.assemblers[structure] = Assembler(Structure.from_bytes(known[structure]))
+        return assembler

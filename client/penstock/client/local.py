@@ -1,0 +1,99 @@
+"""A loader built in the training process, for the methods that need an instance: aggregate, the state before the first
+step, and len(). It is never iterated.
+
+Built only when needed, once. Building it must leave no trace in the training: the random generators are put back to where
+they were, for an input_fn may seed or draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils import data as torch_data
+
+from penstock.proto.assignment import NEUTRAL, Assignment, assigned
+from penstock.proto.errors import InputFnError
+from penstock.proto.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
+from penstock.proto.rng import capture_rng, restore_rng
+
+__all__ = ["LocalLoader"]
+
+
+class LocalLoader:
+    """The local instance of one DataLoader, once something asks for it."""
+
+    def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._name = name
+        self._fn = input_fn
+        self._args = args
+        self._kwargs = kwargs
+        self._instance: Any = None
+
+    def methods(self, purpose: str) -> int:
+        """How many of the state methods the loader has: 4, 2 or 0."""
+        return state_methods(self._get(purpose))
+
+    def check_strict(self, purpose: str) -> None:
+        """Raises TypeError if `strict` is on one of two methods only."""
+        takes_strict(self._get(purpose))
+
+    def aggregate(self, states: list[Any]) -> Any:
+        """The user's aggregate_state_dict over the workers' states, by global_worker_id."""
+        instance = self._get("aggregate_state_dict")
+        takes_strict(instance)
+        with _undisturbed():
+            return instance.aggregate_state_dict(states)
+
+    def initial_state(self) -> Any:
+        """The aggregated state of a loader from which nothing was read."""
+        instance = self._get("the state before the first step")
+        takes_strict(instance)
+        with _undisturbed():
+            with worker_state(DataLoaderCheckpoint(0, 1, 1, 0, 0, 0, 0)):
+                state = instance.state_dict()
+            return instance.aggregate_state_dict([state])
+
+    def length(self, assignments: list[Assignment]) -> int:
+        """The sum of len() over one instance for each assignment. Raises TypeError if they have none."""
+        total = 0
+        for assignment in assignments:
+            with _undisturbed():
+                total += len(self._build(assignment, "len()"))
+        return total
+
+    def _get(self, purpose: str) -> Any:
+        if self._instance is None:
+            self._instance = self._build(NEUTRAL, purpose)
+        return self._instance
+
+    def _build(self, assignment: Assignment, purpose: str) -> Any:
+        try:
+            with _undisturbed(), assigned(assignment):
+                instance = self._fn(*self._args, **self._kwargs)
+                if isinstance(instance, torch_data.DataLoader) and instance.num_workers > 0:
+                    # Here it is one process, which stands for its worker 0.
+                    if instance.worker_init_fn is not None:
+                        instance.worker_init_fn(0)
+                    instance.num_workers = 0
+        except Exception as error:
+            raise InputFnError(
+                f"{purpose} of {self._name} needs an instance of the loader in the training process, and input_fn raised "
+                f"here: {type(error).__name__}: {error}. Its data must be readable in the training process too"
+            ) from error
+        if instance is None:
+            raise InputFnError(
+                f"{self._name} returned None; it must return a torch DataLoader or an iterable of batches"
+            )
+        return instance
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put the random generators back afterwards."""
+    before = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(before)

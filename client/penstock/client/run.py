@@ -1,0 +1,261 @@
+"""One open run of one box: its place at the coordinator, kept up by a thread that watches it.
+
+The thread reports progress, renews the box's lease, and learns where the slots are. It talks to the training thread in two
+ways only: it replaces `views` as a whole and then raises `version`, and it makes `wake_fd` readable. When the coordinator is
+away it tries again for as long as the run is open: batches do not pass through the coordinator, so its restart disturbs
+nobody who is not waiting for a slot.
+
+The thread holds the run but not the loader. A loader that is dropped without being closed sets `abandoned` from its
+finalizer, which may run inside the garbage collector and therefore does nothing else; the thread then closes the run.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.proto.calls import CoordinatorClient, FetchedState
+from penstock.proto.errors import (
+    CoordinatorUnavailableError,
+    DeadlineError,
+    LaneClosedError,
+    PenstockError,
+    UnknownRunError,
+)
+from penstock.proto.lane import LANE_PROTOCOL, connect_local
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+__all__ = ["Link", "Progress", "Run"]
+
+HOLD_S = 1.0
+"""Seconds of a long poll, which is also how often progress is reported."""
+CLOSE_S = 5.0
+"""Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
+DIAL_S = 10.0
+MAX_BACKOFF_S = 2.0
+
+
+class Link(Protocol):
+    """What a run needs of its appliance."""
+
+    host: str
+    """See penstock.proto.channel.host_id."""
+    force_tcp: bool
+    embedded: bool
+
+    def client(self) -> CoordinatorClient:
+        """A new client of the coordinator."""
+
+    def lander(self) -> str:
+        """The address of the lander, which is started if need be."""
+
+
+@dataclass
+class Progress:
+    """What the training thread tells the coordinator. The thread replaces values, never changes them in place."""
+
+    position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
+    waited_s: float = 0.0
+    waiting_for: int = 0
+    """Slot + 1; 0 = none."""
+    pass_ended: bool = False
+    cuts: tuple[tuple[int, int], ...] = field(default=())
+    """(epoch, last step) of the passes left by `break`."""
+
+
+class Run:
+    """An open run. `close` may be called from any thread, the rest belongs to the training thread."""
+
+    def __init__(self, link: Link, request: pb.OpenRunRequest, on_closed: Callable[[Run], None]) -> None:
+        self.link = link
+        self.box = request.box
+        self.num_slots = request.num_workers_per_box
+        self.name = f"{request.job}/{request.ordinal}"
+        self.attempt = 0
+        self.seed = 0
+        self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
+        self.version = 0
+        """Raised whenever `views` or `error` was replaced."""
+        self.error: PenstockError | None = None
+        """Why the run cannot go on: it was superseded, say."""
+        self.away_since: float | None = None
+        """Since when (monotonic) the coordinator has not answered; None = it does."""
+        self.progress = Progress()
+        self.abandoned = False
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._on_closed = on_closed
+        self._request = request
+        self._client = link.client()
+        self._closing = threading.Event()
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # ---- opening
+
+    def open(self) -> None:
+        """Take the box's place. Raises what the coordinator answers."""
+        reply = self._client.open_run(self._request)
+        self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
+        hold_s = min(HOLD_S, reply.lease_s / 3) if reply.lease_s else HOLD_S
+        self._thread = threading.Thread(
+            target=self._watch, args=(hold_s,), name=f"penstock-watch-{self.name}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # ---- the watch
+
+    def _watch_request(self, seen: int, hold_s: float) -> pb.WatchRunRequest:
+        progress = self.progress
+        return pb.WatchRunRequest(
+            run=self.name,
+            attempt=self.attempt,
+            box=self.box,
+            client_id=self._request.client_id,
+            seen_version=seen,
+            hold_s=hold_s,
+            delivered=progress.position(),
+            waiting_for=progress.waiting_for,
+            waited_s=progress.waited_s,
+            pass_ended=progress.pass_ended,
+            cuts=[pb.Cut(epoch=epoch, step=step) for epoch, step in progress.cuts],
+        )
+
+    def _watch(self, hold_s: float) -> None:
+        seen, backoff = 0, 0.1
+        while not self._closing.is_set():
+            if self.abandoned:
+                self.close()
+                return
+            try:
+                reply = self._client.watch_run(self._watch_request(seen, hold_s))
+            except (CoordinatorUnavailableError, DeadlineError):
+                if self.away_since is None:
+                    self.away_since = time.monotonic()
+                self._closing.wait(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_S)
+                continue
+            except LaneClosedError:
+                return
+            except PenstockError as error:
+                self.error = error
+                self._notify()
+                self._linger()
+                return
+            self.away_since, backoff = None, 0.1
+            changed, seen = seen != reply.version, reply.version
+            if changed:
+                self._take(reply)
+
+    def _linger(self) -> None:
+        """The run is over for the coordinator, but the loader still holds it."""
+        while not self._closing.wait(HOLD_S):
+            if self.abandoned:
+                self.close()
+                return
+
+    def _take(self, reply: pb.WatchRunReply) -> None:
+        views = list(self.views)
+        for view in reply.slots:
+            if view.slot < len(views):
+                views[view.slot] = view
+        self.views = views
+        self._notify()
+
+    def _notify(self) -> None:
+        self.version += 1
+        try:
+            os.eventfd_write(self.wake_fd, 1)
+        except OSError:
+            pass  # full, so it is readable; or closed meanwhile
+
+    def report(self) -> None:
+        """Report progress now instead of within HOLD_S. If the coordinator is away, the thread does it later."""
+        try:
+            reply = self._client.watch_run(self._watch_request(0, 0.0))
+        except PenstockError:
+            return
+        self._take(reply)
+
+    # ---- calls of the training thread
+
+    def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
+        """A connection to the slot's runner, or to the lander that connects to it, with the hello sent.
+
+        Raises OSError, or LaneLostError, if nobody is there.
+        """
+        hello.protocol = LANE_PROTOCOL
+        hello.run, hello.attempt, hello.box = self.name, self.attempt, self.box
+        hello.slot, hello.generation, hello.ticket = view.slot, view.generation, view.ticket
+        if self.is_remote(view):
+            hello.target = view.tcp_address
+            address = self.link.lander()
+        else:
+            address = view.local_address
+        sock = connect_local(address, DIAL_S)
+        try:
+            sock.send(hello.SerializeToString())
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def is_remote(self, view: pb.SlotView) -> bool:
+        """The slot's batches come over TCP."""
+        return self.link.force_tcp or view.host_id != self.link.host or not view.local_address
+
+    def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
+        """The records of all workers at a step."""
+        request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
+        request.progress.CopyFrom(self._watch_request(0, 0.0))
+        return self._client.fetch_state(request)
+
+    # ---- the end
+
+    def close(self, *, forget: bool = True) -> None:
+        """Give the box's place back. Never raises for a coordinator that is gone; safe to call again.
+
+        forget: nobody will open the run again; looked at only where the coordinator dies with this process.
+        """
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._closing.set()
+        try:
+            if self.attempt and not isinstance(self.error, UnknownRunError):
+                self._client.close_run(
+                    pb.CloseRunRequest(
+                        run=self.name,
+                        attempt=self.attempt,
+                        box=self.box,
+                        client_id=self._request.client_id,
+                        forget=forget and self.link.embedded,
+                    ),
+                    deadline_s=CLOSE_S,
+                )
+        except PenstockError:
+            pass  # superseded, or the coordinator is gone: then there is nothing to give back
+        self._client.close()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S)
+        self.version += 1
+        os.eventfd_write(self.wake_fd, 1)
+        self._on_closed(self)
+
+    def __del__(self) -> None:
+        try:
+            os.close(self.wake_fd)
+        except (OSError, AttributeError):
+            pass

@@ -1,0 +1,195 @@
+"""A saved state, as `DataLoader.state_dict()` returns it: built and read here, without any process.
+
+    {**aggregated, "__penstock__": {"format": 1, "step": S, "record": envelope}}       a loader with the four methods
+    {"state": aggregated, "__penstock__": ...}                                         the same, if that is no dict
+    {"__penstock__": ...}                                                              any other loader
+
+The user's part stays as their code returned it, readable and theirs to change. Ours is one reserved key with bytes in it, so
+that checkpoint libraries carry it along whatever they do to nested values, and its envelope has a checksum: damage is found
+when it is loaded. It holds nothing that differs between boxes, so every rank saves the same value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
+from penstock.proto.position import Position
+from penstock.proto.state import decode_state, encode_state
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["FORMAT", "KEY", "STATE", "Part", "Saved", "Start", "read"]
+
+KEY = "__penstock__"
+"""The reserved key of a saved state."""
+STATE = "state"
+"""Holds an aggregated state that is no dict."""
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One worker's part of a record."""
+
+    box: int
+    slot: int
+    worker_step: int
+    samples: int
+    restart: Any
+    """How a runner gets there: written and read by penstock.worker, opaque here."""
+    user: Any = None
+    """The loader's own state; None for a loader with the four methods, whose states were aggregated."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a box sends to resume."""
+
+    base: records_pb2.BoxPosition
+    blob: bytes
+    """Envelope for the workers; b"" for a start from nothing."""
+    same_shape: bool
+
+
+@dataclass
+class Saved:
+    """A state at a step."""
+
+    step: int
+    input_fn: str
+    methods: int
+    """4, 2 or 0 of the state methods."""
+    num_boxes: int
+    """0 if the state was taken before any run was opened: it then fits any shape."""
+    num_workers_per_box: int
+    seed: int | None
+    """None if no run had been opened."""
+    positions: list[Position] = field(default_factory=list)
+    """One for each box; empty at step 0."""
+    parts: list[Part] = field(default_factory=list)
+    """By global_worker_id; empty at step 0."""
+    aggregated: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value that the user gets. Raises UnsupportedStateError now rather than when it is loaded."""
+        if self.methods == 4:
+            encode_state(self.aggregated)
+        record = {
+            "step": self.step,
+            "input_fn": self.input_fn,
+            "methods": self.methods,
+            "num_boxes": self.num_boxes,
+            "num_workers_per_box": self.num_workers_per_box,
+            "seed": self.seed,
+            "wrapped": type(self.aggregated) is not dict,
+            "positions": [position.to_proto().SerializeToString(deterministic=True) for position in self.positions],
+            "parts": [
+                {
+                    "box": part.box,
+                    "slot": part.slot,
+                    "worker_step": part.worker_step,
+                    "samples": part.samples,
+                    "restart": part.restart,
+                    "user": part.user,
+                }
+                for part in self.parts
+            ],
+        }
+        ours = {KEY: {"format": FORMAT, "step": self.step, "record": encode_state(record)}}
+        if self.methods != 4:
+            return ours
+        if type(self.aggregated) is not dict:
+            return {STATE: self.aggregated, **ours}
+        if KEY in self.aggregated:
+            raise StateMismatchError(
+                f"aggregate_state_dict of {self.input_fn} returned a dict with the key {KEY!r}, which is reserved: rename it"
+            )
+        return {**self.aggregated, **ours}
+
+    def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> Start:
+        """What box `box` of this shape sends. Raises StateMismatchError if the loader cannot change its shape."""
+        same = bool(self.positions) and (num_boxes, num_workers_per_box) == (self.num_boxes, self.num_workers_per_box)
+        if self.positions and not same and self.methods != 4:
+            raise StateMismatchError(
+                f"the state of {self.input_fn} at step {self.step} was saved on {_shape(self.num_boxes, self.num_workers_per_box)}"
+                f" and cannot go on with {_shape(num_boxes, num_workers_per_box)}: its loader has "
+                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it was "
+                "saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
+            )
+        if same:
+            base = self.positions[box]
+        else:
+            epoch = max((position.epoch for position in self.positions), default=0)
+            base = Position.start(num_workers_per_box, step=self.step, epoch=epoch)
+        if not self.positions and self.methods != 4:
+            return Start(base.to_proto(), b"", False)
+        slots = {p.slot: {"user": p.user, "restart": p.restart} for p in self.parts if same and p.box == box}
+        blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots})
+        return Start(base.to_proto(), blob, same)
+
+
+def _shape(num_boxes: int, num_workers_per_box: int) -> str:
+    boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
+    workers = "1 worker" if num_workers_per_box == 1 else f"{num_workers_per_box} workers"
+    return f"{boxes} with {workers} each"
+
+
+def read(value: object) -> Saved:
+    """The record of a saved state.
+
+    Raises:
+        StateMismatchError: it is no state of a Penstock loader.
+        StateVersionError: a newer Penstock wrote it.
+        StateCorruptError: it is damaged.
+    """
+    if not isinstance(value, Mapping) or KEY not in value:
+        what = f"a {type(value).__qualname__}" if not isinstance(value, Mapping) else f"a dict without the key {KEY!r}"
+        raise StateMismatchError(
+            f"load_state_dict got {what}, which no DataLoader.state_dict() returned: pass on its value as it was"
+        )
+    ours = value[KEY]
+    if not isinstance(ours, Mapping) or not isinstance(ours.get("format"), int):
+        raise StateCorruptError(f"the saved state's {KEY!r} is damaged: it has no format number")
+    if ours["format"] > FORMAT:
+        raise StateVersionError(
+            f"the saved state has format {ours['format']}, written by a newer Penstock; this one reads formats up to "
+            f"{FORMAT}. Upgrade Penstock here"
+        )
+    if not isinstance(ours.get("record"), bytes | bytearray):
+        raise StateCorruptError(f"the saved state's {KEY!r} is damaged: its record is gone")
+    record = decode_state(ours["record"])
+    try:
+        saved, wrapped = _saved(cast(dict[str, Any], record))
+    except PenstockError as error:
+        raise StateCorruptError(f"the saved state's record cannot be: {error.message}") from error
+    except Exception as error:  # a checksum holds, so these bytes were made by something else
+        raise StateCorruptError(f"the saved state's record cannot be: {type(error).__name__}: {error}") from error
+    if saved.step != ours.get("step"):
+        raise StateCorruptError(f"the saved state says step {ours.get('step')}, its record step {saved.step}")
+    if saved.methods == 4:
+        if wrapped and STATE not in value:
+            raise StateCorruptError(f"the saved state of {saved.input_fn} has lost its key {STATE!r}")
+        saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
+    return saved
+
+
+def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
+    saved = Saved(
+        step=int(record["step"]),
+        input_fn=str(record["input_fn"]),
+        methods=int(record["methods"]),
+        num_boxes=int(record["num_boxes"]),
+        num_workers_per_box=int(record["num_workers_per_box"]),
+        seed=None if record["seed"] is None else int(record["seed"]),
+        positions=[Position.from_proto(records_pb2.BoxPosition.FromString(data)) for data in record["positions"]],
+        parts=[Part(**part) for part in record["parts"]],
+    )
+    places = [(part.box, part.slot) for part in saved.parts]
+    whole = [(box, slot) for box in range(saved.num_boxes) for slot in range(saved.num_workers_per_box)]
+    if saved.positions and (len(saved.positions) != saved.num_boxes or places != whole):
+        raise ValueError(f"{len(saved.positions)} positions and workers {places} for {saved.num_boxes} boxes")
+    if saved.methods not in (0, 2, 4) or saved.step < 0 or (saved.step > 0 and not saved.positions):
+        raise ValueError(f"{saved.methods} methods at step {saved.step} with {len(saved.positions)} positions")
+    return saved, bool(record["wrapped"])

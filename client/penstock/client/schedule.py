@@ -1,0 +1,96 @@
+"""Which steps of an executor are checkpoint steps.
+
+    None or 0             none
+    N                     every step that N divides, and the executor's last
+    iterable              the steps in it; ranges may stand among them
+    callable              the steps for which it is true
+
+Steps are absolute: they count the batches of the box over the whole life of the run, so a resumed run has the same
+checkpoint steps as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["CheckpointSteps", "Schedule", "positive"]
+
+CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
+
+HORIZON = 256
+"""Steps ahead that a callable is asked about, to announce its next checkpoint step."""
+
+
+def positive(name: str, value: Any) -> int:
+    """`value` as a number of steps. Raises InvalidArgumentError below 1, TypeError for no integer."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    number = int(value.__index__())
+    if number < 1:
+        raise InvalidArgumentError(f"{name} must be at least 1, not {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Checkpoint steps, ready to be asked."""
+
+    every: int = 0
+    steps: tuple[int, ...] = ()
+    """Single steps, rising."""
+    ranges: tuple[range, ...] = ()
+    ask: Callable[[int], bool] | None = None
+    and_last: bool = field(default=False)
+    """The last step of the executor is one too."""
+
+    @classmethod
+    def of(cls, steps: CheckpointSteps) -> Schedule:
+        """Raises InvalidArgumentError or TypeError for what is no schedule."""
+        if steps is None:
+            return cls()
+        if callable(steps):
+            return cls(ask=steps)
+        if hasattr(steps, "__index__") or isinstance(steps, float | str | bytes):
+            if not isinstance(steps, bool) and steps == 0:
+                return cls()
+            return cls(every=positive("checkpoint_steps", steps), and_last=True)
+        if isinstance(steps, range):
+            steps = (steps,)
+        single, ranges = set(), []
+        for entry in steps:
+            if isinstance(entry, range):
+                if len(entry) and min(entry[0], entry[-1]) < 1:
+                    raise InvalidArgumentError(f"checkpoint_steps holds {entry}, and steps count from 1")
+                ranges.append(entry if entry.step > 0 else entry[::-1])
+            else:
+                single.add(positive("a step in checkpoint_steps", entry))
+        return cls(steps=tuple(sorted(single)), ranges=tuple(ranges))
+
+    def __contains__(self, step: object) -> bool:
+        if not isinstance(step, int):
+            return False
+        if self.every:
+            return step % self.every == 0
+        if self.ask is not None:
+            return bool(self.ask(step))
+        index = bisect_right(self.steps, step)
+        return (index > 0 and self.steps[index - 1] == step) or any(step in entry for entry in self.ranges)
+
+    def after(self, step: int) -> int | None:
+        """The first checkpoint step beyond `step`; None if there is none, or none in sight of a callable."""
+        if self.every:
+            return (step // self.every + 1) * self.every
+        if self.ask is not None:
+            return next((later for later in range(step + 1, step + 1 + HORIZON) if self.ask(later)), None)
+        index = bisect_right(self.steps, step)
+        candidates = [self.steps[index]] if index < len(self.steps) else []
+        for entry in self.ranges:
+            at = max(0, -(-(step + 1 - entry.start) // entry.step))
+            if at < len(entry):
+                candidates.append(entry[at])
+        return min(candidates, default=None)

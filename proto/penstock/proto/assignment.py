@@ -1,0 +1,90 @@
+"""Who this process streams for: what `current_assignment()` answers inside a user's input_fn.
+
+A runner sets it once, before it calls input_fn; the training job sets it around the local instances that it builds of a
+loader. Elsewhere the answer is neutral: the only worker of the only box, so that an input_fn runs anywhere.
+
+It is a plain module global, not a context variable: input_fn may start threads, and a new thread begins with an empty
+context. Whether anyone asked is kept in a byte of shared memory, for the one who asks is often a worker process that
+torch's DataLoader forked, and the runner must hear of it: an input that never asks streams the whole data set from
+every worker, which deserves a warning.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["NEUTRAL", "Assignment", "assigned", "current_assignment", "looked_at", "mark_looked_at", "set_assignment"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One worker's place among all that stream for a run."""
+
+    box: int
+    """The accelerator box that this worker feeds, in [0, num_boxes)."""
+    num_boxes: int
+    slot: int
+    """This worker's number among those of its box, in [0, num_workers_per_box)."""
+    num_workers_per_box: int
+    seed: int
+    """The run's seed, the same on all workers: shuffle a list with it and then take your share."""
+    first_step: int
+    """Number of the first step of the box that is still to come, from 1. Larger than 1 after a resume."""
+
+    @property
+    def global_worker_id(self) -> int:
+        """This worker's number among all, in [0, total_num_workers)."""
+        return self.box * self.num_workers_per_box + self.slot
+
+    @property
+    def total_num_workers(self) -> int:
+        return self.num_boxes * self.num_workers_per_box
+
+
+NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, first_step=1)
+"""What current_assignment() answers outside a worker."""
+
+_current = NEUTRAL
+_looked = mmap.mmap(-1, 1)  # shared with forked children
+
+
+def current_assignment() -> Assignment:
+    """The place of the worker that runs this code; a neutral one (worker 0 of 1, seed 0) outside a worker.
+
+    For sharding inside input_fn: `data[a.global_worker_id :: a.total_num_workers]` with `a = current_assignment()`.
+    """
+    _looked[0] = 1
+    return _current
+
+
+def set_assignment(assignment: Assignment) -> None:
+    """Set this process's place, as a runner does; nobody has looked at it yet."""
+    global _current
+    _current = assignment
+    _looked[0] = 0
+
+
+@contextmanager
+def assigned(assignment: Assignment) -> Iterator[None]:
+    """Take a place for a while; the earlier one, and whether it was looked at, come back after."""
+    global _current
+    before, looked = _current, _looked[0]
+    set_assignment(assignment)
+    try:
+        yield
+    finally:
+        _current = before
+        _looked[0] = looked
+
+
+def looked_at() -> bool:
+    """Whether this process, or one that it forked, asked for its assignment since it was set."""
+    return _looked[0] == 1
+
+
+def mark_looked_at() -> None:
+    """Count another way of asking, torch's get_worker_info() say, as a look."""
+    _looked[0] = 1

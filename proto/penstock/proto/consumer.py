@@ -1,0 +1,299 @@
+"""The end of a lane that reads: the training loop's, and towards another host the pump's.
+
+The hot path is one `recv_into`, one parse and the checks that keep a wrong peer from steering reads outside its ring;
+everything rarer stands below it. Two things are shaped by what a peer may be doing meanwhile:
+
+A ring's descriptor comes in the packet behind its RING frame. The producer may have had room for the one and not for
+the other, and be inside user code for minutes since; so this end never waits for the second packet, it only
+remembers that the next one must be it.
+
+Acks gather in one message until `flush`. While an earlier one waits for room they go on gathering, so a producer that
+does not read costs no memory here; only an abandon, whose place among the others counts, closes the message at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable
+
+from google.protobuf.message import DecodeError
+
+from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
+from penstock.proto.frames import (
+    BATCH,
+    CLOSE,
+    END,
+    ERROR,
+    KNOWN_STRUCTURES,
+    MAX_FRAME,
+    MAX_RINGS,
+    MAX_STRUCTURE,
+    RING,
+    STRUCTURE,
+)
+from penstock.proto.ring import Ring
+from penstock.proto.v1 import lane_pb2
+
+__all__ = ["Consumer"]
+
+_ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
+_GROUP = 2048
+"""Numbers of one kind in one ack, so that it stays far below MAX_FRAME. Even: they come in pairs."""
+
+
+class Consumer:
+    """The end that reads. Holds the lane's socket, the mapped rings and the structures announced so far.
+
+    Frames are read one at a time, when the caller wants one: what has not been read waits in the socket, which is as
+    deep as the ring.
+    """
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.name = name
+        """For messages: which worker, box and slot is at the other end."""
+        self.rings: dict[int, Ring] = {}
+        """By id, those that a frame may still name: the one of the last batch and newer ones."""
+        self.structures: dict[int, bytes] = {}
+        self.closed = False
+        self.cuts = 0
+        """Passes left so far, over all connections of this slot: set it from the previous consumer's."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._frame = lane_pb2.Frame()
+        self._buffer = bytearray(MAX_FRAME)
+        self._view = memoryview(self._buffer)
+        self._size = 0
+        self._ring_id = 0  # of the last batch
+        self._ring: Ring | None = None
+        self._newest = 0
+        self._coming = False  # the next packet holds the descriptor of the ring in `_frame`
+        self._piece_of = 0
+        self._pieces = bytearray()
+        self._ack = lane_pb2.Ack()
+        self._dirty = False
+        self._unsent: deque[bytes] = deque()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    # ---- frames
+
+    def receive(self) -> lane_pb2.Frame | None:
+        """The next BATCH, END, ERROR or CLOSE frame, or None while none is there; valid until the next call.
+
+        END and ERROR may come again after a reconnect: they are resent until a later batch was delivered.
+
+        Raises:
+            LaneLostError: the peer vanished, after everything it sent has been read.
+            ProtocolError: it sent what no producer sends.
+        """
+        while True:
+            frame = self.receive_any()
+            if frame is None or frame.kind not in _ANNOUNCEMENTS:
+                return frame
+
+    def receive_any(self) -> lane_pb2.Frame | None:
+        """Like `receive`, but RING (once its descriptor is here) and STRUCTURE frames too, for who passes frames on.
+
+        `packet` is the frame as it came.
+        """
+        frame = self._frame
+        while not self._coming:
+            try:
+                size = self._sock.recv_into(self._buffer, MAX_FRAME, socket.MSG_TRUNC)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                again = self._after_error(error)
+                if again is None:
+                    return None
+                size = again
+            if not 0 < size <= MAX_FRAME:
+                raise self._lost(size)
+            try:
+                frame.ParseFromString(self._view[:size])  # type: ignore[arg-type]  # upb reads any buffer
+            except DecodeError as error:
+                raise ProtocolError(f"{self.name}: a frame that cannot be read: {error}") from error
+            self._size = size
+            kind = frame.kind
+            if kind == BATCH:
+                if frame.cut < self.cuts:
+                    continue  # of a pass that the loop has left: the producer has taken its slot back already
+                ring = self._ring if frame.ring == self._ring_id else self._turn_to(frame.ring)
+                # `size` is how many dims ride behind the batch in its slot.
+                if ring is None or frame.slot >= ring.slots or frame.nbytes + 8 * frame.size > ring.slot_bytes:
+                    raise ProtocolError(
+                        f"{self.name}: a batch of {frame.nbytes} bytes in no ring slot that was announced"
+                    )
+                if frame.structure not in self.structures:
+                    raise ProtocolError(f"{self.name}: a batch of structure {frame.structure}, never announced")
+                return frame
+            if kind == RING:
+                self._expect_ring(frame)
+            elif kind == STRUCTURE:
+                self._learn_structure(frame)
+                return frame
+            elif kind == END:
+                if frame.cut < self.cuts:
+                    continue
+                return frame
+            elif kind in (ERROR, CLOSE):
+                return frame
+            else:
+                raise ProtocolError(f"{self.name}: a frame of unknown kind {kind}")
+        return self._take_ring()
+
+    @property
+    def packet(self) -> memoryview:
+        """The bytes of the frame received last; valid until the next call."""
+        return self._view[: self._size]
+
+    def _after_error(self, error: OSError) -> int | None:
+        """A killed peer shows as ECONNRESET once, before its last frames: read on until the end of file."""
+        if self.closed:
+            raise LaneClosedError(f"{self.name}: the lane is closed") from None
+        try:
+            return self._sock.recv_into(self._buffer, MAX_FRAME, socket.MSG_TRUNC)
+        except BlockingIOError:
+            return None
+        except OSError:
+            raise LaneLostError(f"{self.name}: the peer vanished: {error}") from error
+
+    def _lost(self, size: int) -> LaneLostError | ProtocolError:
+        if not size:
+            return LaneLostError(f"{self.name}: the peer vanished")
+        return ProtocolError(f"{self.name}: a frame of {size} bytes, above the limit of {MAX_FRAME}")
+
+    def _turn_to(self, ring_id: int) -> Ring | None:
+        """A batch in another ring than the last one. Producers never go back to an older ring: let those go."""
+        ring = self.rings.get(ring_id)
+        if ring is not None:
+            self._ring_id, self._ring = ring_id, ring
+            for older in [known for known in self.rings if known < ring_id]:
+                del self.rings[older]
+        return ring
+
+    def _expect_ring(self, frame: lane_pb2.Frame) -> None:
+        if frame.ring <= self._newest or len(self.rings) >= MAX_RINGS:
+            raise ProtocolError(f"{self.name}: ring {frame.ring} after {self._newest}, with {len(self.rings)} in use")
+        self._coming = True
+
+    def _take_ring(self) -> lane_pb2.Frame | None:
+        """The ring whose frame came last, once its descriptor is here."""
+        frame = self._frame
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, 8, 4, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if self.closed:
+                raise LaneClosedError(f"{self.name}: the lane is closed") from None
+            if isinstance(error, ConnectionResetError):
+                return self._take_ring()  # shows once, before the last packets
+            raise LaneLostError(f"{self.name}: the ring's descriptor did not come: {error}") from error
+        try:
+            if not data:
+                raise LaneLostError(f"{self.name}: the peer vanished before its ring's descriptor came")
+            if len(fds) != 1:
+                raise ProtocolError(f"{self.name}: a ring was announced with {len(fds)} descriptors instead of one")
+            ring = Ring.open(fds[0], frame.slot_bytes, frame.slots)
+        finally:
+            for fd in fds:  # the mapping keeps the memory
+                os.close(fd)
+        ring.fd = -1
+        self._coming = False
+        self._newest = frame.ring
+        self.rings[frame.ring] = ring
+        return frame
+
+    def _learn_structure(self, frame: lane_pb2.Frame) -> None:
+        size, pieces = frame.size, self._pieces
+        if pieces and frame.structure != self._piece_of:
+            raise ProtocolError(f"{self.name}: structure {frame.structure} amid the pieces of {self._piece_of}")
+        pieces += frame.inline
+        if size > MAX_STRUCTURE or len(pieces) > size or (not frame.inline and size):
+            raise ProtocolError(f"{self.name}: a structure of {size} bytes, with pieces of {len(pieces)}")
+        self._piece_of = frame.structure
+        if len(pieces) == size:
+            self._pieces = bytearray()
+            self.structures.pop(frame.structure, None)
+            self.structures[frame.structure] = bytes(pieces)
+            if len(self.structures) > KNOWN_STRUCTURES:
+                del self.structures[next(iter(self.structures))]
+
+    # ---- acks
+
+    def delivered(self, total: int) -> None:
+        """The training loop was handed everything up to `total`. Sent with the next flush."""
+        self._ack.delivered = total
+        self._dirty = True
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Ring slots of delivered batches whose last view has died: ring, slot, ring, slot ... Sent with the next
+        flush. Not of batches that an abandon overtook before they were delivered: the producer has those back already.
+        """
+        self._ack.released.extend(slots)
+        self._dirty = True
+
+    def open_epochs(self, epoch: int) -> None:
+        """Passes up to `epoch` may be opened."""
+        self._ack.open_epochs = epoch
+        self._dirty = True
+
+    def abandon(self, epoch: int) -> None:
+        """The loop left this pass. Goes out at once, behind all earlier acks."""
+        self.cuts += 1
+        self._ack.abandon_epoch = epoch + 1
+        self._seal()
+        self.flush()
+
+    def want(self, pairs: Iterable[int]) -> None:
+        """Snapshots that will be asked for: step, total, step, total ..."""
+        self._ack.wanted.extend(pairs)
+        self._dirty = True
+
+    def flush(self) -> bool:
+        """Send the acks gathered so far; never blocks. False if some wait for room in the socket."""
+        unsent = self._unsent
+        while True:
+            while unsent:
+                try:
+                    self._sock.send(unsent[0])
+                except BlockingIOError:
+                    return False
+                except OSError:
+                    unsent.clear()  # the peer is gone; receive() says so after its last frames
+                    self._ack.Clear()
+                    self._dirty = False
+                    return True
+                unsent.popleft()
+            if not self._dirty:
+                return True
+            self._seal()
+
+    def _seal(self) -> None:
+        """Close the message that acks gather in. Of too many numbers, the first go ahead in messages of their own."""
+        ack, unsent = self._ack, self._unsent
+        while len(ack.released) > _GROUP or len(ack.wanted) > _GROUP:
+            first = lane_pb2.Ack(delivered=ack.delivered, released=ack.released[:_GROUP], wanted=ack.wanted[:_GROUP])
+            unsent.append(first.SerializeToString())
+            del ack.released[:_GROUP]
+            del ack.wanted[:_GROUP]
+        unsent.append(ack.SerializeToString())
+        ack.Clear()
+        self._dirty = False
+
+    def close(self, *, say_so: bool = True) -> None:
+        """Leave. Rings stay mapped while views of them live."""
+        if self.closed:
+            return
+        if say_so:
+            self._ack.close = True
+            self._dirty = True
+            self.flush()
+        self.closed = True
+        self._sock.close()
+        self._ring = None
+        self.rings.clear()

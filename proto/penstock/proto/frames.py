@@ -1,0 +1,97 @@
+"""What both ends of a lane agree on besides the frames themselves: limits, shapes in the slot, and who may connect.
+
+The limits bound what a peer can make this process hold: a frame, the pieces of one structure, the rings and
+structures that are remembered. They are the same on the Unix socket and over TCP, so that a process between the two
+can pass frames on verbatim.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+from penstock.proto.errors import ProtocolError
+from penstock.proto.ring import Ring
+from penstock.proto.v1 import lane_pb2
+
+__all__ = [
+    "BATCH",
+    "CLOSE",
+    "END",
+    "ERROR",
+    "KNOWN_STRUCTURES",
+    "LANE_PROTOCOL",
+    "LONG_SHAPES",
+    "MAX_FRAME",
+    "MAX_RINGS",
+    "MAX_STRUCTURE",
+    "PIECE",
+    "RING",
+    "STRUCTURE",
+    "check_peer",
+    "connect_local",
+    "long_shapes",
+    "pack_shapes",
+]
+
+LANE_PROTOCOL = 1
+MAX_FRAME = 64 << 10
+"""Bytes. Nothing larger is sent as one packet: a default Unix socket buffer holds 208 KiB."""
+PIECE = 32 << 10
+"""Bytes of a structure in one STRUCTURE frame."""
+LONG_SHAPES = 2048
+"""Dims. A longer shape list rides behind the batch in its slot instead of in the frame."""
+MAX_STRUCTURE = 4 << 20
+"""Bytes of one structure: what penstock.proto.structure accepts."""
+MAX_RINGS = 64
+"""Rings in use at once. Each is at least twice its predecessor, so nobody gets near this in good faith."""
+KNOWN_STRUCTURES = 64
+"""Structures that the two ends remember; the least recently announced is forgotten first, on both ends alike."""
+
+BATCH, RING, STRUCTURE, END, ERROR, CLOSE = (
+    lane_pb2.BATCH,
+    lane_pb2.RING,
+    lane_pb2.STRUCTURE,
+    lane_pb2.END,
+    lane_pb2.ERROR,
+    lane_pb2.CLOSE,
+)
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+def pack_shapes(shapes: Sequence[int]) -> bytes:
+    """Shapes as they ride in the slot when there are more than LONG_SHAPES of them: little-endian u64."""
+    return struct.pack(f"<{len(shapes)}Q", *shapes)
+
+
+def long_shapes(frame: lane_pb2.Frame, ring: Ring) -> Sequence[int]:
+    """The shapes of a batch, wherever they travelled."""
+    if not frame.size:
+        return frame.shapes
+    if frame.slot >= ring.slots or frame.nbytes + 8 * frame.size > ring.slot_bytes:
+        raise ProtocolError(f"a batch announced {frame.size} dims that lie beyond its ring slot")
+    return struct.unpack_from(f"<{frame.size}Q", ring.map, frame.slot * ring.slot_bytes + frame.nbytes)
+
+
+def connect_local(address: str, timeout: float) -> socket.socket:
+    """A SEQPACKET connection to an abstract Unix socket, whose peer must run as this user or as root."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout)
+        sock.connect("\0" + address)
+        check_peer(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def check_peer(sock: socket.socket) -> int:
+    """The peer's pid. An abstract name has no file permissions, so ask the kernel who is there."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid not in (0, os.getuid()):
+        raise ProtocolError(f"the peer of a Unix socket runs as user {uid}, not as {os.getuid()}")
+    return int(pid)

@@ -1,0 +1,517 @@
+"""The end of a lane that owns the rings: the runner's, and towards its consumer the lander's.
+
+A ring slot is in one of four states, and all of this module is about moving it between them exactly once:
+
+    free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
+                            └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale pass ──> free
+
+A *kept* batch was sent but not handed to the training loop: it is sent again to a consumer that comes back, with
+nothing computed again. A *lent* one is the loop's, which may have written into it: it is never sent again, and its
+slot is not touched until the consumer says so, or comes back without naming it in Hello.held.
+
+Ring ids start at a random number, so that a view of another producer's ring (an older generation of the runner, a
+lander's earlier connection) can never be taken for one of this producer's.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError
+from penstock.proto.frames import (
+    BATCH,
+    CLOSE,
+    END,
+    ERROR,
+    KNOWN_STRUCTURES,
+    LONG_SHAPES,
+    MAX_FRAME,
+    PIECE,
+    RING,
+    STRUCTURE,
+    pack_shapes,
+)
+from penstock.proto.ring import Ring, slots_for
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+__all__ = ["Producer", "Slab"]
+
+_log = logging.getLogger(__name__)
+
+_RESERVED = 1 << 64
+"""Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
+
+
+@dataclass(slots=True)
+class Slab:
+    """A ring slot that the producer may fill."""
+
+    ring_id: int
+    slot: int
+    ring: Ring
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the ring's mapping."""
+        return self.slot * self.ring.slot_bytes
+
+    @property
+    def view(self) -> memoryview:
+        """All of the slot."""
+        start = self.slot * self.ring.slot_bytes
+        return self.ring.view[start : start + self.ring.slot_bytes]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A frame that may have to be sent again."""
+
+    total: int
+    epoch: int
+    message: bytes
+    slab: Slab | None
+    """None for END and ERROR."""
+    structure: int
+    last: bool = False
+    """ERROR: nothing comes after it, so it outlives the pass that it came in."""
+
+
+@dataclass(slots=True)
+class _Descriptor:
+    fd: int
+
+
+class Producer:
+    """The end that owns the rings. One for each slot and generation, whatever consumers come and go.
+
+    `max_batch_bytes` bounds the slots of its rings.
+    """
+
+    def __init__(self, max_batch_bytes: int) -> None:
+        self.max_batch_bytes = max_batch_bytes
+        self.open_epochs = 0
+        """Passes up to this epoch may be opened."""
+        self.abandoned: deque[int] = deque()
+        """Epochs that the consumer left; the runner takes them from here, goes on with the pass after the last of them
+        and ignores those that it has left behind already."""
+        self.wanted: dict[int, list[int]] = {}
+        """total -> steps for which the consumer will ask for the state after that batch."""
+        self.delivered = 0
+        """Largest total that the training loop was handed."""
+        self.closed = False
+        """The consumer said that it goes away on purpose."""
+        self.cuts = 0
+        """Abandons seen; frames carry it, so that the consumer can tell a pass it left from the one that follows."""
+        self.on_ack: Callable[[lane_pb2.Ack], None] | None = None
+        """Called with each ack once it has been applied, for who passes them on; the message is reused afterwards."""
+        self._sock: socket.socket | None = None
+        self._met = False
+        self._rings: dict[int, Ring] = {}
+        self._next_ring = 1 + secrets.randbits(31)
+        self._current = 0
+        self._free: list[int] = []
+        self._lent: dict[int, dict[int, int]] = {}  # ring -> slot -> total, for all slots that are not free
+        self._kept: deque[_Kept] = deque()
+        self._unsent: deque[bytes | _Descriptor] = deque()
+        self._structures: dict[int, bytes] = {}
+        self._announced: dict[int, None] = {}
+        self._frame = lane_pb2.Frame()
+        self._ack = lane_pb2.Ack()
+        self._buffer = bytearray(MAX_FRAME)
+        self._view = memoryview(self._buffer)
+
+    # ---- the consumer
+
+    @property
+    def attached(self) -> bool:
+        return self._sock is not None
+
+    def fileno(self) -> int:
+        """The socket to poll, -1 while no consumer is attached."""
+        return -1 if self._sock is None else self._sock.fileno()
+
+    @property
+    def blocked(self) -> bool:
+        """Frames wait for room in the socket: poll for writing too, and `flush`."""
+        return bool(self._unsent)
+
+    def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
+        """Take on a consumer, dropping the one before: send again what it has not delivered, from the ring.
+
+        One that asks for batches that were delivered already gets an ERROR frame, and this end stays alone.
+        """
+        self.detach()
+        sock.setblocking(False)
+        wanted = max(1, hello.next_total)
+        if wanted <= self.delivered or hello.cuts < self.cuts:
+            self._refuse(
+                sock,
+                f"a consumer came back for batch {wanted} with {hello.cuts} passes left, after batch "
+                f"{self.delivered} was delivered and {self.cuts} passes were left",
+            )
+            return
+        self.closed = False
+        self._sock = sock
+        if hello.cuts > self.cuts:
+            self._catch_up(hello)
+        self._met = True
+        self._deliver(wanted - 1)
+        held = {(slot.ring, slot.slot) for slot in hello.held}
+        for ring_id, slot in [
+            (ring_id, slot)
+            for ring_id, lent in self._lent.items()
+            for slot, total in lent.items()
+            if total <= self.delivered and (ring_id, slot) not in held
+        ]:
+            self._give_back(ring_id, slot)
+        ack = lane_pb2.Ack()
+        ack.CopyFrom(hello.ack)
+        ack.ClearField("abandon_epoch")  # its effect is in `cuts`
+        ack.ClearField("released")  # what is not held is back
+        self._apply(ack)
+        self._announced.clear()
+        for ring_id in self._rings:
+            self._announce_ring(ring_id)
+        for kept in self._kept:
+            if kept.slab is not None and kept.structure not in self._announced:
+                self._announce_structure(kept.structure)
+            self._unsent.append(kept.message)
+        self.flush()
+
+    def detach(self) -> None:
+        """Forget the consumer; everything it has not delivered is kept."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self._unsent.clear()
+
+    def take_acks(self) -> None:
+        """Read what the consumer said; never blocks. A consumer that vanished or talks nonsense is detached."""
+        ack, tries = self._ack, 2
+        while (sock := self._sock) is not None:
+            try:
+                size = sock.recv_into(self._buffer, MAX_FRAME, socket.MSG_TRUNC)
+            except BlockingIOError:
+                return
+            except OSError:
+                tries -= 1
+                if tries:
+                    continue  # a killed peer shows as ECONNRESET once, before its last acks
+                size = 0
+            if not size:
+                self.detach()
+                return
+            try:
+                if size > MAX_FRAME:
+                    raise ProtocolError(f"an ack of {size} bytes")
+                ack.ParseFromString(self._view[:size])  # type: ignore[arg-type]  # upb reads any buffer
+                self._apply(ack)
+            except (DecodeError, ProtocolError) as error:
+                # Not this end's failure: the batches are kept for a consumer that can be understood.
+                _log.warning("a lane was closed: its consumer sent what no consumer sends: %s", error)
+                self.detach()
+                return
+            if self.on_ack is not None:
+                self.on_ack(ack)
+
+    def flush(self) -> None:
+        """Send what is queued as far as the socket takes it; never blocks."""
+        sock, unsent = self._sock, self._unsent
+        if sock is None:
+            unsent.clear()
+            return
+        while unsent:
+            message = unsent[0]
+            try:
+                if isinstance(message, _Descriptor):
+                    socket.send_fds(sock, [b"\x00"], [message.fd])
+                else:
+                    sock.send(message)
+            except BlockingIOError:
+                return
+            except OSError:
+                # Its last acks may still be readable; take_acks sees the end of file after them.
+                unsent.clear()
+                return
+            unsent.popleft()
+
+    # ---- batches
+
+    def reserve(self, nbytes: int, dims: int = 0) -> Slab | None:
+        """A slot for a batch of `nbytes` whose shapes have `dims` numbers, or None while all are taken.
+
+        A batch that fits no slot starts a larger ring. One slot is reserved at a time: publish it, or return it, first.
+
+        Raises BatchTooLargeError above max_batch_bytes.
+        """
+        if dims > LONG_SHAPES:
+            nbytes += 8 * dims
+        ring = self._rings.get(self._current)
+        if ring is None or nbytes > ring.slot_bytes:
+            if nbytes > self.max_batch_bytes:
+                raise BatchTooLargeError(
+                    f"a batch of {nbytes} bytes is above max_batch_bytes={self.max_batch_bytes}; "
+                    "make smaller batches, or raise max_batch_bytes"
+                )
+            ring = self._start_ring(nbytes, 0 if ring is None else ring.slot_bytes)
+        if not self._free:
+            return None
+        slot = self._free.pop()  # the last one back: most likely still in the cache
+        self._lent[self._current][slot] = _RESERVED
+        return Slab(self._current, slot, ring)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of the current ring, 0 before the first batch."""
+        ring = self._rings.get(self._current)
+        return 0 if ring is None else ring.slots
+
+    def knows_structure(self, structure: int) -> bool:
+        """Whether `know_structure` is not needed before a batch of this structure."""
+        return structure in self._structures
+
+    def know_structure(self, structure: int, data: bytes) -> None:
+        """Make a structure known under an id before a batch that uses it.
+
+        Not only once: of more than KNOWN_STRUCTURES the oldest that no batch needs are forgotten, or a loader whose
+        every batch has another structure would fill the memory. Cheap enough to be called before each `publish`.
+        """
+        known = self._structures
+        if structure not in known and len(known) >= 2 * KNOWN_STRUCTURES:
+            needed = {kept.structure for kept in self._kept}
+            for old in list(known)[: len(known) - KNOWN_STRUCTURES]:
+                if old not in needed and old not in self._announced:
+                    del known[old]
+        known[structure] = data
+
+    def publish(
+        self, slab: Slab, total: int, epoch: int, structure: int, nbytes: int, shapes: Sequence[int], digest: int
+    ) -> None:
+        """Send the batch that was written into `slab`, and keep it until it was delivered."""
+        frame = self._frame
+        frame.Clear()
+        frame.kind = BATCH
+        frame.total = total
+        frame.epoch = epoch
+        frame.structure = structure
+        frame.nbytes = nbytes
+        frame.digest = digest
+        frame.cut = self.cuts
+        if len(shapes) > LONG_SHAPES:
+            if nbytes + 8 * len(shapes) > slab.ring.slot_bytes:
+                raise InvalidArgumentError(f"{len(shapes)} dims do not fit behind {nbytes} bytes: reserve with `dims`")
+            frame.size = len(shapes)
+            start = slab.offset + nbytes
+            slab.ring.map[start : start + 8 * len(shapes)] = pack_shapes(shapes)
+        else:
+            frame.shapes.extend(shapes)
+        self.forward(slab, frame)
+
+    def forward(self, slab: Slab, frame: lane_pb2.Frame) -> None:
+        """Send a BATCH frame that another producer made; only its place is changed to `slab`."""
+        frame.ring = slab.ring_id
+        frame.slot = slab.slot
+        total, structure = frame.total, frame.structure
+        message = frame.SerializeToString()
+        if structure not in self._announced:
+            self._announce_structure(structure)
+        self._lent[slab.ring_id][slab.slot] = total
+        self._kept.append(_Kept(total, frame.epoch, message, slab, structure))
+        self._send(message)
+
+    def return_unused(self, slab: Slab) -> None:
+        """Give a reserved slot back without publishing it."""
+        self._give_back(slab.ring_id, slab.slot)
+
+    def end(self, epoch: int, total: int) -> None:
+        """The pass `epoch` is over; `total` is the last batch so far."""
+        self.forward_end(lane_pb2.Frame(kind=END, epoch=epoch, total=total, cut=self.cuts))
+
+    def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
+        """The input failed after batch `total`: the last frame."""
+        self.forward_end(lane_pb2.Frame(kind=ERROR, epoch=epoch, total=total, error=_that_fits(error), cut=self.cuts))
+
+    def forward_end(self, frame: lane_pb2.Frame) -> None:
+        """Send an END or ERROR frame, and keep it until a later batch was delivered."""
+        message = frame.SerializeToString()
+        self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
+        self._send(message)
+
+    def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
+        """Leave for good, and say that it is on purpose. Waits at most `timeout` seconds for a consumer that is slow to
+        read. What it was sent stays readable to it."""
+        if self._sock is not None and say_so:
+            self._send(lane_pb2.Frame(kind=CLOSE).SerializeToString())
+            deadline = time.monotonic() + timeout
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            while self._unsent and poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+                self.flush()
+        self.detach()
+        self._kept.clear()
+        self._lent.clear()
+        self._free.clear()
+        self._current = 0
+        for ring in self._rings.values():
+            ring.close_fd()
+        self._rings.clear()
+
+    # ---- inside
+
+    def _send(self, message: bytes) -> None:
+        sock = self._sock
+        if sock is None:
+            return
+        if not self._unsent:
+            try:
+                sock.send(message)
+                return
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # take_acks finds out
+        self._unsent.append(message)
+        self.flush()
+
+    def _start_ring(self, nbytes: int, previous: int) -> Ring:
+        size = min(max(nbytes, 2 * previous), max(self.max_batch_bytes, nbytes))
+        ring = Ring.create(size, slots_for(size))
+        old = self._current
+        self._current = self._next_ring
+        self._next_ring += 1
+        self._rings[self._current] = ring
+        self._free = list(range(ring.slots))
+        self._lent[self._current] = {}
+        self._retire(old)
+        if self._sock is not None:
+            self._announce_ring(self._current)
+            self.flush()
+        return ring
+
+    def _announce_ring(self, ring_id: int) -> None:
+        ring = self._rings[ring_id]
+        frame = lane_pb2.Frame(kind=RING, ring=ring_id, slot_bytes=ring.slot_bytes, slots=ring.slots)
+        self._unsent.append(frame.SerializeToString())
+        self._unsent.append(_Descriptor(ring.fd))
+
+    def _announce_structure(self, structure: int) -> None:
+        data = self._structures.get(structure)
+        if data is None:
+            raise InvalidArgumentError(f"structure {structure} is not known, or no longer: see know_structure")
+        announced = self._announced
+        announced[structure] = None
+        if len(announced) > KNOWN_STRUCTURES:
+            del announced[next(iter(announced))]
+        for start in range(0, max(len(data), 1), PIECE):
+            piece = data[start : start + PIECE]
+            self._send(
+                lane_pb2.Frame(kind=STRUCTURE, structure=structure, inline=piece, size=len(data)).SerializeToString()
+            )
+
+    def _refuse(self, sock: socket.socket, why: str) -> None:
+        _log.warning("a lane was refused: %s", why)
+        error = records_pb2.ErrorDetail(name=ProtocolError.__name__, message=why)
+        try:
+            sock.send(lane_pb2.Frame(kind=ERROR, error=error).SerializeToString())
+        except OSError:
+            pass
+        sock.close()
+
+    def _catch_up(self, hello: lane_pb2.Hello) -> None:
+        """The consumer has left passes that this end did not hear of.
+
+        Usually the lane broke with the abandon on its way: all that is kept is of a pass that was left, or counted on
+        from one. But a producer that meets its first consumer may have started behind all that, and then what it
+        has made is wanted: it only has to say so.
+        """
+        left = hello.ack.abandon_epoch - 1
+        fresh = not self._met and all(kept.epoch > left for kept in self._kept)
+        self.cuts = hello.cuts
+        if left >= 0:
+            self.abandoned.append(left)
+        if not fresh:
+            self._drop_kept()
+            return
+        for kept in self._kept:
+            self._frame.ParseFromString(kept.message)
+            self._frame.cut = self.cuts
+            kept.message = self._frame.SerializeToString()
+
+    def _apply(self, ack: lane_pb2.Ack) -> None:
+        if ack.delivered > self.delivered:
+            self._deliver(ack.delivered)
+        released = ack.released
+        for index in range(0, len(released) - 1, 2):
+            self._release(released[index], released[index + 1])
+        if ack.open_epochs > self.open_epochs:
+            self.open_epochs = ack.open_epochs
+        if ack.abandon_epoch:
+            self.cuts += 1
+            self._drop_kept()
+            self.abandoned.append(ack.abandon_epoch - 1)
+        wanted = ack.wanted
+        for index in range(0, len(wanted) - 1, 2):
+            steps = self.wanted.setdefault(wanted[index + 1], [])
+            if wanted[index] not in steps:
+                steps.append(wanted[index])
+        if ack.close:
+            self.closed = True
+
+    def _deliver(self, total: int) -> None:
+        """Forget what need not be sent again. Its slots stay lent until released."""
+        self.delivered = max(self.delivered, total)
+        kept = self._kept
+        while kept and kept[0].total <= self.delivered:
+            if kept[0].slab is None and kept[0].total == self.delivered:
+                return  # an END or ERROR right behind the last delivered batch
+            kept.popleft()
+
+    def _drop_kept(self) -> None:
+        """The consumer left the pass: nothing of it, or of one opened ahead of it, will be delivered any more."""
+        dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
+        for kept in dropped:
+            if kept.slab is not None:
+                self._give_back(kept.slab.ring_id, kept.slab.slot)
+
+    def _release(self, ring_id: int, slot: int) -> None:
+        total = self._lent.get(ring_id, {}).get(slot)
+        if total is None:
+            return  # said twice, or of a ring that is not, or no longer, this producer's
+        if total > self.delivered:
+            raise ProtocolError(f"it released the slot of batch {total}, which it had not delivered")
+        self._give_back(ring_id, slot)
+
+    def _give_back(self, ring_id: int, slot: int) -> None:
+        del self._lent[ring_id][slot]
+        if ring_id == self._current:
+            self._free.append(slot)
+        else:
+            self._retire(ring_id)
+
+    def _retire(self, ring_id: int) -> None:
+        """Let an outgrown ring go once none of its slots is lent."""
+        if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
+            self._rings.pop(ring_id).close_fd()
+            del self._lent[ring_id]
+
+
+def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
+    """An error whose frame stays below MAX_FRAME: of a long traceback the end tells more."""
+    return records_pb2.ErrorDetail(
+        name=error.name[:256],
+        message=error.message.encode()[:16384].decode(errors="ignore"),
+        remote_traceback=error.remote_traceback.encode()[-32768:].decode(errors="ignore"),
+    )

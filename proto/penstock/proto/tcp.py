@@ -1,0 +1,132 @@
+"""The lane's frames over TCP: u32 length (little endian), frame, and behind a BATCH frame its payload.
+
+Towards the consumer flow Frames and payloads, towards the producer one Hello and then Acks. The pump and the lander
+share this framing and nothing else. A stream has no packet borders, so both read into an `Inbox`: one large receive
+takes in many small messages, and what is whole is handed out in place.
+
+Dead peers. Keepalive finds one while nothing is under way, TCP_USER_TIMEOUT one that does not acknowledge what was
+sent. The latter is for the lander's end only: the kernel counts a closed window as silence too, and the pump's peer
+closes its window for as long as its training loop pauses. A pump whose peer is gone costs nothing until its runner is
+asked for a new lane, which ends it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+from google.protobuf.message import DecodeError
+
+from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
+from penstock.proto.frames import MAX_FRAME
+from penstock.proto.v1 import lane_pb2
+
+__all__ = ["HEAD", "Inbox", "framed", "read_hello", "tune"]
+
+HEAD = struct.Struct("<I")
+KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
+USER_TIMEOUT_S = 30
+
+
+def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
+    """Small messages at once, and dead peers found."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_TRIES)
+    if user_timeout:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * USER_TIMEOUT_S)
+
+
+def framed(message: bytes) -> bytes:
+    """A message with its length in front."""
+    return HEAD.pack(len(message)) + message
+
+
+def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
+    """The Hello that opens a TCP lane, and not a byte more; `timeout` seconds for all of it, also where it trickles.
+
+    Raises:
+        DeadlineError: it did not come in time.
+        LaneLostError: the peer vanished.
+        ProtocolError: it is no Hello.
+    """
+    deadline = time.monotonic() + timeout
+    (size,) = HEAD.unpack(_exactly(sock, HEAD.size, deadline, timeout))
+    if not 0 < size <= MAX_FRAME:
+        raise ProtocolError(f"a hello of {size} bytes, outside 1 to {MAX_FRAME}")
+    hello = lane_pb2.Hello()
+    try:
+        hello.ParseFromString(_exactly(sock, size, deadline, timeout))
+    except DecodeError as error:
+        raise ProtocolError(f"a hello that cannot be read: {error}") from error
+    return hello
+
+
+def _exactly(sock: socket.socket, size: int, deadline: float, timeout: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        try:
+            if left <= 0:
+                raise TimeoutError
+            sock.settimeout(left)
+            piece = sock.recv(size - len(data))
+        except TimeoutError:
+            raise DeadlineError(f"waited {timeout:g} s for the hello of a lane's peer") from None
+        except OSError as error:
+            raise LaneLostError(f"the peer of a lane vanished before its hello: {error}") from error
+        if not piece:
+            raise LaneLostError("the peer of a lane vanished before its hello")
+        data += piece
+    return data
+
+
+class Inbox:
+    """Bytes of a stream on their way in, and the whole messages among them."""
+
+    def __init__(self, capacity: int = 4 * MAX_FRAME) -> None:
+        """`capacity` bytes, more than the longest message."""
+        self._buffer = memoryview(bytearray(capacity))
+        self._start = self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def room(self, limit: int) -> memoryview:
+        """Where to receive the next bytes: at most `limit`, and never none. Say how many came with `add`."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif len(self._buffer) - self._end < HEAD.size + MAX_FRAME:
+            held = self._end - self._start
+            self._buffer[:held] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, held
+        return self._buffer[self._end : self._end + limit]
+
+    def add(self, size: int) -> None:
+        """`size` bytes were received into `room`."""
+        self._end += size
+
+    def take(self) -> memoryview | None:
+        """The next whole message, valid until the next `room`; None while it is incomplete.
+
+        Raises ProtocolError if it is longer than any frame.
+        """
+        start, held = self._start + HEAD.size, self._end - self._start - HEAD.size
+        if held < 0:
+            return None
+        (size,) = HEAD.unpack_from(self._buffer, self._start)
+        if size > MAX_FRAME:
+            raise ProtocolError(f"a message of {size} bytes, above the limit of {MAX_FRAME}")
+        if held < size:
+            return None
+        self._start = start + size
+        return self._buffer[start : self._start]
+
+    def take_bytes(self, limit: int) -> memoryview:
+        """Up to `limit` bytes of payload that have arrived, as they are; valid until the next `room`."""
+        start = self._start
+        self._start = min(self._end, start + limit)
+        return self._buffer[start : self._start]

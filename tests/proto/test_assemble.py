@@ -1,0 +1,331 @@
+"""Leaves are views of the ring: their slot comes back exactly once, and a hostile peer gets a ProtocolError."""
+
+from __future__ import annotations
+
+import copy as copying
+import gc
+import io
+import mmap
+import os
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.proto.errors import InvalidArgumentError, ProtocolError
+from penstock.proto.structure import Structure
+from penstock.proto.tensors import Assembler, FlatBatch, Flattener, wrap_buffer
+
+SIZE = 1 << 20
+
+
+class Ring:
+    """Anonymous shared memory full of garbage, with its address."""
+
+    def __init__(self, size: int = SIZE, fill: int = 0xA5) -> None:
+        self.mmap = mmap.mmap(-1, size)
+        self.mmap[:] = bytes([fill]) * size
+        self.view = wrap_buffer(self.mmap)
+        self.address = self.view.ctypes.data
+
+    def write(self, flat: FlatBatch, offset: int = 128) -> None:
+        flat.write_to(self.address + offset)
+
+
+def received(flat: FlatBatch) -> Structure:
+    return Structure.from_bytes(flat.structure.to_bytes())
+
+
+class Slot:
+    """One batch assembled as views, and the deque its token comes back to."""
+
+    def __init__(self, batch: Any, copy: bool = False) -> None:
+        self.released: deque[int] = deque()
+        flat = Flattener().flatten(batch)
+        self.ring = Ring()
+        self.ring.write(flat)
+        self.batch = Assembler(received(flat)).assemble(
+            flat.shapes, self.ring.view, 128, flat.nbytes, self.released, 7, copy
+        )
+
+    def tokens(self) -> list[int]:
+        gc.collect()
+        return list(self.released)
+
+
+def test_views_are_the_ring_and_writable() -> None:
+    slot = Slot({"t": torch.zeros(4, dtype=torch.uint8), "a": np.zeros(4, np.uint8), "h": torch.zeros(4).bfloat16()})
+    slot.batch["t"][0] = 7
+    slot.batch["a"][0] = 8
+    slot.batch["h"].add_(1)
+    assert slot.ring.mmap[128] == 7
+    assert slot.ring.mmap[128 + 64] == 8
+    assert slot.ring.mmap[128 + 129] == 0x3F
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_slot_returns_with_the_last_leaf(order: tuple[int, ...]) -> None:
+    slot = Slot([torch.ones(3), np.ones(3), torch.ones(2).bfloat16()])
+    leaves = dict(enumerate(slot.batch))
+    slot.batch = None
+    for index in order:
+        assert slot.tokens() == []
+        del leaves[index]
+    assert slot.tokens() == [7]
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda t, a, h: t[0],
+        lambda t, a, h: t[1:][0].view(-1),
+        lambda t, a, h: t.numpy(),
+        lambda t, a, h: t.numpy()[0],
+        lambda t, a, h: t.detach().t(),
+        lambda t, a, h: t.view(torch.int32),
+        lambda t, a, h: iter(t),
+        lambda t, a, h: t.untyped_storage(),
+        lambda t, a, h: memoryview(t.numpy()),
+        lambda t, a, h: np.frombuffer(t.numpy(), np.uint8),
+        lambda t, a, h: a[0],
+        lambda t, a, h: a[0][1:][:1],
+        lambda t, a, h: a.T.reshape(-1, order="F"),
+        lambda t, a, h: a.view(np.int64),
+        lambda t, a, h: a.base,
+        lambda t, a, h: a.base[3:],
+        lambda t, a, h: memoryview(a)[1:],
+        lambda t, a, h: torch.from_numpy(a)[0],
+        lambda t, a, h: torch.frombuffer(a, dtype=torch.int32),
+        lambda t, a, h: h[0],
+        lambda t, a, h: h.view(torch.int16).numpy(),
+        lambda t, a, h: (t * torch.ones(2, 2, requires_grad=True)).sum().grad_fn,
+    ],
+)
+def test_a_view_of_a_view_keeps_the_slot(derive: Callable[[Any, Any, Any], Any]) -> None:
+    slot = Slot([torch.ones(2, 2), np.ones((2, 2)), torch.ones(2, 2).bfloat16()])
+    derived = derive(*slot.batch)
+    slot.batch = None
+    assert slot.tokens() == []
+    del derived
+    assert slot.tokens() == [7]
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda t, a: t.clone(),
+        lambda t, a: t + 0,
+        lambda t, a: a.copy(),
+        lambda t, a: t.tolist(),
+        lambda t, a: pickle.loads(pickle.dumps(a)),
+        lambda t, a: torch.load(_saved(t)),
+        lambda t, a: copying.deepcopy([t, a]),
+    ],
+)
+def test_copies_do_not_keep_the_slot(derive: Callable[[Any, Any], Any]) -> None:
+    slot = Slot([torch.ones(2, 2), np.ones((2, 2))])
+    derived = derive(*slot.batch)
+    slot.batch = None
+    assert slot.tokens() == [7]
+    del derived
+    assert slot.tokens() == [7]
+
+
+def _saved(tensor: torch.Tensor) -> io.BytesIO:
+    out = io.BytesIO()
+    torch.save(tensor, out)
+    out.seek(0)
+    return out
+
+
+def test_a_cycle_returns_the_slot_when_collected() -> None:
+    slot = Slot([torch.ones(2)])
+    slot.batch.append(slot.batch)
+    gc.disable()
+    try:
+        slot.batch = None
+        assert list(slot.released) == []
+    finally:
+        gc.enable()
+    assert slot.tokens() == [7]
+
+
+def test_leaves_dropped_in_another_thread() -> None:
+    slot = Slot([torch.ones(2), np.ones(2)])
+    box = [slot.batch]
+    slot.batch = None
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert slot.tokens() == [7]
+
+
+@pytest.mark.parametrize(
+    "batch", [None, [], 1, {"a": "x", "b": 2.0, "c": np.float32(1)}, torch.ones(0, 3), np.ones((0,)), [""]]
+)
+def test_a_batch_without_views_returns_its_slot_at_once(batch: Any) -> None:
+    slot = Slot(batch)
+    assert list(slot.released) == [7]
+    slot.batch = None
+    assert slot.tokens() == [7]
+
+
+def test_values_are_copied_out() -> None:
+    slot = Slot(
+        [np.float32(3), "text", b"bytes", 5, np.datetime64(3, "D"), np.str_("s"), np.ones((0, 2)), torch.ones(0)]
+    )
+    slot.ring.mmap[:] = bytes(SIZE)
+    assert slot.batch[:6] == [np.float32(3), "text", b"bytes", 5, np.datetime64(3, "D"), "s"]
+    assert [type(value) for value in slot.batch[:6]] == [np.float32, str, bytes, int, np.datetime64, np.str_]
+
+
+def test_copies_are_independent() -> None:
+    source = {
+        "t": torch.arange(5),
+        "a": np.arange(5),
+        "h": torch.ones(3, dtype=torch.bfloat16),
+        "e": torch.ones(0),
+        "s": "x",
+    }
+    slot = Slot(source, copy=True)
+    assert list(slot.released) == [7]
+    slot.ring.mmap[:] = bytes(SIZE)
+    assert slot.batch["t"].tolist() == slot.batch["a"].tolist() == [0, 1, 2, 3, 4]
+    assert slot.batch["h"].tolist() == [1, 1, 1]
+    assert slot.batch["e"].shape == (0,)
+    assert slot.batch["s"] == "x"
+    slot.batch["t"][0] = 9
+    assert slot.ring.mmap[128] == 0
+    assert slot.batch["t"].data_ptr() % 64 == 0
+    assert slot.batch["h"].data_ptr() % 64 == 0
+    slot.batch = None
+    assert slot.tokens() == [7]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_each_leaf_has_a_storage_of_its_own(copy: bool) -> None:
+    slot = Slot(
+        {
+            "small": torch.ones(16),
+            "big": torch.ones(100_000),
+            "half": torch.ones(8).half(),
+            "b": torch.ones(4).bfloat16(),
+        },
+        copy,
+    )
+    assert slot.batch["small"].untyped_storage().nbytes() == 64
+    assert slot.batch["half"].untyped_storage().nbytes() == 16
+    assert slot.batch["b"].untyped_storage().nbytes() == 8
+    assert slot.batch["b"].storage_offset() == 0
+    assert len(_saved(slot.batch["small"]).getvalue()) < 4096
+    assert len(_saved(slot.batch["b"]).getvalue()) < 4096
+    assert torch.equal(torch.load(_saved(slot.batch["big"])), torch.ones(100_000))
+
+
+def test_one_release_for_each_of_many_batches() -> None:
+    flat = Flattener().flatten({"x": torch.ones(3), "y": np.ones(3)})
+    ring, released = Ring(), deque[int]()
+    assembler = Assembler(received(flat))
+    held = []
+    for token in range(100):
+        offset = token * 128
+        ring.write(flat, offset)
+        held.append(assembler.assemble(flat.shapes, ring.view, offset, flat.nbytes, released, token))
+    assert not released
+    del held[::2]
+    gc.collect()
+    assert sorted(released) == list(range(0, 100, 2))
+    held.clear()
+    gc.collect()
+    assert sorted(released) == list(range(100))
+
+
+def test_a_forked_child_releases_nothing() -> None:
+    slot = Slot([torch.ones(2), np.ones(2)])
+    child = os.fork()
+    if child == 0:  # the child's deque is its own copy; still nothing may be appended
+        slot.batch = None
+        gc.collect()
+        own = Slot([torch.ones(2)])  # but what the child assembles itself comes back to it
+        own.batch = None
+        gc.collect()
+        os._exit(0 if not slot.released and list(own.released) == [7] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert slot.tokens() == []
+    assert slot.batch[0].tolist() == [1, 1]
+    slot.batch = None
+    assert slot.tokens() == [7]
+
+
+def test_the_ring_cannot_be_unmapped_under_views() -> None:
+    memory = mmap.mmap(-1, 4096)
+    flat = Flattener().flatten(np.ones(3))
+    flat.write_to(np.frombuffer(memory, np.uint8).ctypes.data)
+    leaf = Assembler(flat.structure).assemble(flat.shapes, memory, 0, flat.nbytes)  # the plain mmap is taken, too
+    gc.collect()
+    with pytest.raises(BufferError):
+        memory.close()
+    assert leaf.tolist() == [1, 1, 1]
+    del leaf
+    gc.collect()
+    memory.close()
+
+
+def test_read_only_memory_is_no_ring() -> None:
+    with pytest.raises(InvalidArgumentError, match="writable"):
+        wrap_buffer(b"x" * 64)
+
+
+def test_shapes_of_any_sequence() -> None:
+    flat = Flattener().flatten([torch.ones(2, 3), "ab"])
+    ring = Ring()
+    ring.write(flat)
+    kinds: list[Any] = [tuple(flat.shapes), np.array(flat.shapes).data, deque(flat.shapes)]
+    for shapes in kinds:
+        got = Assembler(flat.structure).assemble(shapes, ring.view, 128, flat.nbytes)
+        assert got[0].shape == (2, 3)
+        assert got[1] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes", "nbytes", "match"),
+    [
+        (torch.ones(4), [4, 1], 64, "2 dims for a structure that takes 1"),
+        (torch.ones(4), [], 64, "0 dims"),
+        (torch.ones(4), [-4], 64, "negative"),
+        (torch.ones(2, 2), [-2, -2], 64, "negative"),
+        (torch.ones(4), [17], 64, "ends at 68 of a region of 64"),
+        (torch.ones(4), [1 << 64], 64, "ends at"),
+        (torch.ones(2, 2), [1 << 40, 1 << 40], 64, "ends at"),
+        (torch.ones(4), [4], 128, "take 64 bytes of a region of 128"),
+        (torch.ones(4), [0], 64, "take 0 bytes"),
+        (torch.ones(4), [4], 2 * SIZE, "in a buffer of"),
+        (torch.ones(2, 2), [0, 1 << 64], 0, "no array has dims"),
+        ("abc", [3], 0, "ends at"),
+        (5, [0], 0, "an int of 0 bytes"),
+        (1.5, [], 0, "ends at 8 of a region of 0"),
+    ],
+)
+def test_what_does_not_fit_is_said(batch: Any, shapes: list[int], nbytes: int, match: str) -> None:
+    flat = Flattener().flatten(batch)
+    released: deque[int] = deque()
+    ring = Ring()
+    with pytest.raises(ProtocolError, match=match):
+        Assembler(flat.structure).assemble(shapes, ring.view, 128, nbytes, released, 1)
+    gc.collect()
+    assert not released
+
+
+def test_bad_bytes_of_values() -> None:
+    ring = Ring(4 << 20, fill=0xFF)
+    with pytest.raises(ProtocolError, match="utf-8"):
+        Assembler(Flattener().flatten("abc").structure).assemble([3], ring.view, 0, 64)
+    with pytest.raises(ProtocolError, match="a bool of value 255"):
+        Assembler(Flattener().flatten(True).structure).assemble([], ring.view, 0, 64)
+    with pytest.raises(ProtocolError, match="an int of 1048577 bytes"):
+        Assembler(Flattener().flatten(1).structure).assemble([(1 << 20) + 1], ring.view, 0, (1 << 20) + 64)

@@ -1,0 +1,775 @@
+"""State envelopes: what goes in comes out, exactly; what cannot is refused by its key path; damage is always named."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import json
+import math
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+from penstock.proto.errors import StateCorruptError, StateVersionError, UnsupportedStateError
+from penstock.proto.state import FORMAT_VERSION, MAX_DEPTH, decode_state, encode_state
+
+# torch says it once a process, at the first complex32 that it allocates; see test_decoding_warns_of_nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+TENSOR_DTYPES = [d for d in DTYPES if "torch.qu" not in str(d) and "torch.qi" not in str(d)]
+
+
+def fingerprint(value: Any) -> Any:
+    """Something that compares equal exactly if two values are the same in type, structure and bits (NaNs are one)."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().resolve_conj().resolve_neg()
+        dense = dense.view(torch.uint8) if dense.itemsize == 1 else dense
+        raw = dense.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+        return torch.Tensor, value.dtype, tuple(value.shape), raw
+    if kind is np.ndarray:
+        return kind, value.dtype.str, value.dtype.char, value.shape, value.tobytes()
+    if isinstance(value, np.generic) and kind is not np.str_:
+        return kind, value.dtype.str, value.tobytes()
+    if isinstance(value, dict):
+        items = [(fingerprint(k), fingerprint(v)) for k, v in value.items()]
+        return kind, items, fingerprint(vars(value)) if kind is OrderedDict else None
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted(repr(fingerprint(item)) for item in value)
+    if isinstance(value, (list, tuple)):
+        return kind, [fingerprint(item) for item in value]
+    if kind is float:
+        return kind, "nan" if math.isnan(value) else struct.pack("d", value)
+    if kind is complex:
+        return kind, fingerprint(value.real), fingerprint(value.imag)
+    if kind is slice:
+        return kind, [fingerprint(part) for part in (value.start, value.stop, value.step)]
+    if kind is range:
+        return kind, value.start, value.stop, value.step
+    return kind, bytes(value) if kind is bytearray else value
+
+
+def same(value: Any) -> Any:
+    back = decode_state(encode_state(value))
+    assert fingerprint(back) == fingerprint(value)
+    return back
+
+
+def seal(tree: bytes, blobs: bytes = b"", *, version: int = FORMAT_VERSION, flags: int = 0) -> bytes:
+    """An envelope whose framing and checksum hold, whatever it contains."""
+    body = struct.pack("<8sIIQQ", b"PENSTATE", version, flags, len(tree), len(blobs)) + tree + blobs
+    return body + xxhash.xxh3_64_digest(body)
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+
+def is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except (TypeError, ValueError):  # numpy's timedelta64 without a unit raises the latter
+        return False
+    return True
+
+
+def tensor_of(dtype: torch.dtype, shape: list[int], raw: bytes) -> torch.Tensor:
+    count = math.prod(shape)
+    data = torch.tensor(list((raw * (count * dtype.itemsize + 1))[: count * dtype.itemsize]), dtype=torch.uint8)
+    if dtype is torch.bool:
+        data = data % 2
+    return data.view(dtype).view(shape)
+
+
+texts = st.text(st.characters(exclude_categories=()), max_size=8)
+shapes = st.lists(st.integers(0, 3), max_size=4)
+tensors = st.builds(tensor_of, st.sampled_from(TENSOR_DTYPES), shapes, st.binary(min_size=1, max_size=64))
+ODD_DTYPES = [np.dtype(code) for code in ("q", "Q", ">q", "V3", ">c8", ">f2", "<M8[25us]", "m8", ">m8[D]", "S3", ">u2")]
+drawn_dtypes = hnp.scalar_dtypes() | hnp.byte_string_dtypes(min_len=1) | hnp.unicode_string_dtypes(min_len=1)
+numpy_dtypes = drawn_dtypes | st.sampled_from([*ODD_DTYPES, np.dtype("g"), np.dtype("G")])
+arrays = st.one_of(
+    drawn_dtypes.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))),
+    st.builds(
+        lambda dtype, shape, raw: np.frombuffer(raw, dtype, math.prod(shape)).reshape(shape),
+        st.sampled_from(ODD_DTYPES),
+        st.lists(st.integers(0, 2), max_size=3),
+        st.binary(min_size=128, max_size=128),
+    ),
+)
+numpy_scalars = st.one_of(
+    numpy_dtypes.map(lambda dtype: np.zeros((), dtype)[()]),
+    arrays.filter(lambda a: a.size > 0).map(lambda a: a.reshape(-1)[-1]),
+    texts.map(np.str_),
+    st.binary(max_size=8).map(np.bytes_),
+)
+hashable_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**200), 2**200),
+    st.floats(),
+    st.complex_numbers(),
+    texts,
+    st.binary(max_size=40),
+    st.sampled_from(DTYPES),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")]),
+    st.lists(st.integers(0, 9), max_size=4).map(torch.Size),
+    st.builds(range, st.integers(), st.integers(), st.integers(1, 2**70)),
+    numpy_dtypes,
+    numpy_scalars.filter(is_hashable),
+)
+keys = st.recursive(hashable_leaves, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
+leaves = st.one_of(
+    hashable_leaves,
+    numpy_scalars,
+    tensors,
+    arrays,
+    st.binary(max_size=8).map(bytearray),
+    st.lists(st.integers(-(2**65), 2**65), min_size=30, max_size=40),
+    st.lists(st.integers(0, 2**32), min_size=30, max_size=40).map(tuple),
+    st.lists(st.floats(), min_size=30, max_size=40),
+    st.sets(keys, max_size=4),
+    st.frozensets(st.integers(), min_size=30, max_size=40),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(texts | st.just("$"), inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
+        st.builds(slice, inner, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(values)
+@example({"$": 1})
+@example({"$": ["tuple", 1]})
+@example([{"$": [], "a": {"$": {}}}])
+@example({1: "int", 1.5: "float", None: 0, (1, ("a", b"b")): [], b"": {}, False: 1, "1": 2})
+@example(["\ud83d\ude00", "\U0001f600", "\ud800", "\0\n\x7f\u2028"])
+@example([10**5000, -(10**5000), 2**64, 2**64 - 1, -(2**63), -(2**63) - 1])
+@example([math.nan, math.inf, -math.inf, -0.0, 5e-324, 1e308, 0.1])
+@example([True] * 40)
+@example([1] * 39 + [True])
+@example((np.int64(1),) * 40)
+@example([2**32] * 40)
+@example([-1] * 40)
+@example([2**63] * 40)
+@example(np.str_("a\0"))
+@example(np.bytes_(b"a\0"))
+@example(
+    [np.longlong(3), np.int64(3), np.ulonglong(3), np.zeros(2, "q"), np.zeros(2, "l"), np.dtype("q"), np.dtype("l")]
+)
+@example(np.zeros((0, 3), "S7"))
+def test_round_trip(value: object) -> None:
+    same(value)
+
+
+@pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [[], [0], [3, 0, 2], [5], [2, 3]], ids=str)
+def test_every_tensor_dtype(dtype: torch.dtype, shape: list[int]) -> None:
+    back = same(tensor_of(dtype, shape, bytes(range(1, 200))))
+    assert back.is_contiguous()
+    assert not back.requires_grad
+
+
+@pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
+def test_non_contiguous_tensors(dtype: torch.dtype) -> None:
+    value = tensor_of(dtype, [4, 6], bytes(range(1, 200)))
+    same([value[::2, 1::3], value.t(), value[1:, 2:], value[:1].expand(3, 6)])
+
+
+def test_decoding_warns_of_nothing() -> None:
+    code = (
+        "import sys; from penstock.proto.state import decode_state; print(decode_state(sys.stdin.buffer.read()).dtype)"
+    )
+    data = encode_state(tensor_of(torch.complex32, [3], b"\1"))
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], input=data, capture_output=True, timeout=60)
+    assert (run.stdout, run.stderr) == (b"torch.complex32\n", b"")
+
+
+def test_lazy_views_are_resolved() -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    same([value.conj(), value.conj().imag, value.conj()[::2], value[:1].conj().imag])
+    assert torch.equal(decode_state(encode_state(value.conj().imag)), torch.tensor([-2.0, 4.0]))  # type: ignore[arg-type]
+
+
+def test_parameters_and_tensors_with_gradient_come_back_plain_and_detached() -> None:
+    parameter = torch.nn.Parameter(torch.randn(3, 3))
+    for value in (parameter, parameter.t(), torch.randn(2, requires_grad=True) * 2):
+        back = same(value)
+        assert type(back) is torch.Tensor
+        assert back.is_leaf
+        assert not back.requires_grad
+
+
+@pytest.mark.parametrize("size", [10, 1 << 19], ids=["small", "large"])
+def test_the_users_tensor_is_left_as_it_was(size: int) -> None:
+    value = torch.zeros(size)
+    encode_state(value)
+    value.resize_(2 * size)  # Tensor.numpy() would have made this an error
+
+
+def test_decoded_tensors_are_ordinary() -> None:
+    back: Any = decode_state(encode_state(torch.arange(6.0)))
+    assert back._base is None
+    back.resize_(100)
+
+
+def test_arrays_of_any_layout_and_byte_order() -> None:
+    value = np.arange(24.0).reshape(2, 3, 4)
+    same([value.T, value[:, ::2], value[..., ::-1], np.asfortranarray(value[0]), value.astype(">f4"), value[1, 2, 3]])
+    same(np.array([["2020-01-01", "NaT"]], "M8[ns]").T)
+
+
+@pytest.mark.parametrize("kind", sorted({np.dtype(c).type for c in np.typecodes["All"]} - {np.object_}, key=str))
+def test_every_numpy_scalar_keeps_its_type(kind: type[np.generic]) -> None:
+    same([kind(1) if kind not in (np.datetime64, np.timedelta64) else kind(1, "ms"), np.void(b"abc"), np.void(b"")])
+    same([np.datetime64("NaT"), np.timedelta64(3), np.float64("nan"), np.float64(-0.0), np.bool_(True)])
+
+
+def test_order_and_metadata_of_dicts() -> None:
+    value = OrderedDict([("b", 1), ("a", 2)])
+    value._metadata = OrderedDict([("", {"version": 2})])  # type: ignore[attr-defined]
+    assert vars(same(value)) == vars(value)
+    assert list(same({"z": 1, 3: 2, "a": 3})) == ["z", 3, "a"]
+    assert len(same({math.nan: 1, float("nan"): 2})) == 2
+
+
+def test_equal_sets_have_equal_bytes() -> None:
+    names = [f"n{i}" for i in range(100)]
+    backwards = names[::-1]
+    assert encode_state(set(names)) == encode_state(set(backwards))
+
+
+def test_long_runs_of_numbers_are_compact() -> None:
+    assert len(encode_state(random.getstate())) < 2700
+    assert len(encode_state(list(range(2**40, 2**40 + 1000)))) < 8100
+    assert len(encode_state([0.1] * 1000)) < 8100
+
+
+def test_input_may_be_any_buffer() -> None:
+    data = encode_state({"a": torch.arange(3)})
+    spaced = memoryview(b"".join(bytes([b, 0]) for b in data))[::2]
+    shifted = memoryview(b"x" + data)[1:]  # misaligned
+    for buffer in (bytearray(data), memoryview(data), spaced, shifted, np.frombuffer(data, np.int8).data):
+        assert fingerprint(decode_state(buffer)) == fingerprint({"a": torch.arange(3)})
+
+
+# --- real states ------------------------------------------------------------------------------------------------------
+
+
+def test_states_of_random_generators() -> None:
+    random.gauss(0, 1)
+    np.random.normal()
+    same([random.getstate(), np.random.get_state(), np.random.get_state(legacy=False), torch.get_rng_state()])
+    for generator in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM):
+        rng = np.random.Generator(generator(7))
+        rng.random(3, np.float32)
+        state = same(rng.bit_generator.state)
+        expected = rng.random(5)
+        other = np.random.Generator(generator(8))
+        other.bit_generator.state = state
+        assert np.array_equal(other.random(5), expected)
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {"betas": (0.8, 0.9)}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.LBFGS, {}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.NAdam, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda x: getattr(x, "__name__", ""))
+def test_states_of_optimizers(kind: Any, options: dict[str, Any]) -> None:
+    def train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(torch.ones(2, 3)).square().sum()
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            optimizer.step(closure)
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), **options)
+    train(model, optimizer, 3)
+    model_state, optimizer_state = same(model.state_dict()), same(optimizer.state_dict())
+    train(model, optimizer, 3)
+    twin = torch.nn.Linear(3, 2)
+    twin.load_state_dict(model_state)
+    twin_optimizer = kind(twin.parameters(), **options)
+    twin_optimizer.load_state_dict(optimizer_state)
+    train(twin, twin_optimizer, 3)
+    assert fingerprint(twin.state_dict()) == fingerprint(model.state_dict())
+
+
+def test_states_of_modules_keep_their_metadata() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.BatchNorm2d(4), torch.nn.LSTM(4, 4)).bfloat16()
+    back = same(model.state_dict())
+    assert back._metadata["1"] == {"version": 2}
+    model.load_state_dict(back)
+
+
+class Indices:
+    """A map-style dataset with a state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.calls += 1
+        return index, self.calls
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "note": b"\0\xff", "nested": {"by": {(0, 1): None}}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["note"] == b"\0\xff"
+        assert state["nested"] == {"by": {(0, 1): None}}
+        self.calls = state["calls"]
+
+
+class Draws(torch.utils.data.IterableDataset[tuple[int, float, int]]):
+    """An iterable dataset whose samples come from generators that are part of its state."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.rng = np.random.default_rng(3)
+        self.python = random.Random(4)
+        self.seen = torch.zeros(4, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[tuple[int, float, int]]:
+        info = torch.utils.data.get_worker_info()
+        while self.position < 24:
+            self.position += 1
+            self.seen[self.position % 4] += 1
+            yield (
+                self.position + 1000 * (info.id if info else 0),
+                self.rng.random() + self.python.random(),
+                int(self.seen.prod()),
+            )
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "rng": self.rng.bit_generator.state,
+            "python": self.python.getstate(),
+            "seen": self.seen.clone(),  # torch would share the tensor itself between the processes, and it would change
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.rng.bit_generator.state = state["rng"]
+        self.python.setstate(state["python"])
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Indices, Draws])
+@pytest.mark.parametrize("at", [0, 1, 4, 7])
+def test_a_stateful_dataloader_resumes_from_its_decoded_state(num_workers: int, dataset: Any, at: int) -> None:
+    def build() -> StatefulDataLoader[Any]:
+        options: dict[str, Any] = {} if dataset is Draws else {"shuffle": True}
+        generator = torch.Generator().manual_seed(5)
+        return StatefulDataLoader(dataset(), batch_size=3, num_workers=num_workers, generator=generator, **options)
+
+    loader = build()
+    batches = iter(loader)
+    for _ in range(at):
+        next(batches)
+    state = loader.state_dict()
+    data = encode_state(state)
+    assert fingerprint(decode_state(data)) == fingerprint(state)
+    expected = [fingerprint(batch) for batch in batches]  # the loader moves on; what was encoded does not
+    assert expected
+    resumed = build()
+    resumed.load_state_dict(decode_state(data))
+    assert [fingerprint(batch) for batch in resumed] == expected
+
+
+# --- independence -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [4, 1 << 18], ids=["small", "large"])
+def test_changing_the_source_afterwards_changes_nothing(count: int) -> None:
+    value: dict[str, Any] = {
+        "tensor": torch.ones(count),
+        "view": torch.ones(2, count).t(),
+        "array": np.ones(count),
+        "dates": np.zeros(count, "M8[s]"),
+        "bytes": bytearray(count),
+        "list": [1.0] * 50,
+        "set": {1},
+    }
+    data = encode_state(value)
+    before = fingerprint(value)
+    value["tensor"].fill_(2)
+    value["view"].fill_(2)
+    value["array"].fill(2)
+    value["dates"][:] = np.datetime64(7, "s")
+    value["bytes"][:] = b"\1" * count
+    value["list"][0] = 2.0
+    value["set"].add(2)
+    assert fingerprint(decode_state(data)) == before
+
+
+@pytest.mark.parametrize("count", [0, 4, 1 << 18], ids=["empty", "small", "large"])
+def test_decoded_values_own_their_memory(count: int) -> None:
+    value: dict[str, Any] = {
+        "tensor": torch.ones(count),
+        "half": torch.ones(count, dtype=torch.bfloat16),
+        "array": np.ones(count),
+        "bytes": b"\1" * count,
+        "bytearray": bytearray(count),
+    }
+    data = bytearray(encode_state(value))
+    back: Any = decode_state(data)
+    other: Any = decode_state(data)
+    data[:] = bytes(len(data))
+    data.clear()  # and nothing still holds the buffer: this would be a BufferError
+    assert fingerprint(back) == fingerprint(value)
+    back["tensor"].fill_(2)
+    back["half"].fill_(2)
+    back["array"][:] = 2
+    back["bytearray"][:] = b"\2" * count
+    assert fingerprint(other) == fingerprint(value)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Counter:
+    """An object of the user's own."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def odd_ordered() -> OrderedDict[str, int]:
+    value: OrderedDict[str, int] = OrderedDict(a=1)
+    value.note = 1  # type: ignore[attr-defined]
+    return value
+
+
+def bad_metadata() -> OrderedDict[str, int]:
+    value: OrderedDict[str, int] = OrderedDict(a=1)
+    value._metadata = {"x": object()}  # type: ignore[attr-defined]
+    return value
+
+
+def freed() -> torch.Tensor:
+    value = torch.ones(4)
+    value.untyped_storage().resize_(0)
+    return value
+
+
+REFUSED: list[tuple[Any, str, str, str]] = [
+    (object(), "state is a ", "builtins.object", "plain values"),
+    ({"sampler": [0, 1, np.random.default_rng()]}, "state['sampler'][2] is", "Generator", ".bit_generator.state"),
+    ([torch.Generator()], "state[0] is", "Generator", ".get_state()"),
+    ({"r": random.Random()}, "state['r'] is", "Random", "getstate()"),
+    ({3: (0, {"x": Pair(1, 2)})}, "state[3][1]['x'] is", "Pair", "plain"),
+    ({"a": [1] * 40 + [Colour.RED]}, "state['a'][40] is", "Colour", ".value"),
+    ({"a": collections.defaultdict(int)}, "state['a'] is", "defaultdict", "dict"),
+    ({"a": collections.deque()}, "state['a'] is", "deque", "list"),
+    ({(1, 2): len}, "state[(1, 2)] is", "builtin_function", "name"),
+    ({"a": {0: 0, (1, Colour.RED): 2}}, "list(state['a'])[1][1] is", "Colour", ".value"),
+    ({"a": {0: {1: print}}}, "state['a'][0][1] is", "builtin_function", "name"),
+    ({"s": {("a", Colour.RED)}}, "list(state['s'])[0][1] is", "Colour", ".value"),
+    ([frozenset({Colour.RED})], "list(state[0])[0] is", "Colour", ".value"),
+    ({"it": iter([1])}, "state['it'] is", "list_iterator", "how many"),
+    (OrderedDict(a=[lambda: 0]), "state['a'][0] is", "function", "name"),
+    ([odd_ordered()], "state[0] is an OrderedDict with attributes (note)", "", "items"),
+    ([bad_metadata()], "state[0]._metadata['x'] is", "object", "plain"),
+    ({"t": torch.ones(3).to_sparse()}, "state['t'] is a tensor without plain memory", "sparse", "dense"),
+    ({"t": torch.ones(3, device="meta")}, "state['t'] is a tensor without plain memory", "meta", "dense"),
+    ({"t": freed()}, "state['t'] is a tensor whose storage has been freed", "", "Save"),
+    ({"t": torch.nn.UninitializedParameter()}, "state['t'] is", "UninitializedParameter", "plain tensor"),
+    ({"m": torch.nn.Linear(1, 1)}, "state['m'] is", "Linear", "state_dict()"),
+    ({"c": Counter()}, "state['c'] is", "Counter", "state_dict()"),
+    ({"a": np.array([object()])}, "state['a'] has the numpy dtype object", "", "plain arrays"),
+    ({"a": np.zeros(2, "i4,f8")}, "state['a'] has the numpy dtype [('f0'", "", "one for each field"),
+    ({"a": np.zeros(2, "i4,f8")[0]}, "state['a'] has the numpy dtype [('f0'", "", "one for each field"),
+    ({"d": np.dtype("i4,f8")}, "state['d'] has the numpy dtype", "", "one for each field"),
+    ({"a": np.ma.masked_array([1])}, "state['a'] is", "MaskedArray", "np.asarray"),
+    ({"a": np.array(["x"], np.dtypes.StringDType())}, "state['a'] has the numpy dtype", "StringDType", "plain"),
+    ({"type": int}, "state['type'] is", "builtins.type", "name"),
+    ({"b": memoryview(b"")}, "state['b'] is", "memoryview", "bytes"),
+    ({"x": ...}, "state['x'] is", "ellipsis", "plain"),
+]
+
+
+@pytest.mark.parametrize(("value", "begins", "names", "remedy"), REFUSED, ids=[begins for _, begins, _, _ in REFUSED])
+def test_refusals_name_the_path_the_type_and_a_remedy(value: object, begins: str, names: str, remedy: str) -> None:
+    with pytest.raises(UnsupportedStateError) as caught:
+        encode_state(value)
+    assert str(caught.value).startswith(begins)
+    assert names in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_cycles_are_refused_with_both_paths() -> None:
+    inner: list[Any] = [0]
+    value: dict[str, Any] = {"a": {"b": inner}, "c": 1}
+    inner.append((value["a"],))
+    with pytest.raises(UnsupportedStateError, match=r"^state\['a'\]\['b'\]\[1\]\[0\] refers back to state\['a'\]: "):
+        encode_state(value)
+    inner[1] = inner
+    with pytest.raises(UnsupportedStateError, match=r"^state\['a'\]\['b'\]\[1\] refers back to state\['a'\]\['b'\]: "):
+        encode_state(value)
+    ordered: Any = OrderedDict()
+    ordered._metadata = {"up": ordered}
+    with pytest.raises(UnsupportedStateError, match=r"^state._metadata\['up'\] refers back to state: "):
+        encode_state(ordered)
+
+
+def test_a_value_mentioned_twice_comes_back_as_two() -> None:
+    shared = [1]
+    back: Any = decode_state(encode_state([shared, shared]))
+    assert back == [[1], [1]]
+    assert back[0] is not back[1]
+
+
+WRAPPERS: dict[str, Any] = {
+    "list": lambda inner: [inner],
+    "tuple": lambda inner: (inner,),
+    "dict": lambda inner: {"a": inner},
+    "keyed": lambda inner: {1: inner},
+    "escaped": lambda inner: {"$": inner},
+    "ordered": lambda inner: OrderedDict({None: inner}),
+    "slice": lambda inner: slice(None, inner),
+    "frozenset": lambda inner: frozenset({inner}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_depth_is_capped(name: str) -> None:
+    value: Any = 0
+    for _ in range(MAX_DEPTH):
+        value = WRAPPERS[name](value)
+    encode_state(value)
+    data = encode_state(value)
+    assert encode_state(decode_state(data)) == data
+    with pytest.raises(UnsupportedStateError, match=rf"nested deeper than {MAX_DEPTH}"):
+        encode_state(WRAPPERS[name](value))
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+SAMPLE = encode_state(
+    {
+        "a": [1, 2.5, None, (True, {3: b"bytes"})],
+        "t": torch.arange(5, dtype=torch.bfloat16),
+        "n": np.arange(3, dtype=">i2"),
+        "r": tuple(range(50)),
+        "s": {1, 2},
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"PENSTATE")
+@example(b"PENSTATE" + bytes(100))
+def test_arbitrary_bytes_are_corrupt(data: bytes) -> None:
+    with pytest.raises(StateCorruptError):
+        decode_state(data)
+
+
+def test_every_truncation_is_corrupt() -> None:
+    for size in range(len(SAMPLE)):
+        with pytest.raises(StateCorruptError):
+            decode_state(SAMPLE[:size])
+    with pytest.raises(StateCorruptError, match=f"announces {len(SAMPLE)} bytes, it has {len(SAMPLE) + 1}"):
+        decode_state(SAMPLE + b"\0")
+
+
+def test_every_flipped_bit_is_corrupt() -> None:
+    for position in range(8 * len(SAMPLE)):
+        damaged = bytearray(SAMPLE)
+        damaged[position // 8] ^= 1 << position % 8
+        with pytest.raises(StateCorruptError):  # also in the version field: damage is no newer version
+            decode_state(damaged)
+
+
+def test_a_newer_format_is_named() -> None:
+    with pytest.raises(StateVersionError, match=rf"format {FORMAT_VERSION + 1}, .* up to {FORMAT_VERSION}\b"):
+        decode_state(seal(b"not even JSON", version=FORMAT_VERSION + 1, flags=7))
+
+
+TAGS = ["int", "float", "complex", "bytes", "bytearray", "bytes_", "str_", "numbers", "tuple", "set", "frozenset"]
+TAGS += [
+    "dict",
+    "odict",
+    "slice",
+    "range",
+    "tensor",
+    "size",
+    "dtype",
+    "device",
+    "array",
+    "scalar",
+    "np.dtype",
+    "pickle",
+]
+words = st.sampled_from([*TAGS, "$", "list", "float32", "bool", "uint4", "complex32", "<f8", "<u4", "|O", "|V0", "|S9"])
+numbers = st.one_of(st.integers(0, 9), st.integers(), st.just(2**62), st.floats(), st.booleans(), st.none())
+nodes = st.recursive(
+    words | numbers | st.text(max_size=4),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5),
+        st.dictionaries(words, inner, max_size=3),
+        st.builds(lambda tag, rest: {"$": [tag, *rest]}, st.sampled_from(TAGS), st.lists(inner, max_size=4)),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(nodes, st.binary(max_size=64))
+def test_forged_trees_raise_nothing_else(node: object, blobs: bytes) -> None:
+    try:
+        decode_state(seal(json.dumps(node).encode(), blobs))
+    except StateCorruptError:
+        pass
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40) | st.text('[]{}",:$truefalsn0123456789.eE+-Ni', max_size=20).map(str.encode))
+def test_forged_text_raises_nothing_else(tree: bytes) -> None:
+    try:
+        decode_state(seal(tree))
+    except StateCorruptError:
+        pass
+
+
+HUGE = 2**62
+TOO_LARGE: list[list[object]] = [
+    ["tensor", "float32", HUGE],
+    ["tensor", "float32", HUGE, HUGE],
+    ["tensor", "uint8", 17],
+    ["tensor", "float64", 3],
+    ["array", "<f8", HUGE],
+    ["array", "|V2147483647", 5],
+    ["array", "<f8", 3],
+    ["bytes", HUGE],
+    ["bytes", 17],
+    ["bytearray", 17],
+    ["bytes_", 17],
+    ["numbers", "tuple", "<u4", HUGE],
+    ["numbers", "list", "<i8", 3],
+]
+
+
+@pytest.mark.parametrize("node", TOO_LARGE, ids=str)
+def test_sizes_are_checked_before_anything_is_allocated(node: list[object]) -> None:
+    with pytest.raises(StateCorruptError, match=r"\d bytes announced, 16 left"):
+        decode_state(seal(json.dumps({"$": node}).encode(), bytes(16)))
+
+
+FORGED: list[object] = [
+    {"$": ["tensor", "float32", 0, HUGE, HUGE, HUGE]},
+    {"$": ["tensor", "float32", -1]},
+    {"$": ["tensor", "float32", -1, -4]},
+    {"$": ["tensor", "float32", 1.0]},
+    {"$": ["tensor", "float32", True]},
+    {"$": ["tensor", "qint8", 1]},
+    {"$": ["tensor", "Tensor", 1]},
+    {"$": ["array", "|O", 1]},
+    {"$": ["array", "f8,f8", 1]},
+    {"$": ["array", "<f8", *[1] * 100]},
+    {"$": ["array", "<f8", -1, -2]},
+    {"$": ["array", "<U9999999999", 0]},
+    {"$": ["scalar", "|O", "00" * 8]},
+    {"$": ["scalar", "<f8", "00"]},
+    {"$": ["np.dtype", "|O"]},
+    {"$": ["bytearray", -1]},
+    {"$": ["numbers", "eval", "<u4", 0]},
+    {"$": ["range", 0, 1, 0]},
+    {"$": ["range", 0, 1.5, 1]},
+    {"$": ["set", [[]]]},
+    {"$": ["dict", [1]]},
+    {"$": ["dict", [1, 2, 1, 3]]},
+    {"$": ["dict", [[], 1]]},
+    {"$": ["device", "nowhere:0"]},
+    {"$": ["dtype", "Tensor"]},
+    {"$": ["size", -1]},
+    {"$": ["size", 2**70]},
+    {"$": ["int", "zz"]},
+    {"$": ["pickle", 1]},
+    {"$": []},
+    {"$": "tuple"},
+    {"$": ["tuple"], "b": 1},
+    math.nan,
+]
+
+
+@pytest.mark.parametrize("node", FORGED, ids=str)
+def test_forged_nodes_are_corrupt(node: object) -> None:
+    with pytest.raises(StateCorruptError):
+        decode_state(seal(json.dumps(node).encode()))
+    with pytest.raises(StateCorruptError):
+        decode_state(seal(json.dumps(node).encode(), bytes(16)))
+
+
+def test_bombs_are_corrupt() -> None:
+    for tree in (b"[" * 100_000, b'{"$":["tuple",' * 100_000, b"[" * 200 + b"]" * 200, b"9" * 10_000):
+        with pytest.raises(StateCorruptError):
+            decode_state(seal(tree))
+    with pytest.raises(StateCorruptError, match="mentioned nowhere"):
+        decode_state(seal(b"1", bytes(16)))
+    with pytest.raises(StateCorruptError, match="framing"):
+        decode_state(seal(b"1", flags=1))
+
+
+def test_a_wide_dtype_without_items_allocates_nothing() -> None:
+    node = {"$": ["array", "|S2147483647", 0, 2**20]}
+    tracemalloc.start()  # numpy reports its allocations there
+    try:
+        back: Any = decode_state(seal(json.dumps(node).encode()))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert back.shape == (0, 2**20)
+    assert back.dtype == np.dtype("S2147483647")

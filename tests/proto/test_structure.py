@@ -1,0 +1,355 @@
+"""A structure as it is announced: described, encoded, read from anyone; and the classes it may name."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tracemalloc
+import types
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.proto import classes
+from penstock.proto.errors import InvalidArgumentError, ProtocolError, UnsupportedLeafError
+from penstock.proto.structure import Structure
+from penstock.proto.tensors import Assembler, FlatBatch, Flattener, register_class, required_nbytes, wrap_buffer
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Holder:
+    class Inner(NamedTuple):
+        x: Any
+
+
+@dataclass
+class Sample:
+    image: Any
+    label: Any = None
+
+
+@dataclass
+class DictRecord(dict):  # type: ignore[type-arg]
+    x: Any = None
+
+
+class Ring:
+    """Anonymous shared memory full of garbage, with its address."""
+
+    def __init__(self, size: int = 1 << 20, fill: int = 0xA5) -> None:
+        self.mmap = mmap.mmap(-1, size)
+        self.mmap[:] = bytes([fill]) * size
+        self.view = wrap_buffer(self.mmap)
+        self.address = self.view.ctypes.data
+
+    def write(self, flat: FlatBatch, offset: int = 128) -> None:
+        flat.write_to(self.address + offset)
+
+
+def received(flat: FlatBatch) -> Structure:
+    return Structure.from_bytes(flat.structure.to_bytes())
+
+
+def trip(batch: Any) -> Any:
+    flat = Flattener().flatten(batch)
+    ring = Ring()
+    ring.write(flat)
+    return Assembler(received(flat)).assemble(flat.shapes, ring.view, 128, flat.nbytes)
+
+
+def test_describe() -> None:
+    batch = {
+        "x": torch.ones(2, 3),
+        "n": [np.ones(2), np.float32(1), "a", b"b", 1, 1.0, True, None, np.str_("s")],
+        3: (OrderedDict(a=1),),
+        None: Pair(1, 2),
+        "many": [1] * 1000,
+    }
+    assert Flattener().flatten(batch).structure.describe() == (
+        '{"x": float32[rank 2], "n": [ndarray <f8[rank 1], numpy scalar <f4, str, bytes, int, float, bool, None, '
+        f'numpy.str_], 3: (OrderedDict({{"a": int}}),), None: {__name__}:Pair(left=int, right=int), '
+        '"many": [int x 1000]}'
+    )
+    long = Flattener().flatten({f"key{i}": torch.ones(1) for i in range(5000)}).structure.describe()
+    assert len(long) <= 2000
+    assert long.startswith('{"key0": float32[rank 1], ')
+
+
+def test_structures_are_frozen_and_torch_is_not_needed_to_read_them() -> None:
+    made = Flattener().flatten({"x": torch.ones(2)}).structure
+    with pytest.raises(AttributeError):
+        made.key = 1  # type: ignore[misc]
+    code = (
+        "import sys; from penstock.proto.structure import Structure, required_nbytes; "
+        f"s = Structure.from_bytes({made.to_bytes()!r}); assert s.describe() == {made.describe()!r}; "
+        f"assert s.key == {made.key}; assert required_nbytes(s, [17]) == 128; assert 'torch' not in sys.modules"
+    )
+    for seed in ("0", "1"):
+        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+
+
+def local_class() -> Any:
+    @dataclass
+    class Local:
+        x: Any
+
+    return Local
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes, "_by_name", {})
+    monkeypatch.setattr(classes, "_names", {})
+
+
+def test_local_classes_need_a_name(registry: None) -> None:
+    local = local_class()
+    with pytest.raises(UnsupportedLeafError, match=r"batch\[0\] is a .*Local.*register_class on both sides"):
+        Flattener().flatten([local(1)])
+    assert register_class(local, "my local") is local
+    got = trip([local(torch.ones(2))])
+    assert type(got[0]) is local
+    assert got[0].x.tolist() == [1, 1]
+    assert b"my local" in Flattener().flatten(local(1)).structure.to_bytes()
+
+
+def test_a_receiver_that_does_not_know_the_class(registry: None) -> None:
+    local = local_class()
+    register_class(local, "my local")
+    sent = Flattener().flatten([local(1)]).structure
+    classes._by_name.clear()
+    got = Structure.from_bytes(sent.to_bytes())  # a process that forwards it may
+    with pytest.raises(UnsupportedLeafError, match=r"'my local', which this process does not know; import .*register"):
+        Assembler(got)
+
+
+def test_register_class_checks(registry: None) -> None:
+    for wrong in (int, torch.Tensor, DictRecord, "x"):
+        with pytest.raises(InvalidArgumentError, match="neither"):
+            register_class(wrong)  # type: ignore[type-var]
+    register_class(Pair, "p")
+    register_class(Pair, "p")
+    with pytest.raises(InvalidArgumentError, match=r"'p' is already taken by .*Pair"):
+        register_class(Sample, "p")
+    with pytest.raises(InvalidArgumentError, match="1 to"):
+        register_class(Pair, "")
+    first, second = register_class(local_class()), register_class(local_class())  # a notebook cell run twice
+    assert first is not second
+    assert type(trip(second(1))) is second
+    assert classes.class_name(first) == classes.class_name(second)
+
+
+def announced(name: str, fields: list[str], kind: str = "nt") -> Structure:
+    return Structure.from_bytes(
+        json.dumps([1, [kind, name, fields, ["i"] * len(fields)]], separators=(",", ":")).encode()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "kind"),
+    [
+        ("os:path", ["a"], "nt"),
+        ("builtins:eval", ["a"], "nt"),
+        ("builtins:tuple", [], "nt"),
+        ("subprocess:Popen", [], "dc"),
+        ("collections:OrderedDict", [], "dc"),
+        ("no_such_module:X", ["a"], "nt"),
+        ("antigravity:X", ["a"], "nt"),
+        (f"{__name__}:Pair", ["left"], "nt"),
+        (f"{__name__}:Pair", ["right", "left"], "nt"),
+        (f"{__name__}:Pair", ["left", "right"], "dc"),
+        (f"{__name__}:Sample", ["image", "label"], "nt"),
+        (f"{__name__}:DictRecord", ["x"], "dc"),
+        (f"{__name__}:Holder.Nothing", ["x"], "nt"),
+        (f"{__name__}:Holder.Inner.x", ["x"], "nt"),
+        (f"{__name__}:sys.modules", ["x"], "nt"),
+        (f"{__name__}:", ["x"], "nt"),
+        (":Pair", ["left", "right"], "nt"),
+        ("Pair", ["left", "right"], "nt"),
+    ],
+)
+def test_names_reach_nothing_else(name: str, fields: list[str], kind: str) -> None:
+    before = set(sys.modules)
+    with pytest.raises(UnsupportedLeafError, match=r"which this process does not know|is no namedtuple|is a "):
+        Assembler(announced(name, fields, kind))
+    assert set(sys.modules) == before
+
+
+def test_lookup_runs_no_code_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+    lazy = Lazy("lazy_one")
+    monkeypatch.setitem(sys.modules, "lazy_one", lazy)
+    with pytest.raises(UnsupportedLeafError, match="does not know"):
+        Assembler(announced("lazy_one:Pair", ["a"]))
+    hooked = types.ModuleType("hooked_one")
+    hooked.__getattr__ = lambda name: pytest.fail("imported")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "hooked_one", hooked)
+    with pytest.raises(UnsupportedLeafError, match="does not know"):
+        Assembler(announced("hooked_one:Pair", ["a"]))
+
+
+def row() -> Any:
+    return namedtuple("Row", "a b")
+
+
+def test_a_main_script_has_three_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sender, receiver in (("penstock_main", "__main__"), ("__main__", "penstock_main"), ("__mp_main__", "__main__")):
+        there = types.ModuleType(sender)
+        there.__dict__["Row"] = row()
+        there.Row.__module__ = sender
+        here = types.ModuleType(receiver)
+        here.__dict__["Row"] = row()
+        with monkeypatch.context() as patch:
+            for name in classes.MAIN_MODULES:
+                patch.delitem(sys.modules, name, raising=False)
+            patch.setitem(sys.modules, sender, there)
+            flat = Flattener().flatten(there.Row(1, torch.ones(2)))
+        ring = Ring()
+        ring.write(flat)
+        with monkeypatch.context() as patch:
+            for name in classes.MAIN_MODULES:
+                patch.delitem(sys.modules, name, raising=False)
+            patch.setitem(sys.modules, receiver, here)
+            got = Assembler(received(flat)).assemble(flat.shapes, ring.view, 128, flat.nbytes)
+        assert type(got) is here.Row
+        assert got.a == 1
+
+
+def test_another_version_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Flattener().flatten(Pair(1, 2)).structure
+    monkeypatch.setitem(globals(), "Pair", namedtuple("Pair", "left right extra"))
+    with pytest.raises(UnsupportedLeafError, match=r"fields \['left', 'right'\], but here .*'extra'\]; run the same"):
+        Assembler(Structure.from_bytes(sent.to_bytes()))
+
+
+GOOD = (
+    Flattener()
+    .flatten({"x": torch.ones(2), "y": [np.ones(2), 1, None, np.float32(1)], "z": Pair("a", (b"",)), "d": Sample(1)})
+    .structure
+)
+
+
+WRONG = r"""
+x|1|null|[]|[1]|[2,null]|[true,null]|[1,null,1]| [1,null]|[1,null] |[1, null]|{"a":1}|[1,{"a":1}]|[1,1]|[1,1.5]|[1,NaN]
+[1,true]|[1,"x"]|[1,["s"]]|[1,[]]|[1,["zz",[]]]|[1,[["l",[]]]]
+[1,["t"]]|[1,["t","float32"]]|[1,["t","float33",1]]|[1,["t","float32",-1]]|[1,["t","float32",33]]|[1,["t","float32",1.0]]
+[1,["t","float32",true]]|[1,["t","qint8",1]]|[1,["t","float32",1,1]]|[1,["t",["float32"],1]]
+[1,["a","O",1]]|[1,["a","[O8",1]]|[1,["a","float32",1]]|[1,["a","<f4,<f4",1]]|[1,["a","<f3",1]]|[1,["a","=f4",1]]
+[1,["a","<S4",1]]|[1,["a","<U999999999",1]]|[1,["a","<M8[xx]",1]]|[1,["a","<f4"]]|[1,["a","<V4",1]]|[1,["a","<i1",1]]
+[1,["n","<f4",0]]|[1,["n","<U4"]]|[1,["n",">f4"]]
+[1,["l"]]|[1,["l",null]]|[1,["l",[],[]]]
+[1,["d",["a"]]]|[1,["d",["a"],[]]]|[1,["d",["a","a"],["i","i"]]]|[1,["d",[1,true],["i","i"]]]|[1,["d",[[]],["i"]]]
+[1,["d",[1.5],["i"]]]|[1,["d",[9223372036854775808],["i"]]]|[1,["d","a",["i"]]]|[1,["d",["\u00e9"],["i"]]]
+[1,["nt","a:b",["x"],[]]]|[1,["nt","",["x"],["i"]]]|[1,["nt",1,["x"],["i"]]]|[1,["nt","a:b",["x y"],["i"]]]
+[1,["nt","a:b",["x","x"],["i","i"]]]|[1,["nt","a:b",[1],["i"]]]|[1,["nt",["x"],["i"]]]|[1,["nt","a:b","x",["i"]]]
+"""
+
+HUGE = [
+    b"[" * 100_000,
+    b"[" * 600_000,
+    b'[1,["l",[' * 60 + b"]" * 5,
+    b'[1,["l",[' + b'["l",[' * 65 + b"]]" * 65 + b"]]]",
+    b'[1,["l",[' + b'"i",' * 65_536 + b'"i"]]]',
+    b"[1," + b" " * (5 << 20) + b"null]",
+    b'[1,["l",[' + b"{}," * 700_000 + b"null]]]",
+    b'[1,["d",["' + b"k" * (5 << 20) + b'"],["i"]]]',
+    b'[1,["d",[' + b"9" * 5000 + b'],["i"]]]',
+    b'[1,["nt","' + b"a" * 1025 + b'",[],[]]]',
+    b'[1,["a","|S9999999999",1]]',
+    b'[1,["a","|O8",1]]',
+    b"",
+    b"\xff\xfe",
+    b'[1,["d",["\xc3"],["i"]]]',
+]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [wrong.encode() for line in WRONG.strip("\n").splitlines() for wrong in line.split("|")] + HUGE,
+    ids=lambda data: repr(data[:40]),
+)
+def test_structures_that_cannot_be(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError) as caught:
+            Structure.from_bytes(data)
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 1000
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Structure.from_bytes(data)
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["s", "i", "t", "l", "od", "<f4"])),
+    lambda children: st.one_of(
+        st.lists(children, max_size=4),
+        st.tuples(st.sampled_from(["l", "u", "d", "od", "nt", "t", "a", "n"]), children, children),
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(json_values)
+def test_random_json(value: Any) -> None:
+    accepted(json.dumps([1, value], separators=(",", ":")).encode())
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_mutated_structures(data: Any) -> None:
+    mutated = bytearray(GOOD.to_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        match data.draw(st.integers(0, 2)):
+            case 0:
+                mutated[at] = data.draw(st.sampled_from(b'[]{}",:0123456789.-ntsdlufxy\\'))
+            case 1:
+                del mutated[at : at + data.draw(st.integers(1, 5))]
+                mutated = mutated or bytearray(b"[")
+            case 2:
+                mutated[at:at] = mutated[data.draw(st.integers(0, len(mutated) - 1)) :][:10]
+    accepted(bytes(mutated))
+
+
+def accepted(data: bytes) -> None:
+    """It is refused by ProtocolError, or is a structure that holds together."""
+    try:
+        made = Structure.from_bytes(data)
+    except ProtocolError:
+        return
+    assert made.to_bytes() == data
+    assert made.describe()
+    assert required_nbytes(made, [0] * made.dims) >= 0
+
+
+def test_required_nbytes_checks() -> None:
+    made = Flattener().flatten([torch.ones(2, 3), "abc", 1.0]).structure
+    assert required_nbytes(made, [2, 3, 3]) == 192
+    assert required_nbytes(made, [1 << 40, 1 << 40, 0]) == (1 << 82) + 64
+    for wrong in ([2, 3], [2, 3, 3, 1], [2, -3, 3]):
+        with pytest.raises(ProtocolError):
+            required_nbytes(made, wrong)

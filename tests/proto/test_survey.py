@@ -1,0 +1,194 @@
+"""Whatever cannot travel is refused with its path, its type and what to do instead."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError
+from penstock.proto.structure import MAX_LEAVES
+from penstock.proto.tensors import Flattener
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Sample:
+    image: Any
+    label: Any = None
+
+
+@dataclass
+class DictRecord(dict):  # type: ignore[type-arg]
+    x: Any = None
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    pass
+
+
+class MyTensor(torch.Tensor):
+    pass
+
+
+class MyArray(np.ndarray):
+    pass
+
+
+class MyFloat(np.float64):
+    pass
+
+
+def nested() -> Any:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}:UserWarning")
+    for text in ("Sparse CSR", "torch.quantize_per_tensor", "The PyTorch API of nested")
+]
+
+REFUSED: list[tuple[Callable[[], Any], str, str]] = [
+    (lambda: torch.ones(2, 2).to_sparse(), "torch.Tensor", "to_dense"),
+    (lambda: torch.ones(2, 2).to_sparse_csr(), "torch.Tensor", "to_dense"),
+    (lambda: torch.ones(2, device="meta"), "torch.Tensor", "meta"),
+    (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "torch.Tensor", "int_repr"),
+    (nested, "torch.Tensor", "unbind"),
+    (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "torch.Tensor", "bits8"),
+    (lambda: torch.empty(2, dtype=vars(torch)["uint4"]), "torch.Tensor", "uint4"),
+    (lambda: torch.ones([1] * 33), "torch.Tensor", "33"),
+    (freed, "torch.Tensor", "freed"),
+    (lambda: torch.ones(2).as_subclass(MyTensor), "MyTensor", "as_subclass"),
+    (lambda: np.array([None, "x"]), "numpy.ndarray", "object"),
+    (lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]), "numpy.ndarray", "structured"),
+    (lambda: np.zeros(2, "V5"), "numpy.ndarray", "V5"),
+    (lambda: np.zeros(2, np.dtypes.StringDType()), "numpy.ndarray", "dtype"),
+    (lambda: np.zeros(1, [("a", "i4")])[0], "numpy.void", "structured"),
+    (lambda: np.ones(2).view(MyArray), "MyArray", "asarray"),
+    (lambda: np.ma.masked_array([1, 2], [True, False]), "numpy.ma.MaskedArray", "asarray"),
+    (lambda: MyFloat(3), "MyFloat", "base type"),
+    (lambda: Colour.RED, "Colour", ".value"),
+    (lambda: Text("x"), "Text", "plain"),
+    (lambda: {1, 2}, "set", "sorted"),
+    (lambda: frozenset(), "frozenset", "list"),
+    (lambda: bytearray(b"x"), "bytearray", "bytes(x)"),
+    (lambda: 1j, "complex", "complex128"),
+    (lambda: object(), "object", "dataclass"),
+    (lambda: len, "builtin_function_or_method", "code"),
+    (lambda: int, "type", "code"),
+    (lambda: defaultdict(list), "collections.defaultdict", "dict(x)"),
+    (lambda: types.MappingProxyType({}), "mappingproxy", "dict(x)"),
+    (lambda: DictRecord(x=1), "DictRecord", "dict(x)"),
+    (lambda: torch.ones(2, 2).max(0), "torch.return_types.max", "tuple(x)"),
+    (lambda: torch.Size([1]), "torch.Size", "tuple(x)"),
+    (lambda: range(3), "range", "input_fn"),
+    (lambda: {1.5: 0}, "dict", "1.5 of type float"),
+    (lambda: {(1, 2): 0}, "dict", "tuple"),
+    (lambda: {Colour.RED: 0}, "dict", "Colour"),
+    (lambda: {np.str_("k"): 0}, "dict", "numpy.str_"),
+    (lambda: {1 << 63: 0}, "dict", "64 bits"),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "remedy"), REFUSED, ids=lambda part: part if isinstance(part, str) else "")
+def test_refused_with_path_type_and_remedy(make: Callable[[], Any], name: str, remedy: str) -> None:
+    value = make()
+    flattener = Flattener()
+    flattener.flatten({"images": [0, 1, 2, Sample(torch.ones(1), Pair(1, 2))]})
+    with pytest.raises(UnsupportedLeafError) as caught:
+        flattener.flatten({"images": [0, 1, 2, Sample(torch.ones(1), Pair(1, value))]})
+    message = str(caught.value)
+    assert message.startswith("batch['images'][3].label.right is a "), message
+    assert name in message.split(" is a ", 1)[1].split()[0], message
+    assert remedy in message, message
+    assert caught.value.__suppress_context__
+    with pytest.raises(UnsupportedLeafError, match=r"^batch is a "):
+        Flattener().flatten(value)
+
+
+def test_a_known_structure_does_not_open_the_door() -> None:
+    """Values of a type whose signature is known are still checked for what the signature does not hold."""
+    flattener = Flattener()
+    flattener.flatten([torch.ones(2, 2)])
+    for bad in (torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta"), torch.ones(2, 2).as_subclass(MyTensor)):
+        with pytest.raises(UnsupportedLeafError, match=r"batch\[0\]"):
+            flattener.flatten([bad])
+    tensor = torch.ones(2, 2)
+    flattener.flatten([tensor])
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedLeafError, match="freed"):
+        flattener.flatten([tensor])
+
+
+def test_a_batch_that_contains_itself() -> None:
+    loop: list[Any] = [1]
+    loop.append({"again": loop})
+    with pytest.raises(UnsupportedLeafError, match=r"batch\[1\]\['again'\]\[1\]\['again'\].* contain itself"):
+        Flattener().flatten(loop)
+    wide: list[Any] = []
+    wide += [wide, wide]
+    with pytest.raises(UnsupportedLeafError, match="contain itself"):
+        Flattener().flatten(wide)
+
+
+def test_limits() -> None:
+    deep: Any = 1
+    for _ in range(5):
+        deep = (deep,)
+    assert Flattener(max_depth=5).flatten(deep).structure.describe() == "(((((int,),),),),)"
+    with pytest.raises(UnsupportedLeafError, match=r"batch\[0\]\[0\]\[0\]\[0\] is a tuple inside 4 others"):
+        Flattener(max_depth=4).flatten(deep)
+    Flattener(max_leaves=3).flatten([1, 2, {"a": 3}, None, []])
+    with pytest.raises(UnsupportedLeafError, match=r"batch\[2\]\['b'\] is a int: leaf number 4 of 3"):
+        Flattener(max_leaves=3).flatten([1, 2, {"a": 3, "b": 4}])
+    with pytest.raises(UnsupportedLeafError, match="stack values"):
+        Flattener(max_leaves=3).flatten([[], [], [], [], [], [], [], [], [], [], [], [], []])
+    doubling: Any = []
+    for _ in range(40):
+        doubling = [doubling, doubling]  # 2**40 empty lists
+    with pytest.raises(UnsupportedLeafError, match="stack values"):
+        Flattener(max_leaves=100).flatten(doubling)
+    with pytest.raises(UnsupportedLeafError, match="brackets"):
+        Flattener().flatten([{0: {}} for _ in range(100_000)])
+    with pytest.raises(UnsupportedLeafError, match="bytes to describe"):
+        Flattener().flatten({"k" * (5 << 20): 1})
+    wrong: Any
+    for wrong in ({"max_depth": 65}, {"max_depth": 0}, {"max_leaves": MAX_LEAVES + 1}, {"max_structures": 0}):
+        with pytest.raises(InvalidArgumentError):
+            Flattener(**wrong)
+
+
+def test_a_record_with_a_missing_field() -> None:
+    sample = Sample(1)
+    del sample.image
+    with pytest.raises(UnsupportedLeafError, match=r"batch\[0\] is a .*Sample without a value for its field 'image'"):
+        Flattener().flatten([sample])
+    with pytest.raises(UnsupportedLeafError, match="of 1 values for 2 fields"):
+        Flattener().flatten(tuple.__new__(Pair, (1,)))
+
+
+def test_a_long_key_is_cut_in_the_message() -> None:
+    with pytest.raises(UnsupportedLeafError) as caught:
+        Flattener().flatten({"k" * 100_000: object()})
+    assert len(str(caught.value)) < 500

@@ -1,0 +1,306 @@
+"""The worker daemon: registers, asks what it should run, and makes it so. It never runs user code.
+
+Everything is level, not edge: a heartbeat's reply holds the whole set of slots that this worker should run, and the
+daemon starts what is missing and stops what is not in it. A lost, late or repeated message therefore changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.channel import VERSION, detail_of, host_id
+from penstock.proto.errors import (
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    DeadlineError,
+    PenstockError,
+    SupersededError,
+    VersionSkewError,
+)
+from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
+from penstock.worker.children import Zygote
+from penstock.worker.lanes import LaneDoors
+from penstock.worker.slot import Slot, SlotKey, Trust, key_of
+from penstock.worker.usercode import MAIN, check_allowed
+
+__all__ = ["Settings", "serve"]
+
+_log = logging.getLogger("penstock.worker")
+
+HOLD_S = 1.0
+"""Of a heartbeat's long poll: a third of the lease."""
+RETRY_S = 0.3
+ATTACH_DEADLINE_S = 30.0
+SCRATCH_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a daemon is run."""
+
+    coordinator: str
+    token: str
+    slots: int
+    allow: Sequence[str]
+    listen: str = "127.0.0.1:0"
+    """For lanes from other hosts."""
+    name: str = ""
+    lifeline_pid: int | None = None
+    """End when this process is gone (embedded mode)."""
+    embedded: bool = False
+
+
+class Daemon:
+    """One worker process. `run()` returns when it was told to stop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.name = settings.name or f"{socket.gethostname()}:{os.getpid()}"
+        self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token)
+        self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
+        self._session = secrets.token_hex(8)
+        self._slots: dict[SlotKey, Slot] = {}
+        self._zygotes: dict[tuple[str, int], asyncio.Task[Zygote]] = {}
+        self._trusts: dict[tuple[str, int], Trust] = {}
+        self._answered: set[str] = set()
+        self._doors = LaneDoors(self._attach)
+        self._dirty = asyncio.Event()
+        self._assigned = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.stopping = asyncio.Event()
+
+    # ---- its life
+
+    async def run(self, ready: Callable[[str], None] | None = None) -> None:
+        """Register and serve until `stopping` is set; then hand the slots on and leave nothing behind."""
+        self._doors.open(self.settings.listen)
+        try:
+            await self._register(first=True)
+            _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._doors.tcp_address)
+            if ready is not None:
+                ready(self.name)
+            loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes())]
+            stop = asyncio.ensure_future(self.stopping.wait())
+            done, _ = await asyncio.wait([*loops, stop], return_when="FIRST_COMPLETED")
+            for task in [*loops, stop]:
+                task.cancel()
+            for task in done:
+                task.result()
+        finally:
+            await self._leave()
+
+    async def _leave(self) -> None:
+        with contextlib.suppress(PenstockError, TimeoutError):
+            request = coordinator_pb2.DeregisterWorkerRequest(worker=self.name, session=self._session)
+            await asyncio.wait_for(self.coordinator.deregister(request), 2.0)
+        self._doors.close()
+        for slot in self._slots.values():
+            slot.kill()
+        for task in list(self._tasks):
+            task.cancel()
+        for starting in self._zygotes.values():
+            if starting.done() and not starting.cancelled() and starting.exception() is None:
+                starting.result().close()
+                await starting.result().wait()
+            else:
+                starting.cancel()
+        await self.coordinator.close()
+
+    async def _register(self, first: bool = False) -> None:
+        request = coordinator_pb2.RegisterWorkerRequest(
+            version=VERSION,
+            worker=self.name,
+            session=self._session,
+            host_id=host_id(),
+            slots=self.settings.slots,
+            local_address=self._doors.local_address,
+            tcp_address=self._doors.tcp_address,
+            allow=self.settings.allow,
+        )
+        while True:
+            try:
+                await self.coordinator.register(request)
+                return
+            except (AuthenticationError, VersionSkewError):
+                raise
+            except (CoordinatorUnavailableError, DeadlineError) as error:
+                if first:
+                    _log.info("waiting for the coordinator: %s", error.message)
+                    first = False
+                await asyncio.sleep(RETRY_S)
+
+    async def _heartbeats(self) -> None:
+        version = 0
+        while True:
+            try:
+                reply = await self.coordinator.heartbeat(self._heartbeat(version, HOLD_S))
+            except (CoordinatorUnavailableError, DeadlineError) as error:
+                _log.warning("the coordinator is away, lanes go on: %s", error.message)
+                await asyncio.sleep(RETRY_S)
+                version = 0
+                continue
+            if reply.register_again:
+                await self._register()
+                version = 0
+                continue
+            version = reply.version
+            self._make_it_so(reply)
+
+    async def _report_changes(self) -> None:
+        """What has changed is told at once, beside the long poll."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            try:
+                reply = await self.coordinator.heartbeat(self._heartbeat(0, 0.0))
+            except (CoordinatorUnavailableError, DeadlineError):
+                await asyncio.sleep(RETRY_S)
+                self._dirty.set()
+                continue
+            if not reply.register_again:
+                self._make_it_so(reply)
+
+    def _heartbeat(self, version: int, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
+        return coordinator_pb2.HeartbeatRequest(
+            worker=self.name,
+            session=self._session,
+            seen_version=version,
+            hold_s=hold_s,
+            slots=[slot.report() for slot in self._slots.values()],
+        )
+
+    # ---- assignments
+
+    def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+        wanted = {key_of(assignment): assignment for assignment in reply.assignments}
+        for key in [key for key in self._slots if key not in wanted]:
+            self._spawn(self._slots.pop(key).stop())
+        for key, assignment in wanted.items():
+            if key not in self._slots:
+                self._start_slot(key, assignment)
+        self._assigned.set()
+        self._assigned = asyncio.Event()
+        self._drop_unused(set(wanted))
+        open_requests = {request.request for request in reply.state_requests}
+        self._answered &= open_requests
+        for request in reply.state_requests:
+            if request.request not in self._answered:
+                self._answered.add(request.request)
+                self._spawn(self._answer(request))
+
+    def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
+        slot = self._slots[key] = Slot(self, assignment)
+        try:
+            name = assignment.loader.input_fn
+            if not (self.settings.embedded and name.startswith(MAIN + ":")):
+                check_allowed(name, self.settings.allow)
+        except PenstockError as error:
+            slot.fail(detail_of(error), lost=False)
+            return
+        self._spawn(slot.run())
+
+    def _drop_unused(self, wanted: set[SlotKey]) -> None:
+        """Zygotes of runs that have no slot here any more."""
+        used = {_zygote_key(slot.assignment) for slot in self._slots.values()}
+        for key in [key for key in self._zygotes if key not in used]:
+            self._spawn(self._retire(self._zygotes.pop(key)))
+            self._trusts.pop(key, None)
+
+    async def _retire(self, starting: asyncio.Task[Zygote]) -> None:
+        """Let slots that are stopping have their grace first."""
+        with contextlib.suppress(PenstockError):
+            zygote = await starting
+            await asyncio.sleep(1.0)
+            zygote.close()
+            await zygote.wait()
+
+    async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
+        key = (request.run, request.attempt, request.box, request.slot, request.generation)
+        slot = self._slots.get(key)
+        if slot is None:
+            self._answered.discard(request.request)
+            return
+        answer, data = await slot.state(request)
+        answer.session = self._session
+        try:
+            await self.coordinator.put_state(answer, data)
+        except PenstockError as error:
+            _log.warning("%s: its state could not be sent: %s", slot.name, error.message)
+            self._answered.discard(request.request)
+
+    # ---- what slots need (Host)
+
+    async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
+        """The run's, started if need be, and again if it died."""
+        key = _zygote_key(assignment)
+        starting = self._zygotes.get(key)
+        if starting is None or (starting.done() and (starting.exception() is not None or starting.result().dead)):
+            starting = self._zygotes[key] = asyncio.ensure_future(_started(assignment.seed))
+        return await asyncio.shield(starting)
+
+    def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust:
+        return self._trusts.setdefault(_zygote_key(assignment), Trust())
+
+    def trust_found(self, assignment: records_pb2.WorkerAssignment) -> None:
+        if self.trust(assignment).exact:
+            for slot in self._slots.values():
+                if _zygote_key(slot.assignment) == _zygote_key(assignment):
+                    self._spawn(slot.trusted())
+
+    def slot_changed(self) -> None:
+        self._dirty.set()
+
+    # ---- lanes
+
+    async def _attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
+        key = (hello.run, hello.attempt, hello.box, hello.slot, hello.generation)
+        slot = self._slots.get(key)
+        if slot is None:
+            raise SupersededError(
+                f"worker {self.name} does not run generation {hello.generation} of box {hello.box} slot {hello.slot} "
+                f"of {hello.run} (attempt {hello.attempt})"
+            )
+        if not hmac.compare_digest(hello.ticket, slot.assignment.ticket):
+            raise AuthenticationError(f"wrong ticket for {slot.name}")
+        await slot.attach(sock, hello, ATTACH_DEADLINE_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _zygote_key(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
+    return assignment.run, assignment.attempt
+
+
+async def _started(seed: int) -> Zygote:
+    zygote = Zygote()
+    await zygote.start(seed)
+    return zygote
+
+
+async def serve(settings: Settings, ready: Callable[[str], None] | None = None) -> None:
+    """Run a daemon until SIGTERM or SIGINT, or until its lifeline is gone."""
+    daemon = Daemon(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, daemon.stopping.set)
+    if settings.lifeline_pid is not None:
+        try:
+            lifeline = os.pidfd_open(settings.lifeline_pid)
+        except ProcessLookupError:
+            return
+        loop.add_reader(lifeline, daemon.stopping.set)
+    await daemon.run(ready)

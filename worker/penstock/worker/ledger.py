@@ -1,0 +1,131 @@
+"""A runner's ledger: shared memory in which it notes each batch, and which its daemon reads without asking.
+
+The runner has no thread of ours and may be inside user code for minutes, or dead; what it had produced, what it was
+doing and since when can be read here all the same. One writer, any number of readers; an entry is written before the
+head that makes it visible.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+__all__ = ["ENTRIES", "Entry", "Ledger"]
+
+ENTRIES = 4096
+"""Batches whose digests are kept, the newest."""
+ENDS = 1024
+"""Ends of passes that are kept, the newest."""
+_HEAD = struct.Struct("<QQQQQQdQ")  # total, epoch, delivered, ends, activity, looked, since, samples
+_ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
+_END = struct.Struct("<QQ")  # epoch, total
+_ENDS_AT = 4096
+_ENTRIES_AT = _ENDS_AT + ENDS * _END.size
+_SIZE = _ENTRIES_AT + ENTRIES * _ENTRY.size
+
+ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One batch: its count over the run, its pass, its digest, and the samples up to and with it."""
+
+    total: int
+    epoch: int
+    digest: int
+    samples: int
+
+
+class Ledger:
+    """Made by the daemon (`Ledger.create`), opened by the runner from the inherited descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, _SIZE)
+        self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
+        self._since = 0.0
+
+    @classmethod
+    def create(cls) -> Ledger:
+        fd = os.memfd_create("penstock-ledger", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _SIZE)
+        return cls(fd)
+
+    def close(self) -> None:
+        """Unmap and close."""
+        self._map.close()
+        os.close(self.fd)
+
+    # ---- the runner writes
+
+    def place(self, total: int, epoch: int, samples: int) -> None:
+        """Where the runner starts; nothing before it is known here."""
+        self.total, self.epoch, self.samples = total, epoch, samples
+        self._write_head()
+
+    def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
+        """A batch goes out."""
+        _ENTRY.pack_into(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size, total, epoch, digest, samples)
+        self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
+        self._write_head()
+
+    def end(self, epoch: int, total: int) -> None:
+        """A pass ended after its batch `total`."""
+        _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, epoch, total)
+        self._ends += 1
+        self._write_head()
+
+    def doing(self, activity: str, delivered: int) -> None:
+        """What the runner turns to now."""
+        self._activity, self._since, self.delivered = ACTIVITIES.index(activity), time.monotonic(), delivered
+        self._write_head()
+
+    def saw_look(self) -> None:
+        """The input asked for its assignment."""
+        self.looked = 1
+        self._write_head()
+
+    def _write_head(self) -> None:
+        _HEAD.pack_into(
+            self._map,
+            0,
+            self.total,
+            self.epoch,
+            self.delivered,
+            self._ends,
+            self._activity,
+            self.looked,
+            self._since,
+            self.samples,
+        )
+
+    # ---- the daemon reads
+
+    def refresh(self) -> None:
+        """Read the head: total, epoch, delivered, looked, samples."""
+        head = _HEAD.unpack_from(self._map)
+        self.total, self.epoch, self.delivered, self._ends, self._activity, self.looked, self._since, self.samples = (
+            head
+        )
+
+    @property
+    def activity(self) -> tuple[str, float]:
+        """What the runner does, and for how many seconds."""
+        return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
+
+    def entry(self, total: int) -> Entry | None:
+        """The batch with this count, if it is still kept."""
+        entry = Entry(*_ENTRY.unpack_from(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size))
+        return entry if entry.total == total and total else None
+
+    def ends(self) -> dict[int, int]:
+        """epoch -> total at its end, for the passes still kept."""
+        count = self._ends
+        found = [
+            _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)
+            for index in range(max(0, count - ENDS), count)
+        ]
+        return dict(found)

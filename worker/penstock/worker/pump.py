@@ -1,0 +1,242 @@
+"""The pump: a runner's ring -> TCP, for a box on another host.
+
+A thread of the daemon, one for each TCP lane. Towards the runner it is a consumer like any other; towards the lander
+it writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping. So the runner does
+not know where its batches go, keeps its processor, and what it had produced when it died is still sent.
+
+It never waits for one side deaf to the other: one poll over both sockets, and writes that take as much as the socket
+does. What is on its way stands in `_out`, a list of buffers to be sent in order; many small ones go out in one call.
+`_out` needs no bound of its own: each batch in it holds a ring slot, and the ring is the bound; only
+announcements are counted, for a runner that floods them.
+
+A slot goes back to the runner when the far training loop was handed its batch, not when it was sent. So a TCP
+connection that breaks costs no computation: the pump leaves, the runner keeps what was not delivered, and the next
+lane gets it again. The acks in between (credits of the lander's ring) are the lander's own business.
+
+Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the pump stays to hear the last acks
+until the lander leaves; closing sooner would destroy what is still on its way. TCP gone: the pump leaves the runner
+without a word. Either side's close is passed on as what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+from google.protobuf.message import DecodeError
+
+from penstock.proto import tcp
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError
+from penstock.proto.lane import Consumer
+from penstock.proto.v1 import lane_pb2
+
+__all__ = ["Pump"]
+
+_log = logging.getLogger(__name__)
+
+BUFFERS_A_CALL = 128
+"""Buffers given to one sendmsg: two for each batch. The kernel takes up to 1,024."""
+FRAMES_A_TURN = 64
+"""Frames read from the runner before the others get their turn: more than a ring has slots."""
+MAX_OUT = 4096
+"""Buffers on their way out above which the runner is not read: far more than ring slots alone can be."""
+
+
+class Pump(threading.Thread):
+    """Forwards one runner's lane to one TCP connection, until either side ends.
+
+    tcp: connected, its Hello read (`tcp.read_hello`) and verified. local: the daemon's end of the SEQPACKET pair whose
+    other end the runner attaches, with the same Hello. hello: that one. Both sockets are the pump's from now on.
+    name: which worker, box and slot, for messages. on_end: called in the pump's thread when it is over.
+    """
+
+    def __init__(
+        self,
+        tcp_socket: socket.socket,
+        local: socket.socket,
+        hello: lane_pb2.Hello,
+        name: str,
+        on_end: Callable[[Pump], None] | None = None,
+    ) -> None:
+        super().__init__(name=f"penstock-pump {name}", daemon=True)
+        self.reason = ""
+        """Why it ended, once it has."""
+        tcp.tune(tcp_socket)
+        tcp_socket.setblocking(False)
+        self._tcp = tcp_socket
+        self._runner = Consumer(local, f"the runner of {name}")
+        self._runner.cuts = hello.cuts
+        self._on_end = on_end
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # guards _wake against being written to once it is closed
+        self._stopped = False
+        self._out: deque[bytes | memoryview] = deque()
+        self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, slot of batches not delivered yet
+        self._inbox = tcp.Inbox()
+        self._ack = lane_pb2.Ack()
+        self._reading = True  # the runner is there
+        self._shut = False  # nothing more will be sent over TCP
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Leave both sides now; batches not delivered stay with the runner. False if it takes longer than `timeout` s.
+
+        From any thread but its own, and more than once.
+        """
+        with self._lock:
+            self._stopped = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+        if self.ident is None:  # never started
+            self._leave("stopped")
+            return True
+        self.join(timeout)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        reason = "an error of its own"
+        try:
+            reason = self._work()
+        except LaneLostError as error:
+            reason = str(error)
+        except PenstockError as error:  # a peer talked nonsense: the lane is lost, the daemon lives
+            reason = f"{type(error).__name__}: {error}"
+            _log.warning("%s: %s", self.name, reason)
+        finally:
+            self._leave(reason)
+            if self._on_end is not None:
+                self._on_end(self)
+
+    # ---- inside
+
+    def _work(self) -> str:
+        poll = select.poll()
+        tcp_fd, runner_fd = self._tcp.fileno(), self._runner.fileno()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(tcp_fd, select.POLLIN)
+        poll.register(runner_fd, select.POLLIN)
+        asked_tcp = asked_runner = select.POLLIN
+        acks_wait = False
+        while not self._stopped:
+            want_tcp = select.POLLIN | (select.POLLOUT if self._out else 0)
+            if want_tcp != asked_tcp:
+                poll.modify(tcp_fd, want_tcp)
+                asked_tcp = want_tcp
+            want_runner = select.POLLIN | (select.POLLOUT if acks_wait else 0)
+            if not self._reading or len(self._out) > MAX_OUT:
+                want_runner = 0
+            if want_runner != asked_runner:
+                if want_runner:
+                    poll.register(runner_fd, want_runner)  # changes it if it is registered
+                else:
+                    poll.unregister(runner_fd)  # asking for nothing would still tell of a hang-up, again and again
+                asked_runner = want_runner
+            events = dict(poll.poll())
+            if events.get(tcp_fd, 0) & ~select.POLLOUT and not self._take_acks():
+                return "the lander closed the connection"
+            if self._runner.closed:
+                return "the consumer closed the lane"
+            if events.get(runner_fd, 0) & ~select.POLLOUT:
+                self._take_frames()
+            self._send()
+            acks_wait = not self._runner.flush()
+        return "stopped"
+
+    def _take_frames(self) -> None:
+        """Frames of the runner, as they are; the payload is only looked at by the kernel."""
+        runner, out = self._runner, self._out
+        try:
+            for _ in range(FRAMES_A_TURN):
+                frame = runner.receive_any()
+                if frame is None:
+                    return
+                packet = runner.packet
+                out.append(tcp.HEAD.pack(len(packet)) + packet)
+                if frame.kind == lane_pb2.BATCH:
+                    ring = runner.rings[frame.ring]
+                    size = frame.nbytes + 8 * frame.size
+                    start = frame.slot * ring.slot_bytes
+                    if size:
+                        out.append(ring.view[start : start + size])
+                    self._sent.append((frame.total, frame.ring, frame.slot))
+        except LaneLostError as error:
+            self._reading = False
+            self.reason = str(error)
+
+    def _send(self) -> None:
+        """As much of `_out` as the socket takes now."""
+        out = self._out
+        while out:
+            try:
+                if len(out) == 1:
+                    sent = self._tcp.send(out[0])
+                else:
+                    sent = self._tcp.sendmsg(islice(out, BUFFERS_A_CALL))
+            except BlockingIOError:
+                return
+            except OSError:
+                # The connection is gone, but acks may have come before that: `_take_acks` finds the end behind them.
+                out.clear()
+                self._shut = True
+                return
+            while out and sent >= len(out[0]):
+                sent -= len(out.popleft())
+            if sent:
+                out[0] = memoryview(out[0])[sent:]
+        if not self._reading and not self._shut:
+            self._shut = True
+            with contextlib.suppress(OSError):
+                self._tcp.shutdown(socket.SHUT_WR)
+
+    def _take_acks(self) -> bool:
+        """What the far consumer said, passed on; False when it is gone."""
+        inbox, ack = self._inbox, self._ack
+        try:
+            size = self._tcp.recv_into(inbox.room(1 << 16))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        inbox.add(size)
+        while (message := inbox.take()) is not None:
+            try:
+                ack.ParseFromString(message)  # type: ignore[arg-type]  # upb reads any buffer
+            except DecodeError as error:
+                raise ProtocolError(f"an ack over TCP that cannot be read: {error}") from error
+            self._pass_on(ack)
+        return size > 0
+
+    def _pass_on(self, ack: lane_pb2.Ack) -> None:
+        runner, sent = self._runner, self._sent
+        if ack.delivered:
+            released: list[int] = []
+            while sent and sent[0][0] <= ack.delivered:
+                released += sent.popleft()[1:]
+            runner.delivered(ack.delivered)
+            runner.release(released)
+        if ack.open_epochs:
+            runner.open_epochs(ack.open_epochs)
+        if ack.wanted:
+            runner.want(ack.wanted)
+        if ack.abandon_epoch:
+            # The runner takes all these slots back itself, and counts on from what was delivered.
+            sent.clear()
+            runner.abandon(ack.abandon_epoch - 1)
+        if ack.close:
+            runner.close()
+
+    def _leave(self, reason: str) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+        self.reason = self.reason or reason
+        self._runner.close(say_so=False)
+        self._tcp.close()
+        self._out.clear()

@@ -1,0 +1,405 @@
+"""The child that runs one slot: the user's loader in its main thread, and nothing beside it.
+
+    next(loader) -> flatten into a ring slot -> digest, ledger -> snapshot, if one is due -> descriptor to the consumer
+
+It has no thread of ours, for user code may fork here, and no gRPC. Between two batches it looks at its two sockets, the
+lane's and the daemon's, when there is reason to: the ring is half taken, a batch was slow, or there is nothing else to
+do.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Any, cast
+
+from penstock.proto import assignment as place_of
+from penstock.proto.digest import batch_digest
+from penstock.proto.errors import LaneLostError, ReplayMismatchError, StateMismatchError
+from penstock.proto.frames import KNOWN_STRUCTURES, LONG_SHAPES
+from penstock.proto.lane import Producer, Slab
+from penstock.proto.state import decode_state
+from penstock.proto.tensors import FlatBatch, Flattener, Structure
+from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.worker.cadence import Cadence
+from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.ledger import Ledger
+from penstock.worker.offprint import Offprint, samples_in
+from penstock.worker.source import END, Base, Place, Source
+
+__all__ = ["run_slot"]
+
+SLOW_BATCH_S = 0.001
+"""A batch that took longer is followed by a look at the sockets; it costs 2 us."""
+LONGEST_DEAF_S = 0.1
+"""Between two looks when neither of the others calls for one."""
+KEPT_BASES = 64
+"""Snapshots that the runner itself remembers, to go back to where the loop left a pass."""
+
+
+class _StopError(Exception):
+    """The daemon wants this slot to end."""
+
+
+def run_slot(channel: Channel, ledger: Ledger) -> None:
+    """The life of a runner, from its assignment to its end."""
+    message = cast(Message, channel.receive())
+    assignment = records_pb2.WorkerAssignment.FromString(message.payload)
+    runner = _Runner(assignment, channel, ledger)
+    try:
+        runner.prepare()
+        runner.stream()
+    except (_StopError, LaneLostError):
+        pass
+    finally:
+        runner.producer.close()
+
+
+@dataclass
+class _Start:
+    """What the daemon sent to start from, besides the assignment."""
+
+    resume: dict[str, Any] | None
+    bases: list[Base]
+
+
+class _Runner:
+    def __init__(self, assignment: records_pb2.WorkerAssignment, channel: Channel, ledger: Ledger) -> None:
+        options = assignment.loader.options
+        self.assignment = assignment
+        self.producer = Producer(options.max_batch_bytes)
+        self.source = Source(assignment, self._doing)
+        self._channel = channel
+        self._ledger = ledger
+        self._flattener = Flattener(strict=options.strict_structure)
+        self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
+        self._structures = 0
+        self._cadence = Cadence()
+        self._bases: deque[tuple[Place, bool, bytes]] = deque(maxlen=KEPT_BASES)
+        self._trusted = False
+        self._hello: lane_pb2.Hello | None = None
+        self._looked = False
+        self._last_look = 0.0
+        base = assignment.base
+        turns = list(base.live) or list(range(assignment.num_workers_per_box))
+        ahead = (turns.index(assignment.slot) - base.cursor) % len(turns) if assignment.slot in turns else 0
+        own = base.slots[assignment.slot].total if len(base.slots) > assignment.slot else 0
+        self._first_total, self._first_step, self._stride = own, base.step + ahead + 1, len(turns)
+
+    # ---- starting
+
+    def prepare(self) -> None:
+        """Build the loader and bring it to where the slot starts; any failure is told to the daemon and ends us."""
+        source = self.source
+        try:
+            start = self._receive_start()
+            source.build()
+            if self.assignment.recovery:
+                self._say_ready()
+                self._recover(start.bases)
+            else:
+                self._start(start.resume)
+                self._say_ready()
+        except (_StopError, LaneLostError):
+            raise
+        except Exception as error:
+            self._channel.send("failed", error=plain_detail(error))
+            raise _StopError from error
+        self._ledger.place(source.place.total, source.place.epoch, source.place.samples)
+
+    def _receive_start(self) -> _Start:
+        start = _Start(None, [])
+        while (message := cast(Message, self._channel.receive())).kind != "go":
+            if message.kind == "resume":
+                start.resume = cast(dict[str, Any], decode_state(message.payload))
+            elif message.kind == "base":
+                start.bases.append(Base.decode(message.payload))
+            elif message.kind == "stop":
+                raise _StopError
+        return start
+
+    def _start(self, resume: dict[str, Any] | None) -> None:
+        source, a = self.source, self.assignment
+        base, slots = a.base, a.base.slots
+        own = slots[a.slot] if len(slots) > a.slot else records_pb2.SlotPosition()
+        source.place = Place(base.epoch, own.delivered, own.total, 0)
+        if resume is None:
+            self._keep(source.open_pass(step=base.step), origin=True)
+            return
+        part = resume["slots"].get(a.slot) if a.resume.same_shape else None
+        if source.traits.state_methods == 4:
+            source.resume_by_own_methods(resume["aggregated"], resume["strict"])
+            if part is None:
+                self._keep(source.open_pass(step=base.step), origin=True)
+                return
+            source.place = Place(*part["restart"]["at"])
+            self._keep(source.open_pass(step=base.step, rng_after=part["restart"]["rng"]), origin=True)
+        elif part is None:
+            raise StateMismatchError(
+                f"{source.name}: the state holds nothing for this slot, and a loader with "
+                f"{source.traits.state_methods or 'none'} of the four state methods cannot take another's"
+            )
+        else:
+            source.restore(Base.of(part))
+            self._keep(Base.of(part), origin=source.traits.state_methods == 0 or part["restart"]["origin"] is not None)
+        self._seek(own.total, base.epoch, part["digest"])
+        if a.slot not in base.live:
+            source.reach_end()  # it had ended when the state was saved, and the others had not
+        elif base.epoch > source.place.epoch:
+            source.reach_end()
+
+    def _recover(self, bases: list[Base]) -> None:
+        """Another runner had this slot: go to the batch after the last one delivered, and prove the way right."""
+        while self._hello is None:
+            self._serve(None)
+        hello = self._hello
+        delivered, epoch = hello.next_total - 1, hello.epoch
+        usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
+        if self.source.traits.own_workers and not self._trusted:
+            usable = [base for base in usable if base.rng_before is not None]
+        # Strictly before the last delivered batch if there is one, so that at least that one is compared.
+        before = [base for base in usable if base.place.total < delivered] or usable
+        if not before:
+            raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
+        # A pass that the loop left early cannot be replayed across: prefer a base of the epoch that is wanted.
+        base = max(before, key=lambda base: (base.place.epoch, base.place.total))
+        self.source.restore(base)
+        self._keep(base, origin=base.rng_before is not None)
+        self._seek(delivered, epoch, hello.last_digest)
+        if self.source.place.epoch < epoch:
+            self.source.reach_end()
+
+    def _seek(self, total: int, epoch: int, digest: int) -> None:
+        source, offprint = self.source, Offprint(self._flattener)
+
+        def seen(batch: Any) -> None:
+            source.digest, samples = offprint.take(batch)
+            source.place.samples += samples
+            self._poll_now()
+
+        replayed = source.place.total < total
+        if not source.seek(total, epoch, seen):
+            raise ReplayMismatchError(
+                f"{source.name}: pass {epoch} ended after batch {source.place.total} of the slot, but batch {total} "
+                "had been delivered: its data are not what they were"
+            )
+        if replayed and digest and source.digest != digest:
+            raise ReplayMismatchError(
+                f"{source.name}: replayed from its last snapshot, batch {total} of the slot differs from the one that "
+                "was delivered; the loader does not reproduce its batches"
+            )
+
+    def _say_ready(self) -> None:
+        self._channel.send("ready", self.source.traits.SerializeToString())
+
+    # ---- streaming
+
+    def stream(self) -> None:
+        """Pass after pass, as far as the consumer opens them. Does not return before it is told to stop."""
+        source = self.source
+        try:
+            while True:
+                if not source.is_open:
+                    self._await_epoch()
+                    self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
+                self._stream_pass()
+        except (_StopError, LaneLostError):
+            raise
+        except Exception as error:
+            self.producer.fail(source.place.epoch, source.place.total, records_pb2.ErrorDetail(**plain_detail(error)))
+            self._channel.send("broken", error=plain_detail(error))
+        while True:
+            self._serve(None)
+
+    def _await_epoch(self) -> None:
+        while self.producer.abandoned:  # a pass that had already ended here
+            self._go_back()
+        while self.producer.open_epochs < self.source.place.epoch:
+            self._doing("waiting")
+            self._serve(None)
+            while self.producer.abandoned:
+                self._go_back()
+
+    def _stream_pass(self) -> None:
+        source, producer, ledger, flatten = self.source, self.producer, self._ledger, self._flattener.flatten
+        place = source.place
+        clock = time.monotonic
+        self._doing("next")
+        while True:
+            started = clock()
+            batch = source.next()
+            if batch is END:
+                ended = place.epoch - 1
+                producer.end(ended, place.total)
+                ledger.end(ended, place.total)
+                return
+            flat = flatten(batch)
+            del batch
+            slab = self._reserve(flat)
+            if slab is None:
+                self._go_back()
+                return
+            ring, offset = slab.ring, slab.offset
+            flat.write_to(ring.address + offset)
+            structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
+            digest = source.digest = batch_digest(structure.key, ring.map, offset, nbytes, shapes)
+            place.samples += samples_in(flat)
+            known = self._numbers.get(id(structure))
+            number = self._learn(structure) if known is None else known[0]
+            del flat
+            total = place.total
+            if total in producer.wanted or self._cadence.due(clock()):
+                self._snapshot()
+            ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
+            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest)
+            if not self._looked and place_of.looked_at():
+                self._looked = True
+                ledger.saw_look()
+            now = clock()
+            if (
+                producer.free_slots * 2 <= producer.ring_slots
+                or now - started > SLOW_BATCH_S
+                or now - self._last_look > LONGEST_DEAF_S
+            ):
+                self._last_look = now
+                self._poll_now()
+                if producer.abandoned:
+                    self._go_back()
+                    return
+
+    def _learn(self, structure: Structure) -> int:
+        """A number for a structure. It stays alive in the table, so its id is its own."""
+        self._structures += 1
+        self._numbers[id(structure)] = self._structures, structure
+        if len(self._numbers) > KNOWN_STRUCTURES:
+            self._numbers.popitem(last=False)
+        self.producer.know_structure(self._structures, structure.to_bytes())
+        return self._structures
+
+    def _reserve(self, flat: FlatBatch) -> Slab | None:
+        """A ring slot; waits for one. None if the loop left this pass meanwhile."""
+        producer = self.producer
+        need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
+        slab = producer.reserve(need)
+        if slab is not None:
+            return slab
+        self._doing("sending")
+        while slab is None:
+            self._serve(None)
+            if producer.abandoned:
+                return None
+            slab = producer.reserve(need)
+        self._doing("next")
+        return slab
+
+    # ---- snapshots
+
+    def _snapshot(self) -> None:
+        """Save the loader's state after this batch. One that cannot be saved goes on streaming; the save will say so."""
+        source, producer = self.source, self.producer
+        total = source.place.total
+        steps = producer.wanted.pop(total, None)
+        if not source.saves_state or self._cadence.stopped:
+            self._cadence.stopped = True
+            return
+        with self._cadence.timed():
+            for step in steps or [self._step_of(total)]:
+                try:
+                    base = source.snapshot(step)
+                    data = base.encode()
+                except Exception as error:
+                    self._cadence.stopped = True
+                    self._channel.send("unsaved", error=plain_detail(error))
+                    return
+                self._send_base(base, data, origin=False)
+        for stale in [known for known in producer.wanted if known <= producer.delivered]:
+            del producer.wanted[stale]
+
+    def _step_of(self, total: int) -> int:
+        """The box's step that delivers this batch, as long as all slots live."""
+        return self._first_step + (total - self._first_total - 1) * self._stride
+
+    def _keep(self, base: Base, *, origin: bool) -> None:
+        try:
+            data = base.encode()
+        except Exception as error:  # a state without a safe encoding
+            self._cadence.stopped = True
+            self._channel.send("unsaved", error=plain_detail(error))
+            return
+        self._send_base(base, data, origin=origin)
+
+    def _send_base(self, base: Base, data: bytes, *, origin: bool) -> None:
+        place = base.place
+        self._bases.append((place.copy(), origin, data))
+        self._channel.send(
+            "base",
+            data,
+            epoch=place.epoch,
+            delivered=place.delivered,
+            total=place.total,
+            samples=place.samples,
+            origin=origin,
+            step=base.step,
+        )
+
+    def _go_back(self) -> None:
+        """The loop left a pass. Go to where it left it, for what we ran ahead has moved the loader and its randomness
+        on, and close the pass there: what follows must not depend on how far ahead we were."""
+        source, producer = self.source, self.producer
+        epoch, delivered = producer.abandoned.popleft(), producer.delivered
+        place = source.place
+        if epoch > place.epoch:
+            return
+        if not (place.epoch == epoch and place.total == delivered and source.is_open):
+            usable = [
+                data
+                for at, origin, data in self._bases
+                if at.epoch == epoch and at.total <= delivered
+                if origin or self._trusted or not source.traits.own_workers
+            ]
+            if usable:
+                source.restore(Base.decode(usable[-1]))
+                self._seek(delivered, epoch, 0)
+            else:
+                place.epoch, place.total = epoch, delivered
+        source.leave_pass()
+        self._bases = deque((kept for kept in self._bases if kept[0].epoch <= epoch), KEPT_BASES)
+        self._ledger.place(delivered, epoch, source.place.samples)
+        self._channel.send("left", epoch=epoch, total=delivered)
+
+    # ---- the two sockets
+
+    def _serve(self, timeout_s: float | None) -> None:
+        """Wait for the daemon or the consumer, and do what they say."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        producer = self.producer
+        producer.flush()
+        if producer.attached:
+            poll.register(producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0))
+        for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000):
+            if fd == self._channel.fileno():
+                self._listen()
+            else:
+                producer.flush()
+                producer.take_acks()
+
+    def _poll_now(self) -> None:
+        self._serve(0)
+
+    def _listen(self) -> None:
+        while (message := self._channel.receive(wait=False)) is not None:
+            if message.kind == "stop":
+                raise _StopError
+            if message.kind == "trust":
+                self._trusted = True
+            elif message.kind == "attach":
+                hello = lane_pb2.Hello.FromString(message.payload)
+                self._hello = hello
+                self.producer.attach(socket.socket(fileno=message.fds[0]), hello)
+
+    def _doing(self, activity: str) -> None:
+        self._ledger.doing(activity, self.producer.delivered)

@@ -1,0 +1,96 @@
+"""The child that restores a loader beside the one that streams, does one thing with it, and is gone.
+
+- `check`: restore early snapshots and compare the next batches with those that were delivered. A loader that counts
+  after its `yield`, or that prefetches in the background, restores to the wrong place, and nothing else would tell.
+- `state`: replay from the nearest base to a place, and save the loader there.
+
+It sits in memory of its own, so whatever the user's code does here, the stream goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, cast
+
+from penstock.proto.errors import LaneLostError, ReplayMismatchError
+from penstock.proto.rng import capture_rng
+from penstock.proto.tensors import Flattener
+from penstock.proto.v1 import records_pb2
+from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.offprint import Offprint
+from penstock.worker.source import END, Base, Source
+
+__all__ = ["run_scratch"]
+
+
+def run_scratch(channel: Channel) -> None:
+    """One task: messages `assign`, `base` ..., then `check` or `state`; the answer is `done` or `failed`."""
+    with contextlib.suppress(LaneLostError):
+        assignment = records_pb2.WorkerAssignment.FromString(cast(Message, channel.receive()).payload)
+        bases: list[Base] = []
+        try:
+            while (message := cast(Message, channel.receive())).kind == "base":
+                bases.append(Base.decode(message.payload))
+            source = Source(assignment)
+            source.build()
+            if message.kind == "check":
+                _check(source, bases, message.fields, channel)
+            else:
+                _state(source, bases[0], message.fields, channel)
+        except LaneLostError:
+            raise
+        except Exception as error:
+            channel.send("failed", error=plain_detail(error))
+
+
+def _check(source: Source, bases: list[Base], fields: dict[str, Any], channel: Channel) -> None:
+    """`digests`: total -> digest of what was delivered. Says whether each base reproduced it, and where one did not."""
+    delivered = {int(total): digest for total, digest in fields["digests"].items()}
+    offprint = Offprint(Flattener())
+    for base in bases:
+        source.restore(base)
+        while (expected := delivered.get(source.place.total + 1)) is not None:
+            batch = source.next()
+            if batch is END:
+                differs, what = source.place.total + 1, "yields nothing more"
+            elif offprint.take(batch)[0] != expected:
+                differs, what = source.place.total, "yields another batch"
+            else:
+                continue
+            channel.send("done", same=False, base_total=base.place.total, differs=differs, what=what)
+            return
+    channel.send("done", same=True)
+
+
+def _state(source: Source, base: Base, fields: dict[str, Any], channel: Channel) -> None:
+    """Replay to `total` in pass `epoch` and save there, as of the box's `step`."""
+    delivered = {int(total): digest for total, digest in fields["digests"].items()}
+    offprint = Offprint(Flattener())
+    source.restore(base)
+
+    def seen(batch: Any) -> None:
+        source.digest, samples = offprint.take(batch)
+        source.place.samples += samples
+        expected = delivered.get(source.place.total)
+        if expected is not None and expected != source.digest:
+            raise ReplayMismatchError(
+                f"{source.name}: replayed from its state after batch {base.place.total}, it yields another batch "
+                f"{source.place.total} than was delivered; its state cannot be saved"
+            )
+
+    epoch, total = fields["epoch"], fields["total"]
+    if not source.seek(total, epoch, seen):
+        channel.send("done", ended=True, epoch=epoch, total=source.place.total)
+        return
+    place = source.place.copy()
+    if source.traits.state_methods:
+        source.require_state()
+        user, _ = source.state(fields["step"])
+    else:
+        user = None
+    rng = capture_rng()
+    if fields["from_origin"]:
+        data = base.encode_at(user, place, rng, source.digest)
+    else:
+        data = Base(place, user, rng, None, source.digest).encode()
+    channel.send("done", data, ended=False, samples=place.samples, digest=source.digest)

@@ -1,0 +1,83 @@
+"""What a daemon keeps of a slot's snapshots and origins: pure bookkeeping over opaque bytes.
+
+A state may be asked for at any step of the retention window, so the newest base at or before its far edge stays, and
+everything after that as long as there is room. When room is short, every other snapshot goes: a state between two of
+them is then a longer replay, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Kept", "SnapshotStore"]
+
+MAX_BYTES = 64 << 20
+MAX_COUNT = 1024
+
+
+@dataclass
+class Kept:
+    """One base. `step` is the box's step that its state speaks of, 0 if the state does not depend on it."""
+
+    epoch: int
+    delivered: int
+    total: int
+    samples: int
+    origin: bool
+    step: int
+    data: bytes
+    durable: bool = False
+
+
+class SnapshotStore:
+    """The bases of one slot and generation, in the order they were taken."""
+
+    def __init__(self) -> None:
+        self._kept: list[Kept] = []
+        self._bytes = 0
+
+    def __iter__(self) -> Iterator[Kept]:
+        return iter(self._kept)
+
+    def __reversed__(self) -> Iterator[Kept]:
+        return reversed(self._kept)
+
+    def add(self, base: Kept, oldest_wanted: int) -> None:
+        """Keep a base. `oldest_wanted`: the smallest total that may still be asked for."""
+        self._kept.append(base)
+        self._bytes += len(base.data)
+        before = [kept for kept in self._kept if kept.total <= oldest_wanted]
+        # An origin too, for loaders whose snapshots are not trusted.
+        needed = {id(kept) for kept in before[-1:]} | {id(kept) for kept in [k for k in before if k.origin][-1:]}
+        self._keep_only([kept for kept in self._kept if kept.total > oldest_wanted or id(kept) in needed])
+        if self._bytes > MAX_BYTES or len(self._kept) > MAX_COUNT:
+            inner = [kept for kept in self._kept[1:-1] if not kept.origin]
+            dropped = {id(kept) for kept in inner[::2]}
+            self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
+
+    def forget_after(self, epoch: int, total: int) -> None:
+        """The loop left this pass after `total`: what was taken of it later, or of a pass after it, never happened."""
+        self._keep_only(
+            [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
+        )
+
+    def exactly(self, epoch: int, delivered: int, total: int, step: int) -> Kept | None:
+        """A base of just this place, whose state speaks of this step. Newest first: an origin of the place counts."""
+        for kept in reversed(self._kept):
+            if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
+                return kept
+        return None
+
+    def nearest(self, epoch: int, total: int, *, origins_only: bool) -> Kept | None:
+        """The base to replay from: the latest at or before a place, in the latest pass."""
+        usable = [
+            kept
+            for kept in self._kept
+            if kept.epoch <= epoch and kept.total <= total and (kept.origin or not origins_only)
+        ]
+        return max(usable, key=lambda kept: (kept.epoch, kept.total, kept.origin), default=None)
+
+    def _keep_only(self, kept: list[Kept]) -> None:
+        self._kept = kept
+        self._bytes = sum(len(base.data) for base in kept)

@@ -1,0 +1,96 @@
+"""Finding a user's input_fn by name, and nothing else: code is named, never shipped.
+
+A worker's operator lists the module prefixes that it may run. In embedded mode, where worker and trainer are the same
+user on the same machine, the training script itself may hold the input_fn: it is then loaded under the name
+`penstock_main`, so that its main guard does not fire.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["MAIN", "check_allowed", "load_input_fn"]
+
+MAIN = "penstock_main"
+
+
+def check_allowed(name: str, allow: Sequence[str]) -> None:
+    """Raises InputFnNotAllowedError unless the module of "module:qualname" lies under one of the prefixes."""
+    module = name.partition(":")[0]
+    if any(prefix == "*" or module == prefix or module.startswith(prefix + ".") for prefix in allow):
+        return
+    allowed = ", ".join(allow) if allow else "none"
+    raise InputFnNotAllowedError(
+        f"input_fn {name!r} is in module {module!r}, which this worker may not run (allowed prefixes: {allowed}); "
+        f"start the worker with --allow {module.partition('.')[0]}"
+    )
+
+
+def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
+    """The callable behind the spec.
+
+    Raises:
+        InputFnNotFoundError: no such module or name here.
+        InputFnError: the module raised while it was imported.
+    """
+    module_name, _, qualname = spec.input_fn.partition(":")
+    if spec.sys_path:
+        sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
+    try:
+        module = _load_main(spec.main_path) if module_name == MAIN else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise InputFnNotFoundError(
+                f"input_fn {spec.input_fn!r}: no module named {missing!r} on this worker; install it there, or start "
+                f"the worker where it can be imported (PYTHONPATH or working directory; now: {os.getcwd()})"
+            ) from error
+        raise _import_failed(spec, error) from error
+    except Exception as error:
+        raise _import_failed(spec, error) from error
+    target: Any = module
+    for part in qualname.split("."):
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            raise InputFnNotFoundError(
+                f"input_fn {spec.input_fn!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
+                f"{qualname!r}; is the worker running another version of it?"
+            ) from None
+    if not callable(target):
+        raise InputFnNotFoundError(
+            f"input_fn {spec.input_fn!r} is a {type(target).__qualname__}, which cannot be called"
+        )
+    return target  # type: ignore[no-any-return]
+
+
+def _import_failed(spec: records_pb2.LoaderSpec, error: Exception) -> InputFnError:
+    return InputFnError(
+        f"input_fn {spec.input_fn!r}: importing its module raised {type(error).__name__}: {error}",
+        remote_traceback=format_remote(error),
+    )
+
+
+def _load_main(path: str) -> types.ModuleType:
+    """The training script as a module of another name: its functions are there, its main guard does not fire."""
+    if MAIN in sys.modules:
+        return sys.modules[MAIN]
+    module = types.ModuleType(MAIN)
+    module.__file__ = path
+    sys.modules[MAIN] = module
+    try:
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[MAIN]
+        raise
+    return module
