@@ -139,7 +139,7 @@ class Books:
         run = self.runs[attempt.run]
         lease = now + self.limits.client_lease_s
         box = Box(request.box, request.client_id, request, base, Place.LIVE, lease, 0, reported_at=now)
-        box.history.append((base.step, tuple(base.total)))
+        box.history.append(base)
         attempt.boxes[box.number] = box
         for number in range(attempt.num_workers):
             slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)

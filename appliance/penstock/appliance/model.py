@@ -96,8 +96,10 @@ class Box:
     rate_from: float = 0.0
     rate_steps: int = 0
     reported_at: float = 0.0
-    history: deque[tuple[int, tuple[int, ...]]] = field(default_factory=deque)
-    """(step, totals per slot), oldest first; the first entry is the newest that lies outside the retention window."""
+    history: deque[Position] = field(default_factory=deque)
+    """Reported positions, oldest first; the first is the newest that is not inside the retention window, or the base."""
+    blind: bool = False
+    """After a restart: what lies between the first two entries of the history is not known here."""
 
     @property
     def step(self) -> int:
@@ -111,6 +113,18 @@ class Box:
     def total(self, slot: int) -> int:
         """Batches of the slot delivered, as far as reported."""
         return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
+
+    def anchor(self, step: int) -> Position | None:
+        """A position at or before `step` from which the one at `step` follows with few ends to know; None: too old.
+
+        Not one at `step` itself if it can be avoided: when the loop reported, it may have noticed an end that follows
+        the step, and the record of a step should not depend on when it was reported.
+        """
+        before = [position for position in self.history if position.step < step]
+        at = [position for position in self.history if position.step == step]
+        if at and (not before or (self.blind and before[-1] is self.history[0])):
+            return at[0]
+        return before[-1] if before else None
 
     def who(self) -> str:
         return f"client {self.client_id} on host {self.opening.host_id or '?'}"

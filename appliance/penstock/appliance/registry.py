@@ -34,6 +34,7 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
+from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -174,7 +175,8 @@ class Registry:
         return attempt, box
 
     def _progress(self, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-        steps, box.delivered = request.delivered.step - box.step, request.delivered
+        position = Position.from_proto(request.delivered)
+        steps, box.delivered = position.step - box.step, request.delivered
         for number in set(range(attempt.num_workers)) - set(box.delivered.live):
             box.ends[number, box.delivered.epoch] = box.delivered.slots[number].total
         if box.rate_from == 0.0:
@@ -186,13 +188,15 @@ class Registry:
             box.rate_steps += steps
         # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
         history, edge = box.history, box.step - box.retention
-        if box.step - history[-1][0] >= max(1, box.retention // self.limits.history_entries):
-            history.append((box.step, tuple(slot.total for slot in box.delivered.slots)))
-        while len(history) > 1 and history[1][0] <= edge:
+        if box.step - history[-1].step >= max(1, box.retention // self.limits.history_entries):
+            history.append(position)
+        while len(history) > 1 and history[1].step <= edge:
             history.popleft()
-        if history[0][0] <= edge:
+            box.blind = False
+            box.ends = {end: total for end, total in box.ends.items() if end[1] >= history[0].epoch}
+        if history[0].step <= edge:
             for slot in box.slots:
-                self.books.ledger.trim(slot.key, history[0][1][slot.key.slot])
+                self.books.ledger.trim(slot.key, history[0].total[slot.key.slot])
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
         """Closing what is fenced or closed already is no error: it has been given back."""

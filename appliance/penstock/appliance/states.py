@@ -1,10 +1,14 @@
 """The state of a run at a step, gathered from all its slots. Planning only: who waits, and how long, is elsewhere.
 
-A box's record at a step follows from where the attempt started and from where passes ended (penstock.proto.position).
-The coordinator knows the start; ends it learns. So a gathering goes in rounds: plan with the ends known so far, ask
-every slot's worker for its state at its planned position, and when one answers "my pass ended earlier", note the end
-and plan again. Answers for positions that did not change are kept. When every slot has answered for the plan as it
-stands, the record is complete, and it is the same whoever asks, and when.
+A box's record at a step follows from an earlier position and from where passes ended (penstock.proto.position). The
+coordinator has positions that the box reported; ends it learns. So a gathering goes in rounds: plan with the ends known
+so far, ask every slot's worker for its state at its planned position, and when one answers "my pass ended earlier",
+note the end and plan again. Answers for positions that did not change are kept. When every slot has answered for the
+plan as it stands, the record is complete, and it is the same whoever asks, and when.
+
+Why that is enough. A worker checks two things about (epoch, delivered, total): that its pass of that epoch began after
+total - delivered batches, and that it did not end before total. If that holds for all slots of a box, then the plan's
+epoch began where it truly did, with all slots live, and nobody ended in it unnoticed; the rest is arithmetic.
 
 A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one pass
 is over answers with its final state.
@@ -38,12 +42,14 @@ class Want:
     epoch: int
     delivered: int
     total: int
+    round: int
+    """How often the slot has answered with an end so far: a question asked again is a new one."""
 
     @property
     def id(self) -> str:
         """Made of what is asked, so that a repeated or late answer can never be taken for another one."""
         where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}"
-        return f"{where}#{self.generation}:{self.step}:{self.epoch}.{self.total}"
+        return f"{where}#{self.generation}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}"
 
     def request(self, deadline_s: float) -> pb.StateRequest:
         return pb.StateRequest(
@@ -59,8 +65,7 @@ class Want:
 
 @dataclass(frozen=True)
 class _Answer:
-    epoch: int
-    total: int
+    want: Want
     answer: pb.StateAnswer
     data: bytes
 
@@ -91,6 +96,9 @@ class Gathering:
     failure: PenstockError | None = None
     result: Gathered | None = None
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
+    _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
+    _idle: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Ends that a slot told although they were known."""
     _missing: list[str] = field(default_factory=list)
 
     @property
@@ -135,16 +143,15 @@ class Gathering:
                 continue
             for slot in box.slots:
                 k = slot.key.slot
-                place = (position.epoch, position.total[k])
+                place = (position.epoch, position.delivered[k], position.total[k])
                 have = self._answers.get((number, k))
-                if have is not None and (have.epoch, have.total) == place:
+                if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
                     continue
                 if slot.phase == pb.FAILED and slot.error is not None:
                     raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
                 if slot.phase == pb.READY:
-                    want = Want(
-                        slot.key, slot.generation, slot.worker, self.step, place[0], position.delivered[k], place[1]
-                    )
+                    rounds = self._rounds.get((number, k), 0)
+                    want = Want(slot.key, slot.generation, slot.worker, self.step, *place, rounds)
                     requests[want.id] = want
                 elif slot.phase == pb.STARTING:
                     missing.append(f"{slot} (being started on worker {slot.worker})")
@@ -165,7 +172,10 @@ class Gathering:
         at = self.step
         if box.pass_ended and box.step < self.step:
             at = finals[box.number] = box.step
-        return advance(box.base, max(at, box.base.step), box.ends, box.cuts)
+        anchor = box.anchor(max(at, box.base.step))
+        if anchor is None:
+            raise StateUnavailableError(f"{where} has left that step behind its retention window")
+        return advance(anchor, max(at, box.base.step), box.ends, box.cuts)
 
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
         on = f" on worker {worker}" if worker else ""
@@ -178,27 +188,31 @@ class Gathering:
         if want is None or answer.worker != want.worker:
             return
         box = attempt.boxes[want.key.box]
-        slot = (want.key.box, want.key.slot)
         if answer.HasField("error"):
             self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
             return
         if answer.ended:
-            end = (want.key.slot, answer.ended_epoch)
-            known = box.ends.setdefault(end, answer.ended_total)
-            self.refresh(attempt)
-            if known != answer.ended_total or want.id in self.requests:
-                self.fail(
-                    self._of_slot(
-                        ProtocolError(
-                            f"it says that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, when "
-                            f"asked for epoch {want.epoch}, batch {want.total}; the end known here is {known}"
-                        ),
-                        want.key,
-                        want.worker,
-                    )
-                )
+            self._ended(attempt, box, want, answer)
             return
-        self._answers[slot] = _Answer(want.epoch, want.total, answer, data)
+        self._answers[want.key.box, want.key.slot] = _Answer(want, answer, data)
+        self.refresh(attempt)
+
+    def _ended(self, attempt: Attempt, box: Box, want: Want, answer: pb.StateAnswer) -> None:
+        place, end = (box.number, want.key.slot), (want.key.slot, answer.ended_epoch)
+        known = box.ends.get(end)
+        earlier = (answer.ended_epoch, answer.ended_total) < (want.epoch, want.total)
+        # What it tells may have become known from elsewhere while it told it, but not again and again.
+        self._idle[place] = self._idle.get(place, 0) + (known is not None)
+        if not earlier or (known is not None and known != answer.ended_total) or self._idle[place] > 3:
+            so_far = "" if known is None else f"; known so far is {known}"
+            error = ProtocolError(
+                f"it says that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, when asked for epoch "
+                f"{want.epoch}, batch {want.total}{so_far}"
+            )
+            self.fail(self._of_slot(error, want.key, want.worker))
+            return
+        box.ends[end] = answer.ended_total
+        self._rounds[place] = self._rounds.get(place, 0) + 1
         self.refresh(attempt)
 
     def _assemble(self, attempt: Attempt, positions: dict[int, Position], finals: dict[int, int]) -> Gathered:
@@ -213,10 +227,10 @@ class Gathering:
                 num_boxes=attempt.num_boxes,
                 box=number,
                 step=self.step,
-                worker_step=have.total,
+                worker_step=have.want.total,
                 samples_streamed=answer.samples_streamed,
                 state_bytes=len(have.data),
-                epoch=have.epoch,
+                epoch=have.want.epoch,
                 traits=traits,
                 digest=answer.digest,
             )

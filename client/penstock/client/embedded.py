@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -93,8 +94,8 @@ class Embedded:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE if module == "penstock.worker" else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             env=self._environment(),
             start_new_session=True,
         )
@@ -163,6 +164,13 @@ class Embedded:
 
     # ---- the end
 
+    def let_go(self) -> None:
+        """Ask both to end, and do not wait: for a finalizer, which may run in the garbage collector."""
+        if os.getpid() == self._pid and not self._closing:
+            self._closing = True
+            for child in self._children:
+                child.ask_to_end()
+
     def close(self) -> None:
         """Stop both and wait for them."""
         if os.getpid() != self._pid:
@@ -220,6 +228,12 @@ class _Child:
     def last_words(self) -> str:
         lines = [*self._tail, self._part.decode(errors="backslashreplace")] if self._part else list(self._tail)
         return ":\n" + "\n".join(lines) if lines else " without a word"
+
+    def ask_to_end(self) -> None:
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+        except OSError:
+            pass  # it has ended
 
     def stop(self) -> None:
         process = self.process

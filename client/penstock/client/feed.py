@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import select
 import struct
+import threading
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from xxhash import xxh3_64_intdigest
 
@@ -72,6 +73,8 @@ class Feed:
         """Seconds waited for the last batch."""
         self.chain = 0
         """See DataExecutor.digest."""
+        self.thread = threading.get_ident()
+        """The thread that reads; lanes know no other."""
         self._run = run
         self._label = label
         self._timeout_s = timeout_s
@@ -82,6 +85,7 @@ class Feed:
         self._waiting_since = 0.0
         self._moving = False
         self._cuts: list[tuple[int, int]] = []
+        self._told_unsharded = False
         run.progress.position = self.snapshot
 
     # ---- the hot path
@@ -227,6 +231,10 @@ class Feed:
             raise self._slot_error(view)
         return lane.failed_since + FAILED_GRACE_S
 
+    def raise_failed(self, view: pb.SlotView) -> NoReturn:
+        """The slot has failed and will deliver nothing any more."""
+        raise self._slot_error(view)
+
     def _slot_error(self, view: pb.SlotView) -> PenstockError:
         error = self._placed(error_of(view.error), view.slot)
         self._run.error = error
@@ -283,6 +291,15 @@ class Feed:
                 notes.append((slot, view.note or f"moved to worker {view.worker}"))
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
+        if run.unsharded and not self._told_unsharded:
+            self._told_unsharded = True
+            warnings.warn(
+                f"{self._label}: no worker asked for its assignment, so every worker streams the whole input, and each "
+                "sample comes once from every worker. Shard it in input_fn or its dataset: a = penstock.worker."
+                "current_assignment() and a.global_worker_id of a.total_num_workers, or torch's get_worker_info()",
+                UserWarning,
+                stacklevel=2,
+            )
         for slot, note in notes:
             warnings.warn(
                 f"{self._label}: slot {slot} of box {run.box} was recovered: {note}; the stream goes on as if nothing had "
@@ -376,6 +393,11 @@ class Feed:
         self._moving = False
         # Other boxes may ask for a state before this one's next report, which would then lack the cut.
         self._run.report()
+
+    @property
+    def copies(self) -> int:
+        """Batches handed out as copies."""
+        return sum(lane.copies for lane in self._lanes)
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
         """The position, also while the training thread moves it: for the watch thread."""

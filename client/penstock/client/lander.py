@@ -15,9 +15,9 @@ out of the receive buffer (one receive for many); a large one is received into i
 into the buffer in the same call.
 
 Ends. Connection lost or refused: what has come whole is handed on, then the consumer's socket just ends, and it
-knows to come back. Only what the daemon says, or a stream that cannot be what it claims, reaches the consumer as an ERROR
-frame. Consumer gone: its last acks go out, then the TCP connection is closed. The process leaves when the process of
-`--lifeline-pid` does.
+knows to come back. Only what the daemon says, or a stream that cannot be what it claims, reaches the consumer as an
+ERROR frame. Consumer gone: its last acks go out, then the TCP connection is closed. The process leaves when the
+process of `--lifeline-pid` does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import select
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -36,7 +36,7 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from penstock.proto import tcp
-from penstock.proto.errors import BatchTooLargeError, PenstockError, ProtocolError
+from penstock.proto.errors import PenstockError, ProtocolError, format_remote
 from penstock.proto.frames import (
     BATCH,
     CLOSE,
@@ -44,26 +44,28 @@ from penstock.proto.frames import (
     ERROR,
     MAX_FRAME,
     MAX_RINGS,
-    MAX_STRUCTURE,
     RING,
     STRUCTURE,
+    Pieces,
     check_peer,
 )
 from penstock.proto.producer import Producer, Slab
+from penstock.proto.ring import PAGE
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 _log = logging.getLogger("penstock.client.lander")
 
 HELLO_S = 10.0
-"""Seconds that a consumer has for its Hello, and a closed lane for its last acks."""
+"""Seconds that a consumer has for its Hello, and a lane whose consumer has left for its last acks."""
 CONNECT_S = 10.0
-"""Seconds to connect to a daemon."""
+"""Seconds to connect to one address of a daemon; twice that for all of them."""
 SMALL = 16 << 10
-"""Bytes of payload up to which a batch is copied out of the receive buffer."""
+"""Bytes of payload up to which batches are copied out of the receive buffer, many to a receive."""
 AHEAD = 4 << 10
-"""Bytes received behind a large payload: room for the next frame, and little to be copied."""
+"""Bytes received behind a larger payload: room for the next frame, and little to be copied."""
 READS_A_TURN = 32
 """Receives of one lane before the others get their turn."""
+NEVER = float("inf")
 
 
 class Lane:
@@ -76,37 +78,67 @@ class Lane:
         self._loop = loop
         self._consumer = sock
         self._tcp: socket.socket | None = None
-        self._producer = Producer(max_batch_bytes)
+        self._producer = Producer((max_batch_bytes + PAGE - 1) // PAGE * PAGE)  # as the sender's slots are rounded
         self._producer.on_ack = self._relay
         self._greeted = False
-        self._ended = False  # nothing more will come from TCP
+        self._ended = False  # nothing more will be read from TCP
         self._inbox = tcp.Inbox()
         self._out: deque[bytes | memoryview] = deque()  # hello and acks on their way to the pump
         self._frame = lane_pb2.Frame()
-        self._pending = False  # `_frame` is a batch that waits for a ring slot
-        self._slab: Slab | None = None  # the slot that its payload goes into
-        self._target: memoryview | None = None  # what of the payload is still to come; None while there is none
-        self._skip = 0  # bytes of a payload that nobody wants any more
+        self._waiting = False  # `_frame` is a batch that waits for a ring slot
+        self._slab: Slab | None = None  # where its payload goes
+        self._target: memoryview | None = None  # what of the payload is still to come
+        self._unwanted = 0  # bytes of a payload that nobody wants any more
+        self._limit = 1 << 20  # bytes of one receive into the buffer
         self._slot_bytes: dict[int, int] = {}  # of the sender's rings
-        self._pieces: dict[int, bytearray] = {}
-        self._look_ahead = 1 << 20
-        loop.watch(sock, self._on_consumer, select.EPOLLIN)
+        self._pieces = Pieces()
+        loop.watch(self, sock, select.EPOLLIN)
+
+    def on_event(self, fd: int, events: int) -> None:
+        """Something happened at one of the two sockets."""
+        try:
+            if fd != self._consumer.fileno():
+                if events & ~select.EPOLLOUT:
+                    self._receive()
+            elif self._greeted:
+                if events & ~select.EPOLLOUT:
+                    self._producer.take_acks()
+                self._producer.flush()
+                if self._waiting:
+                    self._receive()
+            else:
+                self._greet()
+            self._settle()
+        except Exception as error:  # a fault of one lane, or of this code, is not the other lanes'
+            self.fail(error)
+
+    def end(self, why: str) -> None:
+        """Over: both sockets just end. What the consumer was sent stays readable to it."""
+        if self.over:
+            return
+        _log.info("a lane is over: %s", why)
+        self.over = True
+        self._target = self._slab = None
+        self._loop.forget(self, self._consumer, self._tcp)
+        self._producer.close(say_so=False)
+        self._consumer.close()
+        if self._tcp is not None:
+            self._tcp.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Over, and the consumer is told why: the stream cannot be followed any further."""
+        _log.warning("a lane has failed: %s: %s", type(error).__name__, error)
+        known = isinstance(error, PenstockError)
+        detail = records_pb2.ErrorDetail(
+            name=type(error).__name__ if known else PenstockError.__name__,
+            message=f"in the lander: {error!s}" if known else f"in the lander: {type(error).__name__}: {error}",
+            remote_traceback="" if known else format_remote(error),
+        )
+        self._producer.fail(0, 0, detail)
+        self._ended = True
+        self._settle()
 
     # ---- the consumer
-
-    def _on_consumer(self, events: int) -> None:
-        if not self._greeted:
-            self._greet()
-            return
-        producer = self._producer
-        if events & ~select.EPOLLOUT:
-            self._loop.moved = True
-            producer.take_acks()
-            if not producer.attached:
-                self._consumer_left()
-                return
-        producer.flush()
-        self._advance()
 
     def _greet(self) -> None:
         hello = lane_pb2.Hello()
@@ -114,8 +146,8 @@ class Lane:
             data = self._consumer.recv(MAX_FRAME + 1)
             hello.ParseFromString(data)
             host, _, port = hello.target.rpartition(":")
-            if not data or len(data) > MAX_FRAME or not host or not port.isdecimal():
-                raise ProtocolError(f"a hello whose target is {hello.target!r}")
+            if len(data) > MAX_FRAME or not host or not port.isdecimal() or int(port) > 65535:
+                raise ProtocolError(f"{len(data)} bytes with the target {hello.target!r}")
         except BlockingIOError:
             return
         except (OSError, DecodeError, ProtocolError) as error:
@@ -124,7 +156,7 @@ class Lane:
         self._greeted = True
         self.deadline = time.monotonic() + 2 * CONNECT_S
         self._producer.attach(self._consumer, hello)
-        # Places in the ring are this end's own business; on the other side there is another ring.
+        # Places in the ring are this end's own business: at the other side there is another ring.
         hello.ClearField("target")
         hello.ClearField("held")
         hello.ack.ClearField("released")
@@ -137,14 +169,6 @@ class Lane:
         if message:
             self._out.append(tcp.framed(message))
 
-    def _consumer_left(self) -> None:
-        """Its last acks go out, then this lane is over."""
-        self._loop.unwatch(self._consumer)
-        self._ended = True
-        self._send()
-        if not self.over:
-            self.deadline = time.monotonic() + HELLO_S
-
     # ---- TCP
 
     def _connected(self, sock: socket.socket | OSError) -> None:
@@ -153,36 +177,257 @@ class Lane:
         elif self.over:
             sock.close()
         else:
-            self.deadline = float("inf")
+            self.deadline = NEVER
             tcp.tune(sock, user_timeout=True)
             sock.setblocking(False)
             self._tcp = sock
-            self._loop.watch(sock, self._on_tcp, select.EPOLLIN)
-            self._send()
+            self._settle()
 
-    def _on_tcp(self, events: int) -> None:
-        if events & ~select.EPOLLOUT:
-            self._advance(True)
-        if not self.over:
-            self._send()
-
-    def _send(self) -> None:
-        """Hello and acks, as far as TCP takes them."""
-        sock, out = self._tcp, self._out
-        if sock is None:
+    def _receive(self) -> None:
+        """Read TCP until it has no more, its turn is over, or no ring slot is free."""
+        sock, inbox = self._tcp, self._inbox
+        if sock is None or self._ended:
             return
-        while out:
+        try:
+            if self._waiting and not self._work_through():
+                return
+            for _ in range(READS_A_TURN):
+                target = self._target
+                try:
+                    if target is None:
+                        size = behind = sock.recv_into(inbox.room(self._limit))
+                    else:
+                        size = sock.recvmsg_into([target, inbox.room(self._limit)])[0]
+                        behind = max(0, size - len(target))
+                        self._target = target[size - behind :]
+                except BlockingIOError:
+                    return
+                except OSError:
+                    size = 0
+                if not size:
+                    self._ended = True
+                    return
+                inbox.add(behind)
+                if not self._work_through():
+                    return
+        except PenstockError as error:
+            self.fail(error)
+
+    def _work_through(self) -> bool:
+        """Publish and learn what has arrived. False if a batch waits for a ring slot."""
+        inbox, frame, producer = self._inbox, self._frame, self._producer
+        while True:
+            if self._waiting and not self._open_slot():
+                return False
+            if self._unwanted:
+                self._unwanted -= len(inbox.take_bytes(self._unwanted))
+                if self._unwanted:
+                    return True
+            if self._target is not None:
+                if self._target:
+                    piece = inbox.take_bytes(len(self._target))
+                    self._target[: len(piece)] = piece
+                    self._target = self._target[len(piece) :]
+                    if self._target:
+                        return True
+                self._publish()
+            message = inbox.take()
+            if message is None:
+                return True
             try:
-                sent = sock.send(out[0])
-            except BlockingIOError:
-                break
-            except OSError:
-                out.clear()  # the reading side finds the end, behind the last frames
-                break
-            if sent < len(out[0]):
-                out[0] = memoryview(out[0])[sent:]
+                frame.ParseFromString(message)  # type: ignore[arg-type]  # upb reads any buffer
+            except DecodeError as error:
+                raise ProtocolError(f"a frame that cannot be read: {error}") from error
+            kind = frame.kind
+            if kind == BATCH:
+                if frame.nbytes + 8 * frame.size > self._slot_bytes.get(frame.ring, -1):
+                    raise ProtocolError(f"a batch of {frame.nbytes} bytes in no ring that was announced")
+                if not producer.knows_structure(frame.structure):
+                    raise ProtocolError(f"a batch of structure {frame.structure}, never announced")
+                self._waiting = True
+            elif kind == RING:
+                self._slot_bytes[frame.ring] = frame.slot_bytes
+                if len(self._slot_bytes) > MAX_RINGS:
+                    del self._slot_bytes[min(self._slot_bytes)]
+            elif kind == STRUCTURE:
+                whole = self._pieces.add(frame)
+                if whole is not None:
+                    producer.know_structure(frame.structure, whole)
+            elif kind in (END, ERROR, CLOSE):
+                producer.forward_end(frame)
             else:
-                out.popleft()
-        if not out and not self._producer.attached:
-            self.end("the consumer left")
-"""
+                raise ProtocolError(f"a frame of unknown kind {kind}")
+
+    def _open_slot(self) -> bool:
+        """A slot for the batch in `_frame`, as large as the sender's, so that the rings grow alike."""
+        frame, producer = self._frame, self._producer
+        size = frame.nbytes + 8 * frame.size
+        if frame.cut < producer.cuts:
+            self._unwanted = size
+        else:
+            slab = producer.reserve(self._slot_bytes[frame.ring])
+            if slab is None:
+                return False
+            self._slab = slab
+            self._target = slab.view[:size]
+            self._limit = AHEAD if size > SMALL else 1 << 20
+        self._waiting = False
+        return True
+
+    def _publish(self) -> None:
+        """The batch in `_frame` is in its slot."""
+        slab, self._slab, self._target = self._slab, None, None
+        assert slab is not None
+        if self._frame.cut < self._producer.cuts:
+            self._producer.return_unused(slab)  # the pass was left while it came in
+        else:
+            self._producer.forward(slab, self._frame)
+
+    def _settle(self) -> None:
+        """Send what can be sent to the pump, find out whether this is the end, and say what to wait for next."""
+        if self.over or not self._greeted:
+            return
+        sock, out, producer = self._tcp, self._out, self._producer
+        try:
+            while sock is not None and out:
+                sent = sock.send(out[0])
+                if sent < len(out[0]):
+                    out[0] = memoryview(out[0])[sent:]
+                else:
+                    out.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            out.clear()  # the reading side finds the end, behind the last frames
+        if not producer.attached:
+            if sock is None or not out:
+                self.end("the consumer left")
+                return
+            self._ended = True
+            self.deadline = min(self.deadline, time.monotonic() + HELLO_S)
+            self._loop.watch(self, self._consumer, 0)
+        else:
+            if self._ended and not producer.blocked:
+                self.end("the connection ended")
+                return
+            self._loop.watch(self, self._consumer, select.EPOLLIN | (select.EPOLLOUT if producer.blocked else 0))
+        if sock is not None:
+            reading = not self._ended and not self._waiting
+            self._loop.watch(self, sock, (select.EPOLLIN if reading else 0) | (select.EPOLLOUT if out else 0))
+
+
+class Loop:
+    """One thread, one epoll, all lanes."""
+
+    def __init__(self, name: str, lifeline_pid: int, max_batch_bytes: int) -> None:
+        self._max_batch_bytes = max_batch_bytes
+        self._epoll = select.epoll()
+        self._watched: dict[int, tuple[int, Lane]] = {}
+        self._lanes: set[Lane] = set()
+        self._lifeline = os.pidfd_open(lifeline_pid)
+        self._arrived: deque[tuple[Callable[[socket.socket | OSError], None], socket.socket | OSError]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind("\0" + name)
+        self._listener.listen(64)
+        self._epoll.register(self._lifeline, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._epoll.register(self._listener, select.EPOLLIN)
+
+    def run(self) -> None:
+        """Serve until the lifeline's process is gone."""
+        special = {self._wake: self._take_connections, self._listener.fileno(): self._accept}
+        while True:
+            soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
+            timeout = -1 if soonest == NEVER else max(0.0, soonest - time.monotonic())
+            for fd, events in self._epoll.poll(timeout):
+                if fd == self._lifeline:
+                    return
+                if fd in special:
+                    special[fd]()
+                elif fd in self._watched:
+                    self._watched[fd][1].on_event(fd, events)
+            if soonest != NEVER:
+                now = time.monotonic()
+                for lane in [lane for lane in self._lanes if lane.deadline <= now]:
+                    lane.end("its time ran out")
+
+    def watch(self, lane: Lane, sock: socket.socket, mask: int) -> None:
+        """Tell the lane of these events from now on; a mask of 0 means of nothing, not even that the peer hung up."""
+        fd = sock.fileno()
+        before = self._watched.get(fd)
+        if before is None:
+            if mask:
+                self._epoll.register(fd, mask)
+                self._watched[fd] = (mask, lane)
+        elif not mask:
+            self._epoll.unregister(fd)
+            del self._watched[fd]
+        elif before[0] != mask:
+            self._epoll.modify(fd, mask)
+            self._watched[fd] = (mask, lane)
+
+    def forget(self, lane: Lane, *socks: socket.socket | None) -> None:
+        """A lane is over."""
+        self._lanes.discard(lane)
+        for sock in socks:
+            if sock is not None and sock.fileno() >= 0:
+                self.watch(lane, sock, 0)
+
+    def connect(self, address: tuple[str, int], then: Callable[[socket.socket | OSError], None]) -> None:
+        """Connect beside the loop, for names are looked up with blocking calls only; `then` is called in the loop."""
+
+        def work() -> None:
+            found: socket.socket | OSError
+            try:
+                found = socket.create_connection(address, CONNECT_S)
+            except OSError as error:
+                found = error
+            self._arrived.append((then, found))
+            os.eventfd_write(self._wake, 1)
+
+        threading.Thread(target=work, name=f"connect {address[0]}:{address[1]}", daemon=True).start()
+
+    def _take_connections(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._arrived:
+            then, found = self._arrived.popleft()
+            then(found)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # it left again, or there is no descriptor for it
+        try:
+            check_peer(sock)
+        except ProtocolError as error:
+            _log.warning("a connection was refused: %s", error)
+            sock.close()
+            return
+        self._lanes.add(Lane(self, sock, self._max_batch_bytes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Receives batches from other hosts into rings of this one.")
+    parser.add_argument("--lifeline-pid", type=int, required=True, help="leave when this process is gone")
+    parser.add_argument("--ready-fd", type=int, required=True, help="write a byte here once listening")
+    parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
+    parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="refuse larger ring slots")
+    given = parser.parse_args()
+    logging.basicConfig(level=os.environ.get("PENSTOCK_LOG_LEVEL", "WARNING"), format="%(name)s: %(message)s")
+    # Each lane holds two sockets and two descriptors for each of its rings.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        loop = Loop(given.name, given.lifeline_pid, given.max_batch_bytes)
+    except ProcessLookupError:
+        return  # the lifeline's process is gone already
+    os.write(given.ready_fd, b"\n")
+    os.close(given.ready_fd)
+    loop.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,39 +1,39 @@
 """How the ranks of one torchrun launch on one machine come to share one embedded appliance.
 
-Local rank 0 starts the daemons and publishes where they are in a small file; the others wait for it, with a deadline. The
-file lies in a directory that only this user can enter, for it holds the token. Its name is made of what all ranks of a
-launch share and other launches do not (the torchrun agent's pid, the master port, the restart count) and of how many
-appliances the process has shared before.
+Local rank 0 starts the daemons and answers on an abstract Unix socket; the others connect, with a deadline, and are told
+where the daemons are. The socket's name is made of what all ranks of a launch share and other launches do not (the torchrun
+agent's pid, the master port, the restart count) and of how many appliances the process has shared before. An abstract name
+has no file permissions, so both ends ask the kernel who the other is; and it leaves nothing behind when a rank is killed,
+which a file with the token would.
 
-Ranks leave at slightly different times, and the daemons end with rank 0. So every rank that joins holds a shared lock on
-the file's companion, and rank 0 takes it exclusively before it stops the daemons: the kernel gives the lock back for a
-rank that was killed.
+Ranks leave at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
+leaves, and rank 0 waits for the last of them before it stops the daemons.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import stat
-import tempfile
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 from penstock.client.settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
+from penstock.proto.lane import check_peer, connect_local
 
 __all__ = ["Meeting", "Place"]
 
 POLL_S = 0.02
 LEAVE_S = 60.0
 """Seconds that rank 0 waits for the others before it stops the daemons under them."""
+MAX_PLACE = 4096
 
 _shared_so_far = 0
-_pause = threading.Event()  # never set: a wait on it is a sleep that a signal handler may leave
+_pause = threading.Event()  # never set: a wait on it is a sleep
 
 
 @dataclass(frozen=True)
@@ -45,100 +45,85 @@ class Place:
     job: str
 
 
-def _directory() -> Path:
-    path = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PenstockError(
-            f"{path} must be a directory that only this user can enter, and it is not: remove it, or set TMPDIR to a place "
-            "of your own"
-        )
-    return path
-
-
 class Meeting:
     """One appliance that the ranks of a launch share."""
 
     def __init__(self, torchrun: Torchrun) -> None:
         global _shared_so_far
-        key = f"{os.getppid()}-{torchrun.master.rpartition(':')[2]}-{torchrun.restarts}-{_shared_so_far}"
+        port = torchrun.master.rpartition(":")[2]
+        self._name = f"penstock-torchrun-{os.getuid()}-{os.getppid()}-{port}-{torchrun.restarts}-{_shared_so_far}"
         _shared_so_far += 1
-        self._file = _directory() / f"torchrun-{key}.json"
-        self._lock_file = self._file.with_suffix(".lock")
-        self._lock_fd = -1
-        self._hosts = torchrun.local_rank == 0
-        self._pid = os.getpid()
-
-    @property
-    def hosts(self) -> bool:
+        self.hosts = torchrun.local_rank == 0
         """This is the rank that starts the daemons."""
-        return self._hosts
+        self._pid = os.getpid()
+        self._listener: socket.socket | None = None
+        self._joined: socket.socket | None = None
+        self._others: list[socket.socket] = []
 
     def publish(self, place: Place) -> None:
-        """Tell the other ranks, all at once or not at all."""
-        text = json.dumps({"address": place.address, "token": place.token, "job": place.job, "pid": os.getpid()})
-        fresh = self._file.with_suffix(f".{os.getpid()}")
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with open(fd, "w") as file:
-            file.write(text)
-        fresh.rename(self._file)
+        """Tell the other ranks, whenever they ask."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind("\0" + self._name)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise PenstockError(
+                f"Appliance(): another process of this torchrun launch is local rank 0 already ({error})"
+            ) from error
+        self._listener = listener
+        message = json.dumps(asdict(place)).encode()
+        threading.Thread(target=self._answer, args=(listener, message), name="penstock-meeting", daemon=True).start()
+
+    def _answer(self, listener: socket.socket, message: bytes) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # closed: this rank leaves
+            try:
+                check_peer(sock)
+                sock.send(message)
+            except (OSError, PenstockError):
+                sock.close()
+                continue
+            self._others.append(sock)
 
     def join(self, deadline: float, timeout_s: float) -> Place:
-        """Wait for the place that local rank 0 publishes; from then on it waits for this rank to leave.
+        """Ask local rank 0 where the daemons are; from then on it waits for this rank to leave.
 
         deadline: time.monotonic(). Raises DeadlineError.
         """
         while True:
-            found = self._read()
-            if found is not None:
-                self._lock_fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
-                return found
+            try:
+                sock = connect_local(self._name, max(0.1, deadline - time.monotonic()))
+                data = sock.recv(MAX_PLACE)
+            except OSError:
+                data = b""
+            if data:
+                self._joined = sock
+                return Place(**json.loads(data))
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"Appliance(): waited {timeout_s:g} s for local rank 0 of this torchrun launch to start the embedded "
-                    "appliance. Every rank must create it, in the same order; or start `penstock coordinator` and `penstock "
-                    "worker`, and set PENSTOCK_COORDINATOR"
+                    "appliance. Every rank must create it, in the same order; or start `penstock coordinator` and "
+                    "`penstock worker`, and set PENSTOCK_COORDINATOR"
                 )
             _pause.wait(POLL_S)
 
-    def _read(self) -> Place | None:
-        try:
-            fd = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return None
-        with open(fd) as file:
-            value = json.load(file)
-        if not os.path.exists(f"/proc/{value['pid']}"):
-            return None  # left by a rank 0 that was killed; the new one is about to write its own
-        return Place(value["address"], value["token"], value["job"])
-
     def leave(self, stop: Callable[[], None]) -> None:
-        """Give the lock back; on local rank 0, wait for the others first, then `stop`."""
+        """Leave; on local rank 0, wait for the others first, then `stop`."""
         if os.getpid() != self._pid:
             return
-        if not self._hosts:
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
-                self._lock_fd = -1
+        if self._joined is not None:
+            self._joined.close()
+        if self._listener is None:
             return
-        self._file.unlink(missing_ok=True)
-        try:
-            fd = os.open(self._lock_file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            fd = -1  # nobody came
-        if fd >= 0:
-            deadline = time.monotonic() + LEAVE_S
-            while time.monotonic() < deadline:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    _pause.wait(POLL_S)
-            os.close(fd)
-        self._lock_file.unlink(missing_ok=True)
+        # shutdown, for a close alone would not end the accept in the other thread.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        deadline = time.monotonic() + LEAVE_S
+        for sock in self._others:
+            select.select([sock], [], [], max(0.0, deadline - time.monotonic()))
+            sock.close()
         stop()

@@ -12,6 +12,7 @@ finalizer, which may run inside the garbage collector and therefore does nothing
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -38,6 +39,9 @@ HOLD_S = 1.0
 CLOSE_S = 5.0
 """Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
 DIAL_S = 10.0
+LOOK_GRACE_S = 3.0
+"""Seconds after the first batches until the workers' word that nobody asked for its assignment is believed: they learn of
+it with those batches, and tell with a heartbeat."""
 MAX_BACKOFF_S = 2.0
 
 
@@ -88,6 +92,8 @@ class Run:
         """Since when (monotonic) the coordinator has not answered; None = it does."""
         self.progress = Progress()
         self.abandoned = False
+        self.unsharded = False
+        """There are several workers, and none of them ever asked who it is."""
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._on_closed = on_closed
         self._request = request
@@ -95,6 +101,8 @@ class Run:
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._closed = False
+        self._streaming_since: float | None = None
+        self._judged = request.num_boxes * request.num_workers_per_box == 1
         self._thread: threading.Thread | None = None
 
     # ---- opening
@@ -148,14 +156,15 @@ class Run:
             except LaneClosedError:
                 return
             except PenstockError as error:
-                self.error = error
-                self._notify()
+                self.fail(error)
                 self._linger()
                 return
             self.away_since, backoff = None, 0.1
             changed, seen = seen != reply.version, reply.version
             if changed:
                 self._take(reply)
+            if not self._judged:
+                self._judge()
 
     def _linger(self) -> None:
         """The run is over for the coordinator, but the loader still holds it."""
@@ -163,6 +172,20 @@ class Run:
             if self.abandoned:
                 self.close()
                 return
+
+    def _judge(self) -> None:
+        """Find out whether every worker streams the whole input."""
+        position = self.progress.position()
+        if position is None or position.step < self._request.base.step + self.num_slots:
+            return
+        now = time.monotonic()
+        if self._streaming_since is None:
+            self._streaming_since = now
+        elif now - self._streaming_since > LOOK_GRACE_S:
+            self._judged = True
+            if not any(view.traits.looked_at_assignment for view in self.views):
+                self.unsharded = True
+                self._notify()
 
     def _take(self, reply: pb.WatchRunReply) -> None:
         views = list(self.views)
@@ -178,6 +201,26 @@ class Run:
             os.eventfd_write(self.wake_fd, 1)
         except OSError:
             pass  # full, so it is readable; or closed meanwhile
+
+    def fail(self, error: PenstockError) -> None:
+        """The run cannot go on; tells the training thread. From any thread."""
+        self.error = error
+        self._notify()
+
+    def wait_for(self, ready: Callable[[Run], bool], timeout_s: float) -> bool:
+        """Wait until the slots' views are as wanted. False if the time ran out. Raises the run's error."""
+        until = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self.wake_fd, select.POLLIN)
+        while not ready(self):
+            if self.error is not None:
+                raise self.error
+            left = until - time.monotonic()
+            if left <= 0 or self._closed:
+                return False
+            if poll.poll(left * 1000 + 0.5):
+                os.eventfd_read(self.wake_fd)
+        return True
 
     def report(self) -> None:
         """Report progress now instead of within HOLD_S. If the coordinator is away, the thread does it later."""

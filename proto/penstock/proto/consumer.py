@@ -29,9 +29,9 @@ from penstock.proto.frames import (
     KNOWN_STRUCTURES,
     MAX_FRAME,
     MAX_RINGS,
-    MAX_STRUCTURE,
     RING,
     STRUCTURE,
+    Pieces,
 )
 from penstock.proto.ring import Ring
 from penstock.proto.v1 import lane_pb2
@@ -69,8 +69,7 @@ class Consumer:
         self._ring: Ring | None = None
         self._newest = 0
         self._coming = False  # the next packet holds the descriptor of the ring in `_frame`
-        self._piece_of = 0
-        self._pieces = bytearray()
+        self._pieces = Pieces()
         self._ack = lane_pb2.Ack()
         self._dirty = False
         self._unsent: deque[bytes] = deque()
@@ -209,17 +208,13 @@ class Consumer:
         return frame
 
     def _learn_structure(self, frame: lane_pb2.Frame) -> None:
-        size, pieces = frame.size, self._pieces
-        if pieces and frame.structure != self._piece_of:
-            raise ProtocolError(f"{self.name}: structure {frame.structure} amid the pieces of {self._piece_of}")
-        pieces += frame.inline
-        if size > MAX_STRUCTURE or len(pieces) > size or (not frame.inline and size):
-            raise ProtocolError(f"{self.name}: a structure of {size} bytes, with pieces of {len(pieces)}")
-        self._piece_of = frame.structure
-        if len(pieces) == size:
-            self._pieces = bytearray()
+        try:
+            whole = self._pieces.add(frame)
+        except ProtocolError as error:
+            raise ProtocolError(f"{self.name}: {error}") from None
+        if whole is not None:
             self.structures.pop(frame.structure, None)
-            self.structures[frame.structure] = bytes(pieces)
+            self.structures[frame.structure] = whole
             if len(self.structures) > KNOWN_STRUCTURES:
                 del self.structures[next(iter(self.structures))]
 
@@ -281,7 +276,9 @@ class Consumer:
             unsent.append(first.SerializeToString())
             del ack.released[:_GROUP]
             del ack.wanted[:_GROUP]
-        unsent.append(ack.SerializeToString())
+        message = ack.SerializeToString()
+        if message:  # an empty packet would read as the end of the lane
+            unsent.append(message)
         ack.Clear()
         self._dirty = False
 

@@ -30,6 +30,7 @@ __all__ = [
     "PIECE",
     "RING",
     "STRUCTURE",
+    "Pieces",
     "check_peer",
     "connect_local",
     "long_shapes",
@@ -74,6 +75,28 @@ def long_shapes(frame: lane_pb2.Frame, ring: Ring) -> Sequence[int]:
     if frame.slot >= ring.slots or frame.nbytes + 8 * frame.size > ring.slot_bytes:
         raise ProtocolError(f"a batch announced {frame.size} dims that lie beyond its ring slot")
     return struct.unpack_from(f"<{frame.size}Q", ring.map, frame.slot * ring.slot_bytes + frame.nbytes)
+
+
+class Pieces:
+    """Puts a structure together from its STRUCTURE frames, which come in order and without another one's between."""
+
+    def __init__(self) -> None:
+        self._structure = 0
+        self._data = bytearray()
+
+    def add(self, frame: lane_pb2.Frame) -> bytes | None:
+        """The structure, with its last piece. Raises ProtocolError for a piece that cannot be."""
+        size, piece, data = frame.size, frame.inline, self._data
+        if data and frame.structure != self._structure:
+            raise ProtocolError(f"a piece of structure {frame.structure} amid those of {self._structure}")
+        if size > MAX_STRUCTURE or len(data) + len(piece) > size or (size and not piece):
+            raise ProtocolError(f"a structure of {size} bytes with pieces of {len(data)} + {len(piece)}")
+        self._structure = frame.structure
+        data += piece
+        if len(data) < size:
+            return None
+        self._data = bytearray()
+        return bytes(data)
 
 
 def connect_local(address: str, timeout: float) -> socket.socket:

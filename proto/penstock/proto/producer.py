@@ -345,16 +345,17 @@ class Producer:
         self.forward_end(lane_pb2.Frame(kind=ERROR, epoch=epoch, total=total, error=_that_fits(error), cut=self.cuts))
 
     def forward_end(self, frame: lane_pb2.Frame) -> None:
-        """Send an END or ERROR frame, and keep it until a later batch was delivered."""
+        """Send an END, ERROR or CLOSE frame; the first two are kept until a later batch was delivered."""
         message = frame.SerializeToString()
-        self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
+        if frame.kind != CLOSE:
+            self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
         self._send(message)
 
     def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
         """Leave for good, and say that it is on purpose. Waits at most `timeout` seconds for a consumer that is slow to
         read. What it was sent stays readable to it."""
         if self._sock is not None and say_so:
-            self._send(lane_pb2.Frame(kind=CLOSE).SerializeToString())
+            self.forward_end(lane_pb2.Frame(kind=CLOSE))
             deadline = time.monotonic() + timeout
             poll = select.poll()
             poll.register(self._sock, select.POLLOUT)

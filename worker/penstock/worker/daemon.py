@@ -43,6 +43,8 @@ HOLD_S = 1.0
 RETRY_S = 0.3
 ATTACH_DEADLINE_S = 30.0
 SCRATCH_AT_ONCE = 2
+IDLE_ZYGOTE_S = 60.0
+"""That a zygote is kept for after its last slot: starting one takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Daemon:
         self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
         self._session = secrets.token_hex(8)
         self._slots: dict[SlotKey, Slot] = {}
-        self._zygotes: dict[tuple[str, int], asyncio.Task[Zygote]] = {}
+        self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
+        self._retiring: dict[int, asyncio.TimerHandle] = {}
         self._trusts: dict[tuple[str, int], Trust] = {}
         self._answered: set[str] = set()
         self._doors = LaneDoors(self._attach)
@@ -191,7 +194,7 @@ class Daemon:
                 self._start_slot(key, assignment)
         self._assigned.set()
         self._assigned = asyncio.Event()
-        self._drop_unused(set(wanted))
+        self._drop_unused()
         open_requests = {request.request for request in reply.state_requests}
         self._answered &= open_requests
         for request in reply.state_requests:
@@ -210,20 +213,25 @@ class Daemon:
             return
         self._spawn(slot.run())
 
-    def _drop_unused(self, wanted: set[SlotKey]) -> None:
-        """Zygotes of runs that have no slot here any more."""
-        used = {_zygote_key(slot.assignment) for slot in self._slots.values()}
-        for key in [key for key in self._zygotes if key not in used]:
-            self._spawn(self._retire(self._zygotes.pop(key)))
-            self._trusts.pop(key, None)
+    def _drop_unused(self) -> None:
+        """Let go what belongs to runs that have no slot here any more; zygotes a little later, for the next attempt."""
+        attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
+        for attempt in [attempt for attempt in self._trusts if attempt not in attempts]:
+            del self._trusts[attempt]
+        seeds = {slot.assignment.seed for slot in self._slots.values()}
+        for seed in self._zygotes:
+            if seed in seeds and seed in self._retiring:
+                self._retiring.pop(seed).cancel()
+            elif seed not in seeds and seed not in self._retiring:
+                self._retiring[seed] = asyncio.get_running_loop().call_later(IDLE_ZYGOTE_S, self._retire, seed)
 
-    async def _retire(self, starting: asyncio.Task[Zygote]) -> None:
-        """Let slots that are stopping have their grace first."""
-        with contextlib.suppress(PenstockError):
-            zygote = await starting
-            await asyncio.sleep(1.0)
-            zygote.close()
-            await zygote.wait()
+    def _retire(self, seed: int) -> None:
+        self._retiring.pop(seed, None)
+        starting = self._zygotes.pop(seed)
+        if starting.done() and starting.exception() is None:
+            starting.result().close()
+        else:
+            starting.cancel()
 
     async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)
@@ -242,20 +250,20 @@ class Daemon:
     # ---- what slots need (Host)
 
     async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
-        """The run's, started if need be, and again if it died."""
-        key = _zygote_key(assignment)
-        starting = self._zygotes.get(key)
+        """The one with the run's hash seed, started if need be, and again if it died."""
+        seed = assignment.seed
+        starting = self._zygotes.get(seed)
         if starting is None or (starting.done() and (starting.exception() is not None or starting.result().dead)):
-            starting = self._zygotes[key] = asyncio.ensure_future(_started(assignment.seed))
+            starting = self._zygotes[seed] = asyncio.ensure_future(_started(seed))
         return await asyncio.shield(starting)
 
     def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust:
-        return self._trusts.setdefault(_zygote_key(assignment), Trust())
+        return self._trusts.setdefault(_attempt_of(assignment), Trust())
 
     def trust_found(self, assignment: records_pb2.WorkerAssignment) -> None:
         if self.trust(assignment).exact:
             for slot in self._slots.values():
-                if _zygote_key(slot.assignment) == _zygote_key(assignment):
+                if _attempt_of(slot.assignment) == _attempt_of(assignment):
                     self._spawn(slot.trusted())
 
     def slot_changed(self) -> None:
@@ -281,7 +289,7 @@ class Daemon:
         task.add_done_callback(self._tasks.discard)
 
 
-def _zygote_key(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
+def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
 
 

@@ -116,7 +116,8 @@ class LaneDoors:
             connection.sendall(len(refusal).to_bytes(4, "little") + refusal)
             raise
         self._pumps = {pump for pump in self._pumps if pump.is_alive()}
-        pump = Pump(connection, ours, hello)
+        name = f"{hello.run} box {hello.box} slot {hello.slot}"
+        pump = Pump(connection, ours, hello, name)
         self._pumps.add(pump)
         pump.start()
 

@@ -145,7 +145,7 @@ class _Runner:
         else:
             source.restore(Base.of(part))
             self._keep(Base.of(part), origin=source.traits.state_methods == 0 or part["restart"]["origin"] is not None)
-        self._seek(own.total, base.epoch, part["digest"])
+        self._seek(own.total, base.epoch, part.get("digest", 0))
         if a.slot not in base.live:
             source.reach_end()  # it had ended when the state was saved, and the others had not
         elif base.epoch > source.place.epoch:
@@ -298,7 +298,7 @@ class _Runner:
     # ---- snapshots
 
     def _snapshot(self) -> None:
-        """Save the loader's state after this batch. One that cannot be saved goes on streaming; the save will say so."""
+        """Save the loader after this batch. One that cannot be saved goes on streaming; the save will say so."""
         source, producer = self.source, self.producer
         total = source.place.total
         steps = producer.wanted.pop(total, None)

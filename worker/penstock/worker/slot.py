@@ -197,7 +197,8 @@ class Slot:
             self._rate = max(0, self.ledger.total - before) / (now - since)
             self._rate_from = (now, self.ledger.total)
         run, attempt, box, slot, generation = key_of(self.assignment)
-        self.traits.looked_at_assignment = bool(self.ledger.looked)
+        # Known once the first batch is out; until then nobody is to be warned.
+        self.traits.looked_at_assignment = bool(self.ledger.looked) or self.ledger.total == self._first_total
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,
@@ -250,7 +251,7 @@ class Slot:
         self._host.slot_changed()
 
     async def _become_ready(self) -> None:
-        """The first snapshot is durable before any batch can be fetched: no batch is out that could not be recovered."""
+        """The first snapshot is durable before any batch can be fetched: none is out that could not be recovered."""
         for base in list(self._store):
             if not base.durable:
                 await self._make_durable(base)

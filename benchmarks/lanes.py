@@ -1,0 +1,262 @@
+"""How fast the bare lanes are, and how near to what the machine can do: no torch, no user code, no control plane.
+
+    python benchmarks/lanes.py [--seconds 2] [--sizes 4,64,1024,8192] [--rounds 1]
+
+For each batch size, in one run so that the figures can be compared: copying it in memory, sending it over one plain
+TCP connection between two processes (a send and a receive for each batch, no framing), the local lane (runner,
+consumer), and the TCP lane (runner, pump, lander, consumer). The runner copies each batch into its ring from ordinary
+memory, as `FlatBatch.write_to` does; the consumer looks at the first byte, and gives slots back in groups of a quarter of
+the ring. `cpu us` is processor time a batch of each process in that order; on a machine that does other things too it
+says more than the rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.client.landing import Lander
+from penstock.proto import tcp
+from penstock.proto.lane import Consumer, Producer, connect_local
+from penstock.proto.ring import Ring, slots_for
+from penstock.proto.v1 import lane_pb2
+from penstock.worker.pump import Pump
+
+WARM_UP = 0.3
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a forked child, which ends with this process at the latest."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the measurement is over
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds of all threads that the process has now."""
+    try:
+        return (
+            sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+        )
+    except OSError:
+        return 0.0
+
+
+def source(size: int) -> memoryview:
+    return memoryview((os.urandom(1 << 16) * (size // (1 << 16) + 1))[:size])
+
+
+def run_runner(sock: socket.socket, size: int) -> None:
+    """A runner without user code: copy, publish, and wait only for slots."""
+    producer, batch = Producer(1 << 30), source(size)
+    producer.know_structure(1, b"x")
+    producer.attach(sock, lane_pb2.Hello(next_total=1))
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    total = 0
+    while producer.attached:
+        slab = producer.reserve(size)
+        if slab is None:
+            producer.take_acks()
+            if not producer.free_slots and producer.attached:
+                poll.poll()
+            continue
+        total += 1
+        start = slab.offset
+        slab.ring.view[start : start + size] = batch
+        producer.publish(slab, total, 0, 1, size, (size,), 0x123456789ABCDEF)
+        if producer.free_slots < 2:
+            producer.take_acks()
+
+
+def consume(consumer: Consumer, size: int, seconds: float, pids: list[int]) -> tuple[float, list[float]]:
+    """Batches a second, and processor microseconds a batch of this process and of `pids`."""
+    poll = select.poll()
+    poll.register(consumer.fileno(), select.POLLIN)
+    released: list[int] = []
+    group, total, begun = 2 * max(1, slots_for(size) // 4), 0, 0
+    start = until = 0.0
+    before: list[float] = []
+    while True:
+        frame = consumer.receive()
+        if frame is None:
+            consumer.release(released)
+            released.clear()
+            consumer.flush()
+            if not poll.poll(10_000):
+                raise SystemExit(f"no batch for 10 s after {total}")
+            continue
+        total += 1
+        if frame.total != total:
+            raise SystemExit(f"batch {frame.total} instead of {total}")
+        ring = consumer.rings[frame.ring]
+        ring.view[frame.slot * ring.slot_bytes]
+        released += (frame.ring, frame.slot)
+        consumer.delivered(total)
+        if len(released) >= group:
+            consumer.release(released)
+            released.clear()
+            consumer.flush()
+            now = time.perf_counter()
+            if not until:
+                until = now + WARM_UP
+            elif now >= until:
+                if before:
+                    break
+                start, begun, until = now, total, now + seconds
+                before = [cpu_s(pid) for pid in (os.getpid(), *pids)]
+    batches = total - begun
+    after = [cpu_s(pid) for pid in (os.getpid(), *pids)]
+    used = [1e6 * (end - begin) / batches for begin, end in zip(before, after, strict=True)]
+    return batches / (now - start), used[1:] + used[:1]
+
+
+def local(size: int, seconds: float) -> tuple[float, list[float]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def runner() -> None:
+        ours.close()
+        run_runner(theirs, size)
+
+    pid = in_child(runner)
+    theirs.close()
+    consumer = Consumer(ours, "the runner")
+    try:
+        return consume(consumer, size, seconds, [pid])
+    finally:
+        consumer.close()
+        end(pid)
+
+
+def remote(size: int, seconds: float) -> tuple[float, list[float]]:
+    lander = Lander()
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def daemon() -> None:
+        theirs.close()
+        sock, _ = listener.accept()
+        pump = Pump(sock, ours, tcp.read_hello(sock, 10), "bench")
+        pump.start()
+        pump.join()
+
+    def runner() -> None:
+        ours.close()
+        run_runner(theirs, size)
+
+    pids = [in_child(runner), in_child(daemon)]
+    ours.close()
+    theirs.close()
+    name = lander.start()
+    sock = connect_local(name, 5)
+    target = f"127.0.0.1:{listener.getsockname()[1]}"
+    sock.send(lane_pb2.Hello(next_total=1, target=target).SerializeToString())
+    consumer = Consumer(sock, "the lander")
+    assert lander.pid is not None
+    try:
+        return consume(consumer, size, seconds, [*pids, lander.pid])
+    finally:
+        consumer.close()
+        lander.stop()
+        listener.close()
+        for pid in pids:
+            end(pid)
+
+
+def raw_tcp(size: int, seconds: float) -> tuple[float, list[float]]:
+    """One send and one receive a batch, from a ring and into a ring."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    slots = slots_for(size)
+
+    def sender() -> None:
+        ring, index = Ring.create(size, slots), 0
+        sock = socket.create_connection(listener.getsockname())
+        tcp.tune(sock)
+        while True:
+            index = (index + 1) % slots
+            sock.sendall(ring.view[index * size : (index + 1) * size])
+
+    pid = in_child(sender)
+    sock, _ = listener.accept()
+    ring, index, batches, begun, start, until = Ring.create(size, slots), 0, 0, 0, 0.0, time.perf_counter() + WARM_UP
+    before: list[float] = []
+    while True:
+        index = (index + 1) % slots
+        target = ring.view[index * size : (index + 1) * size]
+        while target:
+            target = target[sock.recv_into(target) :]
+        batches += 1
+        now = time.perf_counter()
+        if now >= until:
+            if before:
+                break
+            start, begun, until = now, batches, now + seconds
+            before = [cpu_s(pid), cpu_s(os.getpid())]
+    used = [
+        1e6 * (cpu_s(one) - begin) / (batches - begun) for one, begin in zip((pid, os.getpid()), before, strict=True)
+    ]
+    end(pid)
+    sock.close()
+    listener.close()
+    return (batches - begun) / (now - start), used
+
+
+def memcpy(size: int, seconds: float) -> tuple[float, list[float]]:
+    slots, batch = slots_for(size), source(size)
+    ring, index, copies = Ring.create(size, slots), 0, 0
+    start, cpu = time.perf_counter(), time.process_time()
+    while (now := time.perf_counter()) < start + seconds:
+        for _ in range(slots):
+            index = (index + 1) % slots
+            ring.view[index * size : (index + 1) * size] = batch
+        copies += slots
+    return copies / (now - start), [1e6 * (time.process_time() - cpu) / copies]
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--sizes", default="4,64,1024,8192", help="KiB of a batch")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", default="memcpy,raw TCP,local lane,TCP lane")
+    given = parser.parse_args()
+    ways = {"memcpy": memcpy, "raw TCP": raw_tcp, "local lane": local, "TCP lane": remote}
+    only = given.only.split(",")
+    print(f"{'batch':>8}  {'way':10} {'batches/s':>10} {'GB/s':>6}  cpu us a batch")
+    for _ in range(given.rounds):
+        for kib in map(int, given.sizes.split(",")):
+            rates: dict[str, float] = {}
+            for way in only:
+                rates[way], used = ways[way](kib << 10, given.seconds)
+                note = ""
+                if way == "TCP lane" and "raw TCP" in rates:
+                    note = f"  {rates[way] / rates['raw TCP']:.2f} of raw TCP"
+                costs = " ".join(f"{one:.1f}" for one in used)
+                print(
+                    f"{kib:4} KiB  {way:10} {rates[way]:10,.0f} {rates[way] * (kib << 10) / 1e9:6.2f}  {costs}{note}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""Where the data come from: a coordinator with its workers, elsewhere or started here.
+
+An `Appliance` is made of settings and a connection. Without an address it starts coordinator and worker daemon as children of
+this process. Runs are opened on it by loaders; it closes what is open when it is closed itself, at the end of its `with`, or at
+exit.
+
+Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with`, else a default one made
+from the environment, which closes after the last loader that used it is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import time
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+from penstock.client.embedded import Embedded
+from penstock.client.landing import Lander
+from penstock.client.reference import MAIN, Reference, forbid_in_runner, search_path
+from penstock.client.rendezvous import Meeting, Place
+from penstock.client.run import Run
+from penstock.client.saved import Start
+from penstock.client.settings import Settings, Torchrun, attempt_key, resolve
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.channel import VERSION, host_id, read_token
+from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, PenstockError
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["Appliance", "current_appliance", "current_settings"]
+
+REACH_S = 20.0
+"""Seconds that an address may be unreachable before opening a run gives up: a coordinator restarts in a few."""
+RETRY_S = 0.25
+
+_open: weakref.WeakSet[Appliance] = weakref.WeakSet()
+_entered: list[Appliance] = []
+
+
+class Appliance:
+    """A coordinator and its workers, as seen from one box.
+
+    Every argument that is left out comes from the environment variable PENSTOCK_<NAME> (the address from
+    PENSTOCK_COORDINATOR), box and num_boxes then from torchrun's RANK and WORLD_SIZE, and at last from the default given
+    here.
+
+    Args:
+        address: "host:port" of the coordinator. None: embedded, everything on this machine, started and stopped here.
+        num_workers_per_box: processes that run input_fn for each box (1).
+        box: this process's number among those that train, from 0 (0).
+        num_boxes: how many there are (1).
+        job: the job's name; a job that is started again under its name takes its runs over (torchrun's run id unless that
+            is "none", else a fresh one).
+        seed: of the run, 0 to 2**64 - 1 (the one that the run had, or a fresh one).
+        device: None or "cpu" in this release.
+        attempt: the same on all boxes of one launch and another for each launch (told by torchrun).
+        token: for the coordinator (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
+        lane: "auto" (shared memory on this host, TCP from others) or "tcp".
+        max_batch_bytes: a larger batch is an error (1 GiB).
+        strict_structure: refuse a batch whose tree or dtypes differ from the first one's (False).
+        replay: save loaders that have no state methods too, by counting their batches and replaying them (False).
+        retention_steps: how many delivered steps back a state can be had (256).
+        timeout_s: seconds, the deadline of every wait (120).
+        progress: show a line with steps/s and the share of time waited (False).
+
+    Raises:
+        InvalidArgumentError, BoxOutOfRangeError: an argument, or a variable, that cannot be meant.
+        RuntimeError: inside a worker, where the main script lacks its main guard.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        num_workers_per_box: int | None = None,
+        box: int | None = None,
+        num_boxes: int | None = None,
+        job: str | None = None,
+        seed: int | None = None,
+        device: str | None = None,
+        attempt: str | None = None,
+        token: str | None = None,
+        lane: Literal["auto", "tcp"] | None = None,
+        max_batch_bytes: int | None = None,
+        strict_structure: bool | None = None,
+        replay: bool | None = None,
+        retention_steps: int | None = None,
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        forbid_in_runner("creating an Appliance")
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._setup(resolve(**given))
+
+    def _setup(self, settings: Settings) -> None:
+        self.settings = settings
+        self._torchrun = Torchrun()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._runs: list[Run] = []
+        self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._opened = 0
+        self._place: Place | None = None
+        self._daemons: Embedded | None = None
+        self._meeting: Meeting | None = None
+        self._lander = Lander(settings.max_batch_bytes)
+        self.host = host_id()
+        self.force_tcp = settings.lane == "tcp"
+        self.embedded = not settings.address
+        if settings.address:
+            token = read_token(settings.token.get_secret_value())
+            self._place = Place(settings.address, token, self._job(fresh=settings.num_boxes == 1))
+        elif settings.num_boxes == 1:
+            self._embed()
+        elif self._torchrun.one_host:
+            self._meeting = Meeting(self._torchrun)
+            if self._meeting.hosts:
+                self._embed()
+                assert self._place is not None
+                self._meeting.publish(self._place)
+        else:
+            where = "several hosts" if self._torchrun.present else "several processes"
+            raise InvalidArgumentError(
+                f"Appliance(num_boxes={settings.num_boxes}) over {where} cannot be embedded: start `penstock coordinator "
+                "--listen HOST:PORT --state-dir DIR` on one machine and `penstock worker --coordinator HOST:PORT` on those "
+                "that shall load data, and pass the address, or set PENSTOCK_COORDINATOR=HOST:PORT, on every box"
+            )
+        _open.add(self)
+
+    def _embed(self) -> None:
+        self._daemons = daemons = Embedded(_Deaths(self))
+        weakref.finalize(self, daemons.let_go).atexit = False  # dropped without being closed
+        self._place = Place(daemons.address, daemons.token, self._job(fresh=True))
+
+    def _job(self, *, fresh: bool) -> str:
+        run_id = self._torchrun.run_id
+        job = self.settings.job or ("" if run_id == "none" else run_id.replace("/", "-"))
+        if job or fresh:
+            return job or f"job-{secrets.token_hex(4)}"
+        raise InvalidArgumentError(
+            f"Appliance(num_boxes={self.settings.num_boxes}): the boxes find each other by the job's name; pass job= or set "
+            "PENSTOCK_JOB, the same on all of them"
+        )
+
+    # ---- what runs need (penstock.client.run.Link)
+
+    def client(self) -> CoordinatorClient:
+        place = self._place
+        assert place is not None
+        return CoordinatorClient(place.address, place.token)
+
+    def lander(self) -> str:
+        return self._lander.start()
+
+    # ---- opening a run
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def job(self) -> str:
+        """The name of the job that runs are opened under."""
+        return self._reach(time.monotonic() + self.settings.timeout_s).job
+
+    def _reach(self, deadline: float) -> Place:
+        """Where the coordinator is, which has been seen to be up if it is embedded here."""
+        if self._closed:
+            raise PenstockError("this Appliance is closed")
+        if self._place is None:
+            assert self._meeting is not None
+            self._place = self._meeting.join(deadline, self.settings.timeout_s)
+        if self._daemons is not None:
+            self._daemons.wait_until_up(deadline)
+        return self._place
+
+    def open_run(
+        self, owner: Any, reference: Reference, arguments: bytes, start: Start, seed: int | None, key: str
+    ) -> Run:
+        """Open a run of a loader and take this box's place in it.
+
+        Args:
+            owner: the loader; the first opening of each gives it its number within the job.
+            start: from where.
+            seed: the run's, None = the one it had, or a fresh one.
+            key: tells the openings of one loader in one launch apart.
+        """
+        settings = self.settings
+        deadline = time.monotonic() + settings.timeout_s
+        place = self._reach(deadline)
+        if reference.main_path and not self.embedded:
+            raise InvalidArgumentError(
+                f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, which "
+                f"workers of the coordinator at {place.address} cannot import: put it into a module that is importable on "
+                "the workers"
+            )
+        ordinal = self._ordinals.get(owner)
+        if ordinal is None:
+            ordinal = self._ordinals[owner] = self._opened
+            self._opened += 1
+        request = pb.OpenRunRequest(
+            version=VERSION,
+            job=place.job,
+            ordinal=ordinal,
+            attempt_key=attempt_key(settings, self._torchrun) + key,
+            client_id=secrets.token_hex(8),
+            box=settings.box,
+            num_boxes=settings.num_boxes,
+            num_workers_per_box=settings.num_workers_per_box,
+            host_id=self.host,
+            loader=self._spec(reference, arguments),
+            base=start.base,
+        )
+        if seed is not None:
+            request.has_seed, request.seed = True, seed
+        run = Run(self, request, self._forget)
+        try:
+            self._patiently(deadline, lambda: self._open(run, request, start))
+        except BaseException:
+            run.close()
+            raise
+        with self._lock:
+            self._runs.append(run)
+        return run
+
+    def _open(self, run: Run, request: pb.OpenRunRequest, start: Start) -> None:
+        if start.blob:
+            with self.client() as client:
+                blob = client.put_blob(start.blob, f"{request.job}/{request.ordinal}")
+            request.resume.blob, request.resume.same_shape = blob, start.same_shape
+        run.open()
+
+    def _patiently(self, deadline: float, call: Any) -> None:
+        """Repeat a call while the coordinator cannot be reached; every call of ours may be repeated."""
+        give_up = min(deadline, time.monotonic() + REACH_S)
+        pause = threading.Event()
+        while True:
+            try:
+                call()
+                return
+            except CoordinatorUnavailableError as error:
+                if time.monotonic() > give_up:
+                    raise CoordinatorUnavailableError(
+                        f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock coordinator` "
+                        "running there, and the address right?"
+                    ) from error
+                pause.wait(RETRY_S)
+
+    def _spec(self, reference: Reference, arguments: bytes) -> records_pb2.LoaderSpec:
+        settings = self.settings
+        spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=arguments)
+        spec.options.max_batch_bytes = settings.max_batch_bytes
+        spec.options.strict_structure = settings.strict_structure
+        spec.options.replay_without_state = settings.replay
+        spec.options.retention_steps = settings.retention_steps
+        spec.options.force_tcp = self.force_tcp
+        if self.embedded:
+            # The same user on the same machine: what this process can import, the workers shall find too.
+            spec.sys_path.extend(search_path())
+            if reference.name.startswith(f"{MAIN}:"):
+                spec.main_path = reference.main_path
+        return spec
+
+    # ---- the end
+
+    def _forget(self, run: Run) -> None:
+        with self._lock:
+            if run in self._runs:
+                self._runs.remove(run)
+
+    def close(self) -> None:
+        """Close all runs, and stop what was started here. Batches that the loop still holds stay valid."""
+        if os.getpid() != self._pid:
+            return  # a fork of the training process, at its exit
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            runs = list(self._runs)
+        _open.discard(self)
+        for run in runs:
+            run.close()
+        self._lander.stop()
+        stop = self._daemons.close if self._daemons is not None else _nothing
+        if self._meeting is not None:
+            self._meeting.leave(stop)
+        else:
+            stop()
+
+    def __enter__(self) -> Appliance:
+        _entered.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self in _entered:
+            _entered.remove(self)
+        self.close()
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        where = settings.address or "embedded"
+        return f"<Appliance {where}, box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each>"
+
+
+class _Deaths:
+    """Tells an appliance's runs that a daemon has died, without keeping the appliance alive."""
+
+    def __init__(self, appliance: Appliance) -> None:
+        self._appliance = weakref.ref(appliance)
+
+    def __call__(self, error: PenstockError) -> None:
+        appliance = self._appliance()
+        for run in list(appliance._runs) if appliance is not None else ():
+            run.fail(error)
+
+
+def _nothing() -> None:
+    pass
+
+
+@atexit.register
+def _close_all() -> None:
+    for appliance in list(_open):
+        appliance.close()
+
+
+# ---- the default appliance
+
+
+class _Default:
+    """The appliance of loaders that name none, and who uses it.
+
+    A loader leaves from its finalizer, which may run inside the garbage collector: it takes its name off a set and writes to
+    an eventfd, and does nothing else. A thread closes the appliance when the set is empty.
+    """
+
+    def __init__(self) -> None:
+        self.appliance = Appliance()
+        self.users: set[int] = set()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        threading.Thread(target=self._keep, name="penstock-default-appliance", daemon=True).start()
+
+    def use(self, loader: Any) -> None:
+        key = id(loader)
+        if key not in self.users:
+            self.users.add(key)
+            weakref.finalize(loader, self._leave, key).atexit = False
+
+    def _leave(self, key: int) -> None:
+        self.users.discard(key)
+        os.eventfd_write(self._wake, 1)
+
+    def _keep(self) -> None:
+        global _default
+        while True:
+            os.eventfd_read(self._wake)
+            with _default_lock:
+                if not self.users:
+                    if _default is self:
+                        _default = None
+                    break
+        self.appliance.close()
+
+
+_default: _Default | None = None
+_default_lock = threading.Lock()
+
+
+def current_appliance(loader: Any) -> Appliance:
+    """The appliance for a loader that is iterated without one: the innermost `with`, else the default one."""
+    global _default
+    for appliance in reversed(_entered):
+        if not appliance.closed:
+            return appliance
+    with _default_lock:
+        if _default is None or _default.appliance.closed:
+            _default = _Default()
+        _default.use(loader)
+        return _default.appliance
+
+
+def current_settings() -> Settings:
+    """The settings that current_appliance() would have, without starting anything."""
+    for appliance in reversed(_entered):
+        if not appliance.closed:
+            return appliance.settings
+    return _default.appliance.settings if _default is not None else resolve()

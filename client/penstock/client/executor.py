@@ -1,0 +1,161 @@
+"""The training loop's iterator: how many steps, in which passes, and which of them are checkpoints.
+
+Iterating is a generator that has already run up to its first `yield` when the loop gets it: opening the run happens in
+`iter()`, where its errors belong, and from then on leaving it in any way (to the end, by `break`, by an exception, or by
+dropping it) runs its `finally`.
+
+A pass that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that of the
+last step, in the middle of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from penstock.client.appliance import Appliance
+from penstock.client.feed import PASS_ENDED, UNLIMITED, Stats
+from penstock.client.loader import DataLoader, Session
+from penstock.client.progress import ProgressLine
+from penstock.client.reference import forbid_in_runner
+from penstock.client.schedule import CheckpointSteps, Schedule, positive
+from penstock.proto.errors import EmptyInputError
+
+__all__ = ["DataExecutor", "iterating"]
+
+_iterating: list[DataExecutor] = []
+
+
+def iterating() -> DataExecutor | None:
+    """The executor whose loop is running; the innermost, where one stands in another's."""
+    return _iterating[-1] if _iterating else None
+
+
+class DataExecutor:
+    """Iterate it to train.
+
+    Args:
+        loader: a penstock DataLoader.
+        num_steps: batches to take, over as many passes as that needs. None: one pass, or what is left of it. The next
+            executor goes on with the next batch; after a pass that was left by `break`, with the next pass.
+        checkpoint_steps: None or 0; N: every step that N divides, and the last of this executor; or the absolute steps: an
+            iterable of ints and ranges, or a callable that says for a step whether it is one. Workers prepare states for
+            steps that are known ahead; a state can be asked for at any other step too.
+        appliance: where it runs. None: where the loader runs already, else the innermost Appliance that is open in a
+            `with`, else a default one.
+
+    Raises:
+        TypeError: the loader is none of ours.
+        InvalidArgumentError: num_steps or checkpoint_steps below 1.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        num_steps: int | None = None,
+        checkpoint_steps: CheckpointSteps = None,
+        *,
+        appliance: Appliance | None = None,
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise TypeError(
+                f"DataExecutor takes a penstock.client.DataLoader, not a {type(loader).__module__}."
+                f"{type(loader).__qualname__}: wrap the function that makes it, DataLoader(input_fn)"
+            )
+        self._loader = loader
+        self._num_steps = None if num_steps is None else positive("num_steps", num_steps)
+        self._schedule = Schedule.of(checkpoint_steps)
+        self._appliance = appliance
+        self._session: Session | None = None
+        self._last: int | None = None
+
+    # ---- what the loop may ask
+
+    @property
+    def step(self) -> int:
+        """The last step: batches that this box was handed over the whole life of the run. 0 before the first."""
+        return self._loader.step
+
+    @property
+    def on_checkpoint_step(self) -> bool:
+        """Whether the step that the loop is in, or ended with, is a checkpoint step."""
+        step = self.step
+        if step < 1 or self._session is None:
+            return False
+        return step in self._schedule or (self._schedule.and_last and step == self._last)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the loop waited for the batch of this step."""
+        return self._session.feed.wait_s if self._session is not None else 0.0
+
+    @property
+    def stats(self) -> Stats:
+        """Waiting and other figures since the loader was opened or loaded."""
+        if self._session is None:
+            return Stats()
+        return self._session.stats()
+
+    @property
+    def digest(self) -> int:
+        """A fingerprint of all batches in order since the loader was opened or loaded: equal for equal streams.
+
+        chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n).
+        """
+        return self._session.feed.chain if self._session is not None else 0
+
+    # ---- iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        forbid_in_runner("iterating a DataExecutor")
+        steps = self._steps()
+        next(steps)
+        return steps
+
+    def _steps(self) -> Generator[Any, None, None]:
+        loader, schedule = self._loader, self._schedule
+        self._session = session = loader.begin(self, self._appliance)
+        feed, position = session.feed, session.feed.position
+        first, first_epoch = position.step, position.epoch
+        self._last = stop = None if self._num_steps is None else first + self._num_steps
+        line: ProgressLine | None = None
+        left_early = False
+        _iterating.append(self)
+        try:
+            if session.progress:
+                line = ProgressLine(loader.name, feed.stats, first)
+            feed.open_epochs(position.epoch if stop is None else UNLIMITED)
+            announced = feed.announce(schedule, stop)
+            yield None
+            while stop is None or position.step < stop:
+                try:
+                    batch = feed.next()
+                except EmptyInputError:
+                    raise session.empty() from None
+                if batch is PASS_ENDED:
+                    session.pass_ended()
+                    if stop is None:
+                        if position.step > first:
+                            break
+                        # Nothing was left of this pass, for a state was restored at its very end: take the next.
+                        feed.open_epochs(position.epoch)
+                    announced = feed.announce(schedule, self._last)
+                    continue
+                step = position.step
+                if stop is None and schedule.and_last and step == first + 1:
+                    self._last = session.expected_last()
+                    announced = step
+                if announced is not None and step >= announced:
+                    announced = feed.announce(schedule, self._last)
+                if line is not None:
+                    line.update(step)
+                left_early = stop is None
+                yield batch
+                left_early = False
+                del batch  # or it would stay alive while the next one is waited for
+            self._last = position.step
+        finally:
+            _iterating.remove(self)
+            if line is not None:
+                line.finish()
+            loader.finish(self, left_early=left_early, pass_ended=stop is None and position.epoch > first_epoch)

@@ -1,0 +1,100 @@
+"""Starts and stops the lander, the process that receives batches from other hosts. What it does stands in lander.py."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import penstock.proto
+from penstock.proto.errors import DeadlineError, PenstockError
+
+__all__ = ["Lander"]
+
+START_S = 30.0
+"""Seconds for the process to listen; it takes 0.1 on an idle machine."""
+
+
+class Lander:
+    """The lander of this process. `start` as often as you like: it only starts one that is not running.
+
+    max_batch_bytes: ring slots larger than this are refused.
+    """
+
+    def __init__(self, max_batch_bytes: int = 1 << 30) -> None:
+        self.max_batch_bytes = max_batch_bytes
+        self.name = ""
+        """Abstract Unix socket of the running lander, "" before the first start."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running lander."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def start(self, lifeline: int | None = None) -> str:
+        """The name to connect to (`lane.connect_local`), of a lander that listens.
+
+        lifeline: the pid with whose end the lander leaves, by default this process's.
+
+        Raises DeadlineError or PenstockError if none can be started.
+        """
+        with self._lock:
+            if self.pid is None:
+                self._end()
+                self._spawn(os.getpid() if lifeline is None else lifeline)
+            return self.name
+
+    def stop(self) -> None:
+        """End it, and all its lanes."""
+        with self._lock:
+            self._end()
+
+    def _spawn(self, lifeline: int) -> None:
+        name = f"penstock-lander-{os.getpid()}-{secrets.token_hex(8)}"
+        read, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            # By path, for `-m` would import penstock.client and with it torch; -P keeps that path's folder off
+            # sys.path, where our module names would hide others. The roots are named, in case they are on this
+            # process's path by other means than an installation.
+            roots = [str(Path(path).parent) for path in penstock.__path__]
+            paths = [*roots, *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", str(Path(__file__).with_name("lander.py"))),
+                    *("--lifeline-pid", str(lifeline), "--ready-fd", str(write), "--name", name),
+                    *("--max-batch-bytes", str(self.max_batch_bytes)),
+                ],
+                pass_fds=[write],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                process_group=0,  # an interrupt from the keyboard is the training process's to handle
+            )
+            os.close(write)
+            write = -1
+            ready, _, _ = select.select([read], [], [], START_S)
+            if not ready:
+                self._end()
+                raise DeadlineError(f"waited {START_S:g} s for the lander to listen")
+            if not os.read(read, 1):
+                code = self._process.wait()
+                self._end()
+                raise PenstockError(f"the lander ended with code {code} before it listened; see its standard error")
+        finally:
+            os.close(read)
+            if write >= 0:
+                os.close(write)
+        self.name = name
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()  # it has nothing to put in order
+            process.wait()

@@ -1,0 +1,148 @@
+"""Exit codes: one table, by the kind of thing that went wrong, so that a script can decide without reading prose.
+
+The codes below 10 are everybody's (0 well, 1 a bug, 2 usage); 10 to 19 concern the coordinator, the network and runs, 20 to
+29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never changes its
+meaning. `docs/cli.md` holds the same table, and a test compares the two.
+
+Every error of Penstock ends a command as one line on stderr; its traceback, and a remote one that it carries, are
+shown with --debug only. Anything else that is raised is a bug, and shows its traceback always.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, ParamSpec
+
+import typer
+
+from penstock.proto.errors import CATALOGUE, PenstockError
+
+__all__ = ["CODES", "EXIT_LINES", "CommandError", "exit_code", "guarded", "set_debug"]
+
+_P = ParamSpec("_P")
+
+BUG = 1
+USAGE = 2
+UNSAFE_BIND = 16
+DIFFERS = 30
+CANNOT_SAVE = 31
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Code:
+    """One exit code. `errors`: the classes of penstock.proto.errors that end with it."""
+
+    number: int
+    meaning: str
+    errors: tuple[str, ...] = ()
+
+
+CODES = (
+    Code(0, "done; daemons: ended as they were told to"),
+    Code(BUG, "unexpected: a bug in Penstock, its traceback is shown"),
+    Code(
+        USAGE,
+        "usage: a flag, variable or argument that cannot be meant",
+        ("InvalidArgumentError", "BoxOutOfRangeError"),
+    ),
+    Code(10, "another error of Penstock", ("PenstockError", "ProtocolError")),
+    Code(11, "the coordinator cannot be reached", ("CoordinatorUnavailableError",)),
+    Code(12, "the token is missing, unreadable or wrong", ("AuthenticationError",)),
+    Code(13, "the address to listen on is in use", ("PortTakenError",)),
+    Code(14, "the coordinator's books cannot be read or written", ("JournalError",)),
+    Code(15, "the two ends are of different releases", ("VersionSkewError",)),
+    Code(UNSAFE_BIND, "refused to listen beyond this machine without TLS (see --insecure)"),
+    Code(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
+    Code(
+        18,
+        "no such run, or it is not what was asked for",
+        ("UnknownRunError", "SupersededError", "BoxTakenError", "RunShapeError"),
+    ),
+    Code(19, "a worker or lane was lost", ("WorkerLostError", "LaneLostError", "LaneClosedError")),
+    Code(20, "no state can be had for this step", ("StateUnavailableError",)),
+    Code(21, "the loader cannot be saved", ("NotRestartableError", "UnsupportedStateError")),
+    Code(
+        22,
+        "a state is damaged, too new, or another loader's",
+        ("StateCorruptError", "StateVersionError", "StateMismatchError"),
+    ),
+    Code(
+        25,
+        "input_fn or its loader raised, cannot be found, or is not allowed",
+        ("InputFnError", "InputFnNotFoundError", "InputFnNotAllowedError"),
+    ),
+    Code(
+        26,
+        "a batch that cannot be sent, or no batch at all",
+        ("UnsupportedLeafError", "StructureChangedError", "BatchTooLargeError", "EmptyInputError"),
+    ),
+    Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
+    Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
+    Code(INTERRUPTED, "interrupted (Ctrl-C)"),
+)
+
+_CODE_OF = {name: code.number for code in CODES for name in code.errors}
+
+EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
+"""The table for --help."""
+
+
+class CommandError(Exception):
+    """An end of a command that is no error of Penstock's: it has a code of its own."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def exit_code(error: PenstockError) -> int:
+    """The code of an error: its own class's, or that of the nearest one above it in the catalogue."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE)
+    return _CODE_OF[name]
+
+
+_debug = False
+
+
+def set_debug(value: bool) -> bool:
+    """Show tracebacks of expected errors too (the option --debug)."""
+    global _debug
+    _debug = _debug or value
+    return value
+
+
+def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
+    """A command that ends with an exit code whatever happens in it. It may return one; None is 0."""
+
+    @functools.wraps(command)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:
+        raise typer.Exit(_code_of(lambda: command(*args, **kwargs)))
+
+    return run
+
+
+def _code_of(command: Callable[[], int | None]) -> int:
+    try:
+        return command() or 0
+    except PenstockError as error:
+        _say(error.message, error.remote_traceback)
+        return exit_code(error)
+    except CommandError as error:
+        _say(str(error), "")
+        return error.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _say(message: str, remote_traceback: str) -> None:
+    """Called while the error is being handled: its traceback is at hand."""
+    if _debug:
+        traceback.print_exc()
+        if remote_traceback:
+            print(f"--- remote traceback ---\n{remote_traceback.rstrip()}", file=sys.stderr)
+    print(f"penstock: {' '.join(message.split())}", file=sys.stderr)

@@ -1,0 +1,220 @@
+"""Who gets a place: attempts, keys, shapes and seeds of OpenRun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.appliance.testing import World
+from penstock.proto.errors import (
+    BoxOutOfRangeError,
+    BoxTakenError,
+    InvalidArgumentError,
+    RunShapeError,
+    StateMismatchError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+def resumed(world: World, step: int = 10, count: int = 2) -> dict[str, Any]:
+    """The fields of an opening that goes on from a state."""
+    world.ledger.add_blob("blob", 5, world.now)
+    base = Position.start(count, step=step).to_proto()
+    return {"resume": records_pb2.Resume(blob="blob"), "base": base}
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_repeated_call_is_the_same_opening(world: World) -> None:
+    first = world.open()
+    again = world.open()
+    assert (first.reply.attempt, again.reply) == (1, first.reply)
+    assert first.reply.seed == 4242
+    assert first.reply.lease_s == world.limits.client_lease_s
+
+
+def test_a_single_box_supersedes_its_live_predecessor_at_once(world: World) -> None:
+    worker = world.worker("w")
+    old = world.open(client_id="old", host_id="host-1")
+    assert len(worker.beat().assignments) == 2
+    new = world.open(client_id="new", host_id="host-2")
+    assert new.reply.attempt == 2
+    assert {assignment.attempt for assignment in worker.beat().assignments} == {2}
+    error = old.refused()
+    assert isinstance(error, SupersededError)
+    expected = "attempt 1 of run job/0 was superseded by attempt 2, opened by box 0, client new on host host-2"
+    assert error.message == expected
+
+
+def test_a_delayed_duplicate_of_an_old_opening_is_refused(world: World) -> None:
+    world.open(client_id="old")
+    world.open(client_id="new")
+    with pytest.raises(SupersededError, match="superseded by attempt 2"):
+        world.open(client_id="old")
+    assert world.registry.books.runs["job/0"].attempt == 2
+
+
+def test_boxes_without_a_key_gather_in_one_attempt(world: World) -> None:
+    boxes = [world.open(box, num_boxes=3) for box in range(3)]
+    assert [box.reply.attempt for box in boxes] == [1, 1, 1]
+
+
+def test_without_a_key_a_live_place_is_an_error_that_names_the_holder_and_the_remedy(world: World) -> None:
+    world.open(1, num_boxes=2, client_id="first", host_id="node-7")
+    world.now += 3
+    with pytest.raises(BoxTakenError) as caught:
+        world.open(1, num_boxes=2, client_id="second")
+    assert "box 1 of run job/0 (attempt 1) is held by client first on host node-7" in caught.value.message
+    assert "PENSTOCK_ATTEMPT" in caught.value.message
+    assert "wait up to 7 s" in caught.value.message
+
+
+def test_without_a_key_a_dead_member_makes_the_attempt_broken(world: World) -> None:
+    first = world.open(0, num_boxes=2, client_id="a0")
+    world.open(1, num_boxes=2, client_id="a1")
+    world.run_for(11, [first])  # box 1 falls silent
+    assert world.open(1, num_boxes=2, client_id="b1").reply.attempt == 2
+    assert world.open(0, num_boxes=2, client_id="b0").reply.attempt == 2
+    assert isinstance(first.refused(), SupersededError)
+
+
+def test_another_key_supersedes_and_the_same_key_joins(world: World) -> None:
+    old = [world.open(box, num_boxes=2, client_id=f"a{box}", attempt_key="one") for box in range(2)]
+    new = [world.open(box, num_boxes=2, client_id=f"b{box}", attempt_key="two") for box in range(2)]
+    assert [box.reply.attempt for box in old + new] == [1, 1, 2, 2]
+    assert isinstance(old[0].refused(), SupersededError)
+
+
+def test_with_the_key_of_a_live_holder_the_place_is_taken(world: World) -> None:
+    world.open(0, num_boxes=2, client_id="a", attempt_key="one")
+    with pytest.raises(BoxTakenError, match="held by client a on host host-a"):
+        world.open(0, num_boxes=2, client_id="b", attempt_key="one")
+
+
+def test_with_the_key_of_a_gone_holder_the_next_attempt_starts_under_that_key(world: World) -> None:
+    world.open(0, num_boxes=2, client_id="a0", attempt_key="one")
+    other = world.open(1, num_boxes=2, client_id="a1", attempt_key="one")
+    world.run_for(11, [other])
+    assert world.open(0, num_boxes=2, client_id="b0", attempt_key="one").reply.attempt == 2
+    assert isinstance(other.refused(), SupersededError)
+    assert world.open(1, num_boxes=2, client_id="b1", attempt_key="one").reply.attempt == 2
+
+
+def test_a_superseded_launch_cannot_come_back_with_its_key(world: World) -> None:
+    world.open(0, num_boxes=2, client_id="a0", attempt_key="one")
+    world.open(0, num_boxes=2, client_id="b0", attempt_key="two")
+    with pytest.raises(SupersededError, match="attempt key 'one' cannot come back"):
+        world.open(1, num_boxes=2, client_id="a1", attempt_key="one")
+    world.run_for(11)  # once the successor is dead, the key is as good as any
+    assert world.open(1, num_boxes=2, client_id="c1", attempt_key="one").reply.attempt == 3
+
+
+def test_closed_places_free_the_run_for_the_next_attempt(world: World) -> None:
+    boxes = [world.open(box, num_boxes=2, attempt_key="one") for box in range(2)]
+    boxes[0].close()
+    boxes[0].close()  # twice is no harm
+    assert world.registry.status().runs[0].open
+    boxes[1].close()
+    assert not world.registry.status().runs[0].open
+    assert isinstance(boxes[1].refused(), SupersededError)
+    assert world.open(0, num_boxes=2, client_id="new", attempt_key="one").reply.attempt == 2
+
+
+def test_a_client_that_closed_cannot_reopen_its_place(world: World) -> None:
+    world.open(0, num_boxes=2)
+    world.open(1, num_boxes=2).close()
+    with pytest.raises(SupersededError, match="was closed by this client"):
+        world.open(1, num_boxes=2)
+
+
+def test_forget_leaves_nothing(world: World) -> None:
+    box = world.open()
+    box.close(forget=True)
+    assert [world.journal.rows(table) for table in ("runs", "attempts", "boxes", "slots")] == [[], [], [], []]
+    assert isinstance(box.refused(), UnknownRunError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"box": 2, "num_boxes": 2}, BoxOutOfRangeError, "with num_boxes=2 the boxes are 0 to 1"),
+        ({"num_boxes": 70_000, "num_workers_per_box": 1}, InvalidArgumentError, "more than 65536 workers"),
+        ({"resume": records_pb2.Resume(blob="none")}, InvalidArgumentError, "no blob none to resume from"),
+        ({"loader": records_pb2.LoaderSpec(arguments_blob="x")}, InvalidArgumentError, "no blob x to make the loader"),
+        ({"base": Position.start(3, step=4).to_proto()}, InvalidArgumentError, "has 3 slots, the box has 2"),
+        (
+            {"base": records_pb2.BoxPosition(step=1, slots=[records_pb2.SlotPosition()] * 2)},
+            InvalidArgumentError,
+            "position with live slots",
+        ),
+    ],
+)
+def test_openings_that_cannot_be_meant(
+    world: World, fields: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        world.open(**fields)
+    assert world.registry.books.runs == {}
+
+
+def test_members_of_one_attempt_must_agree(world: World) -> None:
+    world.open(0, num_boxes=2, num_workers_per_box=2)
+    with pytest.raises(RunShapeError, match="opens it as 2 boxes x 3 workers, the other boxes as 2 boxes x 2 workers"):
+        world.open(1, num_boxes=2, num_workers_per_box=3)
+    with pytest.raises(InvalidArgumentError, match="comes with seed 7, the other boxes have 4242"):
+        world.open(1, num_boxes=2, has_seed=True, seed=7)
+    with pytest.raises(RunShapeError, match="runs m:g, box 0 runs m:f"):
+        world.open(1, num_boxes=2, loader=records_pb2.LoaderSpec(input_fn="m:g"))
+    with pytest.raises(StateMismatchError, match=r"box 1 .* resumes from a state, box 0 starts anew"):
+        world.open(1, num_boxes=2, **resumed(world))
+
+
+def test_another_shape_needs_a_state(world: World) -> None:
+    world.open(client_id="a")
+    with pytest.raises(RunShapeError) as caught:
+        world.open(client_id="b", num_workers_per_box=3)
+    assert caught.value.message == (
+        "run job/0 was opened as 1 box x 2 workers, now as 1 box x 3 workers without a state: load a state to go on "
+        "with another shape, or choose another job name to start anew"
+    )
+    assert world.open(client_id="c", num_workers_per_box=3, **resumed(world, count=3)).reply.attempt == 2
+    with pytest.raises(RunShapeError):  # three workers are the run's shape now
+        world.open(client_id="d")
+
+
+def test_the_seed_is_journaled_and_only_a_state_changes_it(world: World) -> None:
+    assert world.open(client_id="a", has_seed=True, seed=2**64 - 1).reply.seed == 2**64 - 1
+    assert world.open(client_id="b").reply.seed == 2**64 - 1
+    with pytest.raises(InvalidArgumentError, match=f"has the seed {2**64 - 1}, and is re-opened with seed 5"):
+        world.open(client_id="c", has_seed=True, seed=5)
+    assert world.open(client_id="d", has_seed=True, seed=5, **resumed(world)).reply.seed == 5
+    assert world.open(client_id="e").reply.seed == 5
+
+
+def test_calls_for_what_is_not_there(world: World) -> None:
+    box = world.open(0, num_boxes=2)
+    request = box.progress()
+    request.run = "other/0"
+    with pytest.raises(UnknownRunError, match="knows no run 'other/0'"):
+        world.registry.watch_run(request)
+    request = box.progress()
+    request.attempt = 9
+    with pytest.raises(UnknownRunError, match="has no attempt 9; the newest one is 1"):
+        world.registry.watch_run(request)
+    request = box.progress()
+    request.box = 1
+    with pytest.raises(UnknownRunError, match="box 1 of run job/0 has not been opened"):
+        world.registry.watch_run(request)
+    request = box.progress()
+    request.client_id = "else"
+    with pytest.raises(BoxTakenError, match="held by client client-0"):
+        world.registry.watch_run(request)
+    world.registry.close_run(pb.CloseRunRequest(run="never", attempt=3))

@@ -1,0 +1,437 @@
+"""Slots, generations and leases, on a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.appliance.ledger import DropAttempt, DropSnapshot, Kept
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import SlotKey
+from penstock.appliance.testing import FakeWorker, World
+from penstock.proto.errors import InvalidArgumentError, SupersededError
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def generations(worker: FakeWorker) -> dict[int, int]:
+    return {assignment.slot: assignment.generation for assignment in worker.beat().assignments}
+
+
+# ---------------------------------------------------------------------------------------------------------- placement
+
+
+def test_slots_go_to_the_box_s_own_host_and_then_to_the_least_loaded(world: World) -> None:
+    near, far, farther = (
+        world.worker("z-near", 2, host="host-a"),
+        world.worker("b-far", 4, host="host-b"),
+        world.worker("c-far", 4, host="host-c"),
+    )
+    world.open(num_workers_per_box=6)
+    assert [len(worker.beat().assignments) for worker in (near, far, farther)] == [2, 2, 2]
+    assert generations(near) == {0: 1, 1: 1}
+
+
+def test_slots_wait_for_workers_and_are_counted_as_missing(world: World) -> None:
+    box = world.open(num_workers_per_box=3)
+    assert box.watch().missing_slots == 3
+    seen = box.watch().version
+    worker = world.worker("w", 2)
+    reply = box.watch()
+    assert (reply.missing_slots, box.phases()) == (1, ["STARTING", "STARTING", "WAITING"])
+    assert reply.version > seen
+    assert world.topics[-1] == ("box", "job/0", 1, 0)
+    world.worker("v", 1)
+    assert box.watch().missing_slots == 0
+    assert len(worker.beat().assignments) == 2
+
+
+def test_an_assignment_says_all_that_a_worker_needs(world: World) -> None:
+    world.ledger.add_blob("blob", 5, world.now)
+    base = Position.start(2, step=10).to_proto()
+    resume = records_pb2.Resume(blob="blob", same_shape=True)
+    world.open(has_seed=True, seed=11, resume=resume, base=base, num_boxes=1)
+    worker = world.worker("w")
+    found = worker.of(1)
+    assert (found.run, found.attempt, found.box, found.slot, found.generation) == ("job/0", 1, 0, 1, 1)
+    assert (found.num_boxes, found.num_workers_per_box, found.seed) == (1, 2, 11)
+    assert (found.resume, found.base, found.loader.input_fn) == (resume, base, "m:f")
+    assert not found.recovery
+    assert len(found.ticket) == 32
+    assert found.ticket != worker.of(0).ticket
+
+
+def test_a_ready_slot_shows_where_its_lane_is(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    starting = box.watch().slots[0]
+    assert (starting.worker, starting.ticket, starting.local_address) == ("w", "", "")
+    worker.ready()
+    view = box.watch().slots[0]
+    assert (view.local_address, view.tcp_address, view.host_id) == ("@w", "w:1", "host-a")
+    assert view.ticket == worker.of(0).ticket
+
+
+def test_reports_again_and_out_of_order_change_nothing(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    version = box.watch().version
+    worker.ready()
+    worker.beat(worker.tell(worker.of(0), pb.STARTING))
+    assert box.phases() == ["READY", "READY"]
+    assert box.watch().version == version
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+
+def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    before = worker.of(1)
+    worker.lose(before)
+    after = worker.of(1)
+    assert (after.generation, after.recovery) == (2, True)
+    assert after.ticket != before.ticket
+    view = box.watch().slots[1]
+    assert (view.phase, view.restarts) == (pb.STARTING, 1)
+    assert view.note == "runner of box 0 slot 1 on worker w died: killed by SIGKILL"
+    worker.beat(worker.tell(before, pb.READY))  # late words of the old generation
+    assert box.phases() == ["READY", "STARTING"]
+    worker.lose(before)
+    assert generations(worker) == {0: 1, 1: 2}
+
+
+def test_a_slot_that_never_ran_just_starts_again(world: World) -> None:
+    world.open()
+    worker = world.worker("w")
+    worker.lose(worker.of(0))
+    assert (worker.of(0).generation, worker.of(0).recovery) == (2, False)
+
+
+def test_a_slot_with_a_durable_snapshot_is_taken_over_even_if_its_ready_was_never_heard(world: World) -> None:
+    world.open()
+    worker = world.worker("w")
+    world.registry.snapshot_stored(pb.SnapshotHeader(run="job/0", attempt=1, generation=1, size=3))
+    worker.lose(worker.of(0))
+    assert worker.of(0).recovery
+
+
+def test_too_many_losses_without_progress_are_final_and_name_all(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    for number in range(3):
+        worker.lose(worker.of(0), f"death {number}")
+        world.run_for(1, [worker, box])
+    assert box.phases()[0] == "STARTING"
+    worker.lose(worker.of(0), "death 3")
+    view = box.watch().slots[0]
+    assert (view.phase, view.error.name) == (pb.FAILED, "WorkerLostError")
+    assert view.error.message == (
+        "box 0 slot 0 of run job/0 was lost 4 times within 60 s without a batch delivered in between (after batch 0 of "
+        "the slot): " + "; ".join(f"runner of box 0 slot 0 on worker w died: death {number}" for number in range(4))
+    )
+    assert generations(worker) == {1: 1}
+
+
+@pytest.mark.parametrize("relief", ["progress", "time"])
+def test_progress_or_time_forgives_losses(world: World, relief: str) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    for _ in range(12):
+        worker.lose(worker.of(0))
+        if relief == "progress":
+            box.deliver(2)
+        else:
+            world.run_for(21, [worker, box])
+    assert box.phases()[0] == "STARTING"
+
+
+def test_after_one_loss_the_slot_stays_at_home_after_two_it_goes_elsewhere(world: World) -> None:
+    home, away = world.worker("home", host="host-a"), world.worker("away", host="host-b")
+    world.open(num_workers_per_box=1)
+    home.lose(home.of(0))
+    home.lose(home.of(0))
+    assert (generations(home), generations(away)) == ({}, {0: 3})
+
+
+def test_an_error_of_user_code_is_final_and_the_worker_keeps_the_lane(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.tell(worker.of(0), pb.FAILED)
+    report.error.CopyFrom(records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="T" * 100_000))
+    worker.beat(report)
+    worker.beat(report)
+    view = box.watch().slots[0]
+    assert (view.phase, view.error.name, view.error.message) == (pb.FAILED, "InputFnError", "boom")
+    assert view.ticket  # what was produced before the error is still to be delivered
+    assert len(view.error.remote_traceback) < 30_000
+    assert generations(worker) == {0: 1, 1: 1}
+    worker.ready()
+    assert box.phases()[0] == "FAILED"
+    world.run_for(4, [box])  # the worker dies: the error stays what it is
+    view = box.watch().slots[0]
+    assert (view.phase, view.error.name, view.ticket) == (pb.FAILED, "InputFnError", "")
+
+
+def test_a_failure_without_a_reason_still_says_something(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.beat(worker.tell(worker.of(0), pb.FAILED))
+    assert box.watch().slots[0].error.message == "the worker gave no reason"
+
+
+# ------------------------------------------------------------------------------------------------------------- leases
+
+
+def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: World) -> None:
+    box, first = world.open(), world.worker("first")
+    first.ready()
+    second = world.worker("second", host="host-b")
+    world.run_for(2.75, [box, second])
+    assert box.phases() == ["READY", "READY"]
+    world.run_for(0.5, [box, second])
+    assert generations(second) == {0: 2, 1: 2}
+    assert box.watch().slots[0].note == "worker first was not heard of for 3.0 s"
+    assert first.beat().register_again
+    first.register()
+    assert generations(first) == {}
+
+
+def test_a_worker_that_was_started_anew_has_lost_its_slots(world: World) -> None:
+    box, old = world.open(), world.worker("w")
+    old.ready()
+    new = world.worker("w", session="w-2")
+    assert generations(new) == {0: 2, 1: 2}
+    assert new.of(0).recovery
+    assert box.watch().slots[0].note == "worker w was started anew"
+    assert old.beat().register_again
+    with pytest.raises(SupersededError, match="another process has registered as worker w: give every worker a name"):
+        old.register()
+    assert generations(new) == {0: 2, 1: 2}
+
+
+def test_registering_again_in_the_same_session_keeps_the_slots(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    worker.register()
+    assert generations(worker) == {0: 1, 1: 1}
+    assert box.phases() == ["READY", "READY"]
+    worker.capacity = 1
+    worker.register()
+    assert generations(worker) == {0: 1}
+    assert box.watch().missing_slots == 1
+
+
+def test_a_draining_worker_hands_its_slots_on_and_gets_no_new_ones(world: World) -> None:
+    box, old = world.open(), world.worker("old")
+    old.ready()
+    request = pb.DeregisterWorkerRequest(worker="old", session="old-1")
+    world.registry.deregister_worker(request)
+    world.registry.deregister_worker(request)
+    assert generations(old) == {}
+    assert box.watch().missing_slots == 2
+    new = world.worker("new")
+    assert generations(new) == {0: 2, 1: 2}
+    assert new.of(0).recovery
+    assert world.slots()[0].losses == []
+    assert [status.draining for status in world.registry.status().workers] == [True, False]
+
+
+def test_a_silent_client_frees_its_workers_at_once_and_may_come_back(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    world.run_for(9.75, [worker])
+    assert generations(worker) == {0: 1, 1: 1}
+    world.run_for(0.5, [worker])
+    assert generations(worker) == {}
+    assert box.watch().slots[0].restarts == 1  # the debugger let go of it
+    assert generations(worker) == {0: 2, 1: 2}
+    assert worker.of(0).recovery
+
+
+def test_an_attempt_that_everybody_left_is_closed_in_the_end() -> None:
+    world = World(Limits(abandoned_s=60))
+    box, worker = world.open(), world.worker("w")
+    world.run_for(75, [worker])
+    assert "no box of attempt 1 of run job/0 was heard of for 60 s" in box.refused().message
+
+
+def test_a_coordinator_that_was_stopped_blames_nobody(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    world.registry.tick()
+    world.now += 500  # SIGSTOP, suspend, a debugger
+    world.registry.tick()
+    assert box.phases() == ["READY", "READY"]
+    assert generations(worker) == {0: 1, 1: 1}
+
+
+def test_a_worker_needs_a_name_and_room(world: World) -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one slot"):
+        world.registry.register_worker(pb.RegisterWorkerRequest(worker="w", session="s"))
+
+
+# ----------------------------------------------------------------------------------------- generations over attempts
+
+
+def test_generations_rise_over_attempts_too(world: World) -> None:
+    worker = world.worker("w")
+    world.open(client_id="a")
+    worker.ready()
+    worker.lose(worker.of(0))
+    world.open(client_id="b")
+    assert generations(worker) == {0: 3, 1: 3}
+
+
+# ---------------------------------------------------------------------------------------------------------- snapshots
+
+
+def put(world: World, total: int, *, generation: int = 1, size: int = 10, epoch: int = 0) -> None:
+    header = pb.SnapshotHeader(run="job/0", attempt=1, box=0, slot=0, generation=generation)
+    header.total, header.size, header.epoch = total, size, epoch
+    world.registry.snapshot_stored(header)
+
+
+KEY = SlotKey("job/0", 1, 0, 0)
+
+
+def totals(world: World) -> list[int]:
+    return [kept.total for kept in world.ledger.snapshots(KEY)]
+
+
+def test_of_the_snapshots_below_the_window_the_newest_is_kept(world: World) -> None:
+    box = world.open(retention=10, num_workers_per_box=1)
+    world.worker("w").ready()
+    for total in range(0, 41, 5):
+        put(world, total)
+    box.deliver(10)
+    assert totals(world) == list(range(0, 41, 5))
+    for _ in range(20):
+        box.deliver(1)  # now at 30: the window reaches down to 20, and a state at 20 may be replayed from below it
+    assert totals(world) == [15, 20, 25, 30, 35, 40]
+    assert world.ledger.take_drops() == [DropSnapshot(KEY, total, 0) for total in (0, 5, 10)]
+    assert world.ledger.used == 60
+
+
+def test_coarse_reports_keep_more_never_less(world: World) -> None:
+    box = world.open(retention=10, num_workers_per_box=1)
+    world.worker("w").ready()
+    for total in range(0, 41, 5):
+        put(world, total)
+    box.deliver(18)
+    box.deliver(12)  # at 30, and nothing is known between 18 and 30
+    assert totals(world) == [15, 20, 25, 30, 35, 40]
+    box.deliver(9)
+    assert totals(world)[0] == 15  # 29 was never reported, 18 is the newest below
+    box.deliver(1)
+    assert totals(world) == [25, 30, 35, 40]
+
+
+def test_a_snapshot_of_an_old_generation_is_refused(world: World) -> None:
+    world.open()
+    worker = world.worker("w")
+    worker.ready()
+    worker.lose(worker.of(0))
+    with pytest.raises(SupersededError, match="generation 1 of box 0 slot 0 of run job/0 has been replaced by 2"):
+        world.registry.slot_of_generation(KEY, 1)
+    worker.ready()
+    put(world, 4, generation=2)
+    with pytest.raises(SupersededError):  # it was on its way to the disk when the slot moved: told, but as good
+        put(world, 3, generation=1)
+    assert totals(world) == [3, 4]
+
+
+def test_a_snapshot_that_comes_after_its_attempt_is_removed_again(world: World) -> None:
+    world.open(client_id="a")
+    world.worker("w").ready()
+    put(world, 4)
+    world.open(client_id="b")
+    assert world.ledger.take_drops() == [DropAttempt("job/0", 1)]
+    with pytest.raises(SupersededError, match="superseded by attempt 2"):
+        put(world, 5)
+    assert world.ledger.take_drops() == [DropSnapshot(KEY, 5, 0)]
+    assert world.ledger.used == 0
+
+
+def test_the_budget_refuses_and_keeps_what_is_there() -> None:
+    world = World(Limits(budget=1000, cadence_share=0.5, value_max=900))
+    world.open()
+    world.worker("w").ready()
+    ledger = world.ledger
+    assert ledger.why_refused(KEY, 901) == "a snapshot of 901 bytes is above the 900 that can be kept"
+    assert ledger.why_refused(KEY, 800) == ""  # the first of a slot may use it all
+    put(world, 0, size=450)
+    expected = "a snapshot of 51 bytes: 450 of 500 bytes of the snapshot budget are in use"
+    assert ledger.why_refused(KEY, 51) == expected
+    assert ledger.why_refused(KEY, 50) == ""
+    with ledger.expecting(50):
+        assert "in use" in ledger.why_refused(KEY, 1)
+        assert ledger.free == 500
+    put(world, 0, size=400)  # the same position again replaces
+    assert (totals(world), ledger.used) == ([0], 400)
+    assert ledger.why_blob_refused(600) == ""
+    assert ledger.why_blob_refused(601) == "601 bytes: 400 of 1000 bytes of the coordinator's budget are in use"
+
+
+def test_blobs_stay_while_an_open_attempt_names_them() -> None:
+    world = World(Limits(blob_idle_s=30))
+    for name in ("named", "idle"):
+        world.registry.blob_stored(name, 5)
+    box = world.open(resume=records_pb2.Resume(blob="named"))
+    world.run_for(40, [box])
+    assert (world.ledger.has_blob("named"), world.ledger.has_blob("idle"), world.ledger.used) == (True, False, 5)
+    box.close()
+    world.run_for(40)
+    assert not world.ledger.has_blob("named")
+
+
+def test_an_index_read_back_is_the_same_index(world: World) -> None:
+    world.ledger.load([(KEY, Kept(5, 0, 7)), (KEY, Kept(2, 0, 3))], [("b", 4)], 0.0)
+    assert world.ledger.snapshots(KEY) == [Kept(2, 0, 3), Kept(5, 0, 7)]
+    assert world.ledger.used == 14
+
+
+# ------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_names_the_straggler_and_shows_no_tickets(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    report = worker.tell(worker.of(0), pb.READY)
+    report.batches_per_s = 12.5
+    worker.beat(report)
+    box.deliver(1)
+    for _ in range(4):
+        world.now += 0.5
+        box.deliver(10)
+    request = box.progress()
+    request.waiting_for, request.waited_s = 2, 1.5
+    world.registry.watch_run(request)
+    status = world.registry.status()
+    (run,), (node,) = status.runs, status.workers
+    assert (run.run, run.attempt, run.input_fn, run.open) == ("job/0", 1, "m:f", True)
+    (shown,) = run.boxes
+    assert (shown.step, shown.live, shown.waiting_for, shown.waited_s) == (41, True, "worker w (slot 1)", 1.5)
+    assert shown.steps_per_s == pytest.approx(20)
+    assert [slot.ticket for slot in shown.slots] == ["", ""]
+    assert (node.worker, node.slots, node.slots_used, node.batches_per_s) == ("w", 8, 2, 12.5)
+
+
+def test_a_report_that_was_overtaken_does_not_turn_back(world: World) -> None:
+    box = world.open()
+    box.deliver(5)
+    late = box.progress()
+    box.deliver(5)
+    world.registry.watch_run(late)
+    assert world.registry.status().runs[0].boxes[0].step == 10
+
+
+def test_a_report_of_another_shape_is_refused(world: World) -> None:
+    box = world.open()
+    box.position = Position.start(3)
+    with pytest.raises(InvalidArgumentError, match="a position of 3 slots for 2 workers"):
+        box.watch()

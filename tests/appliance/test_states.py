@@ -1,0 +1,387 @@
+"""States at a step: planning, rounds, sharing, windows and failures, without sockets or time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from penstock.appliance.journal import StateDir
+from penstock.appliance.limits import Limits
+from penstock.appliance.states import Gathering
+from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.proto.errors import (
+    InputFnError,
+    InvalidArgumentError,
+    PenstockError,
+    ProtocolError,
+    StateUnavailableError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def ask(box: FakeBox, step: int, **fields: object) -> Gathering:
+    """As the box itself, with its progress."""
+    request = pb.FetchStateRequest(run=box.reply.run, attempt=box.reply.attempt, step=step, deadline_s=30)
+    request.progress.CopyFrom(box.progress())
+    request.MergeFrom(pb.FetchStateRequest(**fields))  # type: ignore[arg-type]
+    return box.world.registry.begin_state(request)
+
+
+def respond(worker: FakeWorker, *, starts: dict[tuple[int, int], int] | None = None, only: int | None = None) -> None:
+    """Answers the worker's open requests, as a worker does that knows its own passes and nothing else.
+
+    `starts`: (slot, epoch) -> the slot's total when that pass began, which is where the one before ended.
+    """
+    starts = starts or {}
+    for request in worker.beat().state_requests:
+        if only is not None and request.slot != only:
+            continue
+        answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
+        epoch, total = request.epoch, request.position.total
+        began = starts.get((request.slot, epoch))
+        over = starts.get((request.slot, epoch + 1))
+        data = b""
+        if began is not None and began != total - request.position.delivered:
+            answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, began
+        elif over is not None and over < total:
+            answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, over
+        else:
+            answer.samples_streamed, answer.digest = total * 4, 99
+            data = f"{request.box}.{request.slot}:{epoch}.{total}".encode()
+        worker.world.registry.answer_state(answer, data)
+
+
+def values(gathering: Gathering) -> list[str]:
+    assert gathering.failure is None
+    assert gathering.result is not None
+    return [data.decode() for _, data in gathering.result.records]
+
+
+def failure(gathering: Gathering) -> PenstockError:
+    assert gathering.failure is not None
+    return gathering.failure
+
+
+def test_one_record_per_worker_of_every_box_by_global_worker_id(world: World) -> None:
+    boxes = [world.open(number, num_boxes=2) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    boxes[0].deliver(5)
+    gathering = ask(boxes[0], 5)
+    assert not gathering.done
+    assert gathering.waits_for() == ", ".join(f"box {b} slot {k} on worker w" for b in range(2) for k in range(2))
+    (first, *_) = worker.beat().state_requests
+    assert (first.step, first.epoch, first.position.total, first.position.delivered) == (5, 0, 3, 3)
+    assert first.deadline_s == 30
+    respond(worker)
+    assert values(gathering) == ["0.0:0.3", "0.1:0.2", "1.0:0.3", "1.1:0.2"]
+    assert gathering.result is not None
+    record, _ = gathering.result.records[3]
+    assert (record.box, record.local_worker_id, record.num_boxes, record.num_workers_per_box) == (1, 1, 2, 2)
+    assert (record.step, record.worker_step, record.epoch, record.samples_streamed) == (5, 2, 0, 8)
+    assert (record.state_bytes, record.digest) == (7, 99)
+    assert gathering.result.positions[1].step == 5
+    assert list(worker.beat().state_requests) == []
+
+
+def test_a_slot_that_ended_earlier_is_planned_around_and_other_answers_are_kept(world: World) -> None:
+    box, worker = world.open(num_workers_per_box=3), world.worker("w")
+    worker.ready()
+    box.deliver(10)
+    gathering = ask(box, 10)
+    respond(worker, only=0)  # 4 of 10, and stays so
+    starts = {(1, 1): 2}
+    respond(worker, starts=starts)
+    assert not gathering.done
+    # Slot 1 had 2, the other two shared the rest; slot 0 stays at 4, and is not asked again.
+    asked = {(request.slot, request.position.total) for request in worker.beat().state_requests}
+    assert asked == {(1, 2), (2, 4)}
+    respond(worker, starts=starts)
+    assert values(gathering) == ["0.0:0.4", "0.1:0.2", "0.2:0.4"]
+    assert gathering.result is not None
+    assert list(gathering.result.positions[0].live) == [0, 2]
+
+
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool) -> None:
+    """Against the round robin itself, with random passes, breaks, reports and orders of answers."""
+    rng = random.Random(seed)
+    world = World()
+    count = rng.randint(1, 4)
+    lengths = {(slot, epoch): rng.randint(0, 6) + (slot == 0) for slot in range(count) for epoch in range(40)}
+    box = world.open(num_workers_per_box=count)
+    worker = world.worker("w")
+    worker.ready()
+
+    loop = Position.start(count)
+    starts: dict[tuple[int, int], int] = {}
+    records = [loop.copy()]
+
+    def begin_pass() -> None:
+        starts.update({(slot, loop.epoch): loop.total[slot] for slot in range(count)})
+
+    begin_pass()
+    while loop.step < 40:
+        slot = loop.turn
+        if loop.delivered[slot] == lengths[slot, loop.epoch]:
+            if loop.exhaust():
+                begin_pass()
+            if reports and rng.random() < 0.2:
+                box.position = loop.copy()
+                box.watch()
+            continue
+        loop.deliver()
+        records.append(loop.copy())
+        if rng.random() < 0.05:
+            box.cuts[loop.epoch] = loop.step
+            loop.cut()
+            begin_pass()
+    box.position = records[-1]
+    for step in rng.sample(range(41), 8):
+        gathering = ask(box, step)
+        for _ in range(300):
+            if gathering.done:
+                break
+            respond(worker, starts=starts, only=rng.choice([None, *range(count)]))
+        assert gathering.result is not None, failure(gathering)
+        assert Position.from_proto(gathering.result.positions[0]).to_proto() == records[step].to_proto()
+        world.registry.end_state(gathering)
+
+
+def test_after_a_restart_the_asker_s_own_position_is_taken(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(7)
+    world.journal.close()
+    world.boot(directory)
+    worker.register()
+    worker.ready()
+    assert box.position is not None
+    box.position.exhaust()  # slot 1 has ended after 3, noticed by the loop; nobody else will ever tell
+    box.position.deliver()
+    gathering = ask(box, 8)
+    respond(worker)
+    assert values(gathering) == ["0.0:0.5", "0.1:0.3"]
+    box.deliver(2)  # from here on there is a position to start from
+    gathering = ask(box, 10)
+    respond(worker)
+    assert values(gathering) == ["0.0:0.7", "0.1:0.3"]
+    directory.close()
+
+
+def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: World) -> None:
+    boxes = [world.open(number, num_boxes=2) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    for box in boxes:
+        box.deliver(4)
+    first, second = ask(boxes[0], 4), ask(boxes[1], 4)
+    assert first is second
+    assert len(worker.beat().state_requests) == 4
+    respond(worker)
+    world.registry.end_state(first)
+    world.registry.end_state(second)
+    late = ask(boxes[1], 4)
+    assert late.done
+    assert values(late) == values(first)
+    assert list(worker.beat().state_requests) == []
+
+
+def test_when_all_askers_have_left_the_workers_are_asked_no_more(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(4)
+    gatherings = [ask(box, 4), ask(box, 4)]
+    version = worker.beat().version
+    world.registry.end_state(gatherings[0])
+    assert len(worker.beat().state_requests) == 2
+    world.registry.end_state(gatherings[1])
+    reply = worker.beat()
+    assert (list(reply.state_requests), reply.version > version) == ([], True)
+    assert not ask(box, 4).done
+
+
+def test_a_slot_that_moves_is_asked_again_at_its_new_owner(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(4)
+    gathering = ask(box, 4)
+    (old,) = (request for request in worker.beat().state_requests if request.slot == 1)
+    worker.lose(worker.of(1))
+    assert "box 0 slot 1 (being started on worker w)" in gathering.waits_for()
+    late = pb.StateAnswer(request=old.request, worker="w", session="w-1")
+    world.registry.answer_state(late, b"")
+    assert not gathering.done
+    worker.ready()
+    assert {(r.slot, r.generation) for r in worker.beat().state_requests} == {(0, 1), (1, 2)}
+    respond(worker)
+    assert values(gathering) == ["0.0:0.2", "0.1:0.2"]
+
+
+def test_who_is_waited_for_is_named(world: World) -> None:
+    box = world.open(0, num_boxes=2)
+    world.worker("w", 1).ready()
+    box.deliver(2)
+    gathering = ask(box, 2)
+    expected = "box 0 slot 1 (no worker has it), box 1 (it has not opened the run), box 0 slot 0 on worker w"
+    assert gathering.waits_for() == expected
+    other = world.open(1, num_boxes=2)
+    assert "box 1 slot 0 (no worker has it)" in gathering.waits_for()
+    world.run_for(11, [box])
+    assert "box 1 (its training job is not heard of)" in gathering.waits_for()
+    other.watch()
+    other.close()
+    assert isinstance(failure(gathering), StateUnavailableError)
+    assert "box 1 has closed and its workers are gone" in failure(gathering).message
+
+
+def test_a_box_whose_pass_is_over_answers_with_its_final_state(world: World) -> None:
+    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    boxes[0].deliver(9)
+    boxes[1].deliver(6)
+    gathering = ask(boxes[0], 9)
+    assert {(r.box, r.position.total) for r in worker.beat().state_requests} == {(0, 9), (1, 9)}
+    boxes[1].pass_ended = True
+    boxes[1].watch()
+    assert {(r.box, r.position.total) for r in worker.beat().state_requests} == {(0, 9), (1, 6)}
+    respond(worker)
+    assert values(gathering) == ["0.0:0.9", "1.0:0.6"]
+    assert gathering.result is not None
+    assert (gathering.result.positions[1].step, gathering.result.records[1][0].step) == (6, 9)
+    world.registry.end_state(gathering)
+    # Once the box has gone on, its state at 9 is another one: the old answer must not be served.
+    boxes[1].pass_ended = False
+    boxes[1].deliver(3)
+    assert not ask(boxes[1], 9).done
+
+
+def test_steps_that_cannot_be_had_are_refused_with_those_that_can(world: World) -> None:
+    base = Position.start(2, step=10).to_proto()
+    world.registry.blob_stored("blob", 3)
+    box = world.open(retention=20, base=base, resume=records_pb2.Resume(blob="blob"))
+    world.worker("w").ready()
+    box.deliver(15)
+    with pytest.raises(StateUnavailableError) as caught:
+        ask(box, 26)
+    assert caught.value.message == (
+        "the state of run job/0 at step 26 cannot be had: steps 10 to 25 can (this attempt started at step 10, and "
+        "retention_steps=20 steps are kept)"
+    )
+    box.deliver(15)
+    with pytest.raises(StateUnavailableError, match="at step 19 cannot be had: steps 20 to 40 can"):
+        ask(box, 19)
+    assert not ask(box, 20).done
+    operator = pb.FetchStateRequest(run="job/0", step=41)
+    with pytest.raises(StateUnavailableError, match="steps 20 to 40 can"):
+        world.registry.begin_state(operator)
+    # A member without a report of its own may ask beyond what was reported: its step is produced, or a deadline passes.
+    assert not world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=41)).done
+
+
+def test_newest_is_the_last_step_that_every_going_box_has_taken(world: World) -> None:
+    boxes = [world.open(number, num_boxes=3) for number in range(3)]
+    world.worker("w").ready()
+    for box, steps in zip(boxes, (7, 5, 2), strict=True):
+        box.deliver(steps)
+    newest = pb.FetchStateRequest(run="job/0", newest=True)
+    assert world.registry.begin_state(newest).step == 2
+    boxes[2].pass_ended = True
+    boxes[2].watch()
+    assert world.registry.begin_state(newest).step == 5
+
+
+def test_an_error_on_a_worker_reaches_the_asker_with_its_place_and_traceback(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(2)
+    gathering = ask(box, 2)
+    request = worker.beat().state_requests[1]
+    answer = pb.StateAnswer(request=request.request, worker="w", session="w-1")
+    answer.error.CopyFrom(records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="far away"))
+    world.registry.answer_state(answer, b"")
+    error = failure(gathering)
+    assert isinstance(error, InputFnError)
+    assert error.message == "state of run job/0 at step 2: box 0 slot 1 on worker w: boom"
+    assert error.remote_traceback == "far away"
+    assert not ask(box, 2).done  # the next asker tries again
+
+
+def test_a_slot_that_has_failed_fails_the_state(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(2)
+    gathering = ask(box, 2)
+    report = worker.tell(worker.of(0), pb.FAILED)
+    report.error.CopyFrom(records_pb2.ErrorDetail(name="InputFnError", message="boom"))
+    worker.beat(report)
+    assert failure(gathering).message == "state of run job/0 at step 2: box 0 slot 0 on worker w: boom"
+
+
+def test_a_worker_that_contradicts_itself_is_an_error_not_a_loop(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(4)
+    gathering = ask(box, 4)
+    request = worker.beat().state_requests[0]
+    answer = pb.StateAnswer(request=request.request, worker="w", session="w-1", ended=True, ended_total=7)
+    world.registry.answer_state(answer, b"")
+    assert isinstance(failure(gathering), ProtocolError)
+    assert "epoch 0 ended after batch 7, when asked for epoch 0, batch 2" in failure(gathering).message
+
+
+def test_a_superseded_attempt_s_askers_are_told(world: World) -> None:
+    box = world.open(client_id="a")
+    box.deliver(1)
+    gathering = ask(box, 1)
+    world.open(client_id="b")
+    assert isinstance(failure(gathering), SupersededError)
+
+
+def test_queries_that_cannot_be_meant(world: World) -> None:
+    box = world.open()
+    with pytest.raises(UnknownRunError, match="knows no run 'x/0'"):
+        world.registry.begin_state(pb.FetchStateRequest(run="x/0"))
+    request = pb.FetchStateRequest(run="job/0", attempt=2, progress=box.progress())
+    with pytest.raises(InvalidArgumentError, match="of another run or attempt"):
+        world.registry.begin_state(request)
+
+
+def test_results_are_kept_within_their_budget() -> None:
+    world = World(Limits(answers_cached=20))
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    for _ in range(3):
+        box.deliver(2)
+        gathering = ask(box, box.position.step if box.position else 0)
+        respond(worker)
+        assert gathering.done
+        world.registry.end_state(gathering)
+    assert not ask(box, 2).done  # 14 bytes each: only the newest fits
+    assert ask(box, 6).done
+
+
+def test_no_result_outlives_its_attempt(world: World) -> None:
+    box, worker = world.open(client_id="a"), world.worker("w")
+    worker.ready()
+    box.deliver(2)
+    gathering = ask(box, 2)
+    respond(worker)
+    world.registry.end_state(gathering)
+    world.open(client_id="b")
+    assert world.registry._desk._finished == {}

@@ -1,0 +1,317 @@
+"""Loaders as users write them, good and bad. Workers of the system tests import this module by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from penstock.proto.restartable import get_worker_state
+from penstock.worker import current_assignment
+
+
+class Counter:
+    """Two methods: batch i is full of i. Counts before it yields."""
+
+    def __init__(self, batches: int, first: int = 0) -> None:
+        self.batches = batches
+        self.first = first
+        self.done = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.done < self.batches:
+            self.done += 1
+            number = self.first + self.done
+            yield {"x": torch.full((4,), number), "number": number}
+        self.done = 0
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def counter(batches: int = 10) -> Counter:
+    """Each worker counts in a range of its own."""
+    return Counter(batches, first=1000 * current_assignment().global_worker_id)
+
+
+def uneven(lengths: list[int]) -> Counter:
+    """Worker k yields lengths[k] batches a pass."""
+    place = current_assignment()
+    return Counter(lengths[place.global_worker_id], first=1000 * place.global_worker_id)
+
+
+class Shared(Counter):
+    """Four methods: all workers deal out one range, and any number of them go on where others stopped."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(batches)
+        self.start = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        place = current_assignment()
+        while True:
+            number = self.start + self.done * place.total_num_workers + place.global_worker_id
+            if number >= self.batches:
+                break
+            self.done += 1
+            yield {"x": torch.full((4,), number), "number": number}
+        self.start = self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start, "done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        self.start, self.done = state["start"], state["done"]
+
+    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"start": worker_states[0]["start"], "done": [state["done"] for state in worker_states]}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any], strict: bool = True) -> dict[str, Any]:
+        place = current_assignment()
+        done = aggregated["done"]
+        if len(done) == place.total_num_workers:
+            return {"start": aggregated["start"], "done": done[place.global_worker_id]}
+        return {"start": aggregated["start"] + sum(done), "done": 0}
+
+
+def shared(batches: int = 30) -> Shared:
+    return Shared(batches)
+
+
+class AsksWhere(Shared):
+    """Its state depends on the step that it is saved at."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = get_worker_state()
+        return super().state_dict() | {"step": state.appliance_step, "worker_step": state.worker_step}
+
+
+def asks_where(batches: int = 30) -> AsksWhere:
+    return AsksWhere(batches)
+
+
+class Noisy(Dataset[Any]):
+    """Map style, with randomness of all three generators in each item."""
+
+    def __init__(self, items: int, noise: bool) -> None:
+        self.items = items
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.noise:
+            return torch.tensor([index, 0.0, 0.0])
+        return torch.tensor([index, float(torch.rand(())), float(np.random.rand())])
+
+
+def shuffled(items: int = 24, workers: int = 0, noise: bool = True) -> DataLoader[Any]:
+    """A plain torch DataLoader: no state methods."""
+    current_assignment()
+    return DataLoader(Noisy(items, noise), batch_size=4, shuffle=True, num_workers=workers)
+
+
+def stateful(items: int = 24, workers: int = 0, noise: bool = True) -> Any:
+    """torchdata's StatefulDataLoader: two methods."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    current_assignment()
+    return StatefulDataLoader(Noisy(items, noise), batch_size=4, shuffle=True, num_workers=workers)
+
+
+def generator(batches: int = 6) -> Iterator[torch.Tensor]:
+    """Its own iterator, with randomness."""
+    place = current_assignment()
+    for number in range(batches):
+        yield torch.tensor([place.global_worker_id, number, int(torch.randint(0, 1 << 30, ()))])
+
+
+class Sharded(IterableDataset[Any]):
+    """Shards by torch's get_worker_info, as iterable datasets do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        start, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from range(start, 24, stride)
+
+
+def sharded_by_torch() -> DataLoader[Any]:
+    return DataLoader(Sharded(), batch_size=2)
+
+
+def unsharded(batches: int = 6) -> list[torch.Tensor]:
+    """Never asks who it is."""
+    return [torch.tensor(number) for number in range(batches)]
+
+
+# ---- inputs that are wrong
+
+
+class CountsLate(Counter):
+    """Counts after its yield: restored, it repeats a batch."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        current_assignment()
+        while self.done < self.batches:
+            yield {"x": torch.full((4,), self.done)}
+            self.done += 1
+        self.done = 0
+
+
+def counts_late(batches: int = 50) -> CountsLate:
+    return CountsLate(batches)
+
+
+class Prefetches(Counter):
+    """A thread of its own counts what it has fetched, not what was handed out."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        current_assignment()
+        ready: list[dict[str, Any]] = []
+        space = threading.Semaphore(3)
+        filled = threading.Semaphore(0)
+        start = self.done
+
+        def fetch() -> None:
+            for number in range(start, self.batches):
+                space.acquire()
+                self.done = number + 1
+                ready.append({"x": torch.full((4,), number)})
+                filled.release()
+
+        thread = threading.Thread(target=fetch, daemon=True)
+        thread.start()
+        for _ in range(start, self.batches):
+            filled.acquire()
+            yield ready.pop(0)
+            space.release()
+        thread.join()
+        self.done = 0
+
+
+def prefetches(batches: int = 50) -> Prefetches:
+    return Prefetches(batches)
+
+
+def persistent() -> DataLoader[Any]:
+    current_assignment()
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Noisy(24, True), batch_size=4, num_workers=1, persistent_workers=True)
+
+
+def returns_none() -> None:
+    return None
+
+
+def returns_number() -> int:
+    return 3
+
+
+def empty() -> list[torch.Tensor]:
+    return []
+
+
+def raises() -> None:
+    raise ValueError("no such dataset")
+
+
+def raises_at(batch: int) -> Iterator[torch.Tensor]:
+    current_assignment()
+    for number in range(batch - 1):
+        yield torch.tensor(number)
+    raise KeyError("broken sample")
+
+
+class BadState(Counter):
+    """Fails to save itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("state_dict cannot reach its server")
+
+
+def bad_state(batches: int = 20) -> BadState:
+    current_assignment()
+    return BadState(batches)
+
+
+class OddState(Counter):
+    """Its state holds an object without a safe encoding."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "lock": threading.Lock()}
+
+
+def odd_state(batches: int = 20) -> OddState:
+    current_assignment()
+    return OddState(batches)
+
+
+class BadDeaggregate(Shared):
+    def deaggregate_state_dict(self, aggregated: dict[str, Any], strict: bool = True) -> dict[str, Any]:
+        raise LookupError("no such worker in the state")
+
+
+def bad_deaggregate(batches: int = 30) -> BadDeaggregate:
+    return BadDeaggregate(batches)
+
+
+class HalfStrict(Shared):
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        super().load_state_dict(state)
+
+
+def half_strict(batches: int = 30) -> HalfStrict:
+    return HalfStrict(batches)
+
+
+def odd_leaf() -> Iterator[Any]:
+    current_assignment()
+    yield {"x": torch.zeros(2), "meta": {"when": {1, 2}}}
+
+
+def growing(sizes: list[int]) -> Iterator[torch.Tensor]:
+    current_assignment()
+    for size in sizes:
+        yield torch.full((size,), size % 251, dtype=torch.uint8)
+
+
+def talks() -> Iterator[torch.Tensor]:
+    current_assignment()
+    print("hello from the input")
+    for number in range(4):
+        yield torch.tensor(number)
+
+
+def dies_at(batch: int, marker: str) -> Iterator[torch.Tensor]:
+    """Kills itself once, before this batch; the marker file remembers."""
+    place = current_assignment()
+    for number in range(40):
+        if number + 1 == batch and place.global_worker_id == 0 and not os.path.exists(marker):
+            with open(marker, "w"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield torch.tensor([place.global_worker_id, number, int(torch.randint(0, 1 << 30, ()))])
+
+
+def slow(seconds: float, batches: int = 20) -> Iterator[torch.Tensor]:
+    """Costs time, on worker 0 only."""
+    place = current_assignment()
+    for number in range(batches):
+        if place.global_worker_id == 0:
+            time.sleep(seconds)
+        yield torch.tensor(number)

@@ -1,0 +1,169 @@
+"""A runner for the lane tests: a Producer in a process of its own, which does what it is told over a control socket.
+
+Like the real one it has a single thread, makes batches while ring slots are free, and reads acks. Commands are JSON, one a
+packet, sometimes with a descriptor; each gets one answer, `until` only once what it names has come true.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from typing import Any
+
+from penstock.proto.errors import PenstockError
+from penstock.proto.lane import Producer
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+Item = dict[str, Any]
+
+
+def content(total: int, size: int) -> bytes:
+    """What batch `total` holds."""
+    return random.Random(total * 1_000_003 + size).randbytes(size)
+
+
+def structure_bytes(structure: int, size: int) -> bytes:
+    return random.Random(-structure).randbytes(size)
+
+
+class Child:
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.waiting: list[Item] = []
+        self.reset(1 << 30)
+
+    def reset(self, max_batch_bytes: int) -> None:
+        if hasattr(self, "producer"):
+            self.producer.close(say_so=False)
+        self.producer = Producer(max_batch_bytes)
+        self.work: deque[Item] = deque()
+        self.made = 0
+        self.starved = False
+        self.deaf = False
+        self.error = ""
+
+    def state(self) -> Item:
+        producer = self.producer
+        return {
+            "made": self.made,
+            "starved": self.starved,
+            "todo": len(self.work),
+            "error": self.error,
+            "attached": producer.attached,
+            "closed": producer.closed,
+            "delivered": producer.delivered,
+            "open_epochs": producer.open_epochs,
+            "abandoned": list(producer.abandoned),
+            "wanted": sorted(producer.wanted.items()),
+            "cuts": producer.cuts,
+            "free": producer.free_slots,
+            "slots": producer.ring_slots,
+            "rings": len(producer._rings),
+            "kept": len(producer._kept),
+            "lent": sum(map(len, producer._lent.values())),
+            "structures": len(producer._structures),
+        }
+
+    def command(self, item: Item, fds: list[int]) -> Item | None:
+        producer, kind = self.producer, item.pop("do")
+        if kind == "reset":
+            self.reset(**item)
+        elif kind == "attach":
+            hello = lane_pb2.Hello()
+            hello.ParseFromString(base64.b64decode(item["hello"]))
+            producer.attach(socket.socket(fileno=fds.pop()), hello)
+        elif kind == "work":
+            self.work += item["items"]
+        elif kind == "deaf":
+            self.deaf = item["deaf"]
+        elif kind == "until":
+            self.waiting.append(item["state"])
+            return None
+        elif kind == "detach":
+            producer.detach()
+        elif kind == "close":
+            producer.close()
+        return self.state()
+
+    def make(self) -> None:
+        """As much work as there are slots for."""
+        producer = self.producer
+        while self.work:
+            item = self.work[0]
+            kind = item["kind"]
+            try:
+                if kind == "batch":
+                    size, shapes, total = item["size"], item["shapes"], item["total"]
+                    slab = producer.reserve(size, len(shapes))
+                    self.starved = slab is None
+                    if slab is None:
+                        return
+                    slab.view[:size] = content(total, size)
+                    structure, structure_size = item["structure"]
+                    producer.know_structure(structure, structure_bytes(structure, structure_size))
+                    producer.publish(slab, total, item["epoch"], structure, size, shapes, total * 0x9E3779B97F4A7C15 >> 3)
+                    self.made += 1
+                elif kind == "end":
+                    producer.end(item["epoch"], item["total"])
+                elif kind == "fail":
+                    error = records_pb2.ErrorDetail(
+                        name="InputFnError", message=item["message"], remote_traceback=item["traceback"]
+                    )
+                    producer.fail(item["epoch"], item["total"], error)
+                elif kind == "close":
+                    producer.close()
+            except PenstockError as error:
+                self.error = f"{type(error).__name__}: {error}"
+            self.work.popleft()
+
+    def answer(self, state: Item) -> None:
+        self.control.send(json.dumps(state).encode())
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        watched = -1
+        while True:
+            producer = self.producer
+            fd = producer.fileno()
+            if watched >= 0 and watched != fd:
+                poll.unregister(watched)
+            watched = -1 if self.deaf else fd
+            if fd >= 0 and self.deaf:
+                try:
+                    poll.unregister(fd)
+                except KeyError:
+                    pass
+            elif fd >= 0:
+                poll.register(fd, select.POLLIN | (select.POLLOUT if producer.blocked else 0))
+            state = self.state()
+            for wanted in [wanted for wanted in self.waiting if wanted.items() <= state.items()]:
+                self.waiting.remove(wanted)
+                self.answer(state)
+            ready = dict(poll.poll())
+            if fd in ready:
+                if ready[fd] & ~select.POLLOUT:
+                    producer.take_acks()
+                producer.flush()
+            if self.control.fileno() in ready:
+                data, fds, _, _ = socket.recv_fds(self.control, 1 << 17, 4)
+                if not data:
+                    return
+                reply = self.command(json.loads(data), fds)
+                self.make()
+                if reply is not None:
+                    self.answer(self.state())
+            self.make()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Child(socket.socket(fileno=int(sys.argv[1]))).run()
+    os._exit(0)

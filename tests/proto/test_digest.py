@@ -1,0 +1,115 @@
+"""The fingerprint of a batch: the same everywhere, and another for another batch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.proto.digest import BLOCK, EDGE, FULL_BELOW, batch_digest
+from penstock.proto.tensors import Flattener, wrap_buffer
+
+KNOWN = (0xFFCA8C0BF9AE2DD, 0x59319B0FE32F1CFC, 0x94AF2A62DCD7B3AB)
+
+
+def digest_of(data: bytes, key: int = 1, shapes: tuple[int, ...] = (3,), offset: int = 64) -> int:
+    return batch_digest(key, bytes(offset) + data + b"rest", offset, len(data), shapes)
+
+
+@pytest.mark.parametrize("size", [0, 64, FULL_BELOW - 64, FULL_BELOW, FULL_BELOW + 64, 20_032, 100_032, 1 << 20])
+def test_it_is_one_function_of_the_bytes(size: int) -> None:
+    data = np.random.default_rng(0).bytes(size)
+    wanted = digest_of(data)
+    assert 0 <= wanted < 1 << 64
+    assert digest_of(data, offset=0) == digest_of(data, offset=4096) == wanted
+    ring = mmap.mmap(-1, size + 4096)
+    ring[64 : 64 + size] = data
+    for buffer in (ring, memoryview(ring), wrap_buffer(ring), np.frombuffer(ring, np.int32), bytearray(ring[:])):
+        assert batch_digest(1, buffer, 64, size, [3]) == wanted
+    assert digest_of(data, key=2) != wanted
+    assert digest_of(data, shapes=(3, 1)) != wanted
+    assert digest_of(data, shapes=(4,)) != wanted
+    assert digest_of(data, shapes=()) != wanted
+
+
+def test_known_values() -> None:
+    """Digests lie in records: they may not change from one version to the next."""
+    assert digest_of(b"") == KNOWN[0]
+    assert digest_of(bytes(range(64))) == KNOWN[1]
+    assert digest_of(bytes(range(256)) * 400, key=(1 << 64) - 1, shapes=(1 << 40, 0)) == KNOWN[2]
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    code = (
+        "from penstock.proto.digest import batch_digest; d = bytes(range(256)) * 400; "
+        "print(batch_digest(7, d, 0, len(d), [1, 2]))"
+    )
+    data = bytes(range(256)) * 400
+    for seed in ("0", "77"):
+        out = subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed}
+        )
+        assert int(out.stdout) == batch_digest(7, data, 0, len(data), [1, 2])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(min_size=1, max_size=2000), st.data())
+def test_every_bit_counts_in_a_small_batch(data: bytes, draw: st.DataObject) -> None:
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    assert digest_of(bytes(changed)) != digest_of(data)
+
+
+@pytest.mark.parametrize(
+    "size", [FULL_BELOW + 64, 20_032, 30_016, 100_032, (1 << 20) - 64, 1 << 20, 5_000_000, 8 << 20]
+)
+def test_a_large_batch_is_sampled_throughout(size: int) -> None:
+    """Both ends count in full, and no stretch longer than a few percent of the rest escapes notice."""
+    data = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    wanted = batch_digest(1, data, 0, size, [])
+    for at in (0, 1, EDGE - 1, size - EDGE, size - 1):
+        data[at] ^= 1
+        assert batch_digest(1, data, 0, size, []) != wanted
+        data[at] ^= 1
+    assert batch_digest(1, data, 0, size, []) == wanted
+    stretch = max((size - 2 * EDGE) // 40, 4 * BLOCK)
+    for start in range(0, size - stretch, stretch // 2):
+        data[start : start + stretch] ^= 1
+        assert batch_digest(1, data, 0, size, []) != wanted, start
+        data[start : start + stretch] ^= 1
+
+
+@pytest.mark.parametrize("row", [128, 512, 1024, 4096, 65_536])
+def test_samples_do_not_fall_on_one_column(row: int) -> None:
+    """Rows of padded sequences: a batch that differs in one 64-byte column out of two is another."""
+    data = np.zeros(((2 << 20) // row, row // BLOCK, BLOCK), np.uint8)
+    wanted = batch_digest(1, data.reshape(-1), 0, data.size, [])
+    for column in range(2):
+        data[:, column::2] = 1
+        assert batch_digest(1, data.reshape(-1), 0, data.size, []) != wanted
+        data[:] = 0
+
+
+def test_it_covers_the_gaps_that_write_to_clears() -> None:
+    flat = Flattener().flatten({"x": torch.ones(3), "y": torch.ones(5000)})
+    digests = set()
+    for fill in (0x00, 0xFF):
+        ring = mmap.mmap(-1, flat.nbytes)
+        ring[:] = bytes([fill]) * flat.nbytes
+        flat.write_to(wrap_buffer(ring).ctypes.data)
+        digests.add(batch_digest(flat.structure.key, ring, 0, flat.nbytes, flat.shapes))
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 4), (0, -1), (0, 101), (100, 1), (1 << 64, 1)])
+def test_a_region_outside_the_buffer(offset: int, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="in a buffer of 100"):
+        batch_digest(1, bytes(100), offset, nbytes, [])

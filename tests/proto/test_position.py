@@ -1,0 +1,133 @@
+"""The record of a box: one step at a time and in strides must agree, for slots of any lengths."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.proto.errors import EmptyInputError, InvalidArgumentError
+from penstock.proto.position import Position, advance
+
+
+def test_slots_take_turns() -> None:
+    position = Position.start(3)
+    turns = []
+    for _ in range(7):
+        turns.append(position.turn)
+        position.deliver()
+    assert turns == [0, 1, 2, 0, 1, 2, 0]
+    assert position.step == 7
+    assert position.total == [3, 2, 2]
+
+
+def test_a_slot_that_ends_at_its_turn_takes_no_step() -> None:
+    position = Position.start(3)
+    for _ in range(3):
+        position.deliver()
+    assert position.turn == 0
+    assert not position.exhaust()
+    assert (position.step, position.live, position.turn) == (3, [1, 2], 1)
+
+
+def test_the_last_end_begins_the_next_epoch_with_all_slots() -> None:
+    position = Position.start(2)
+    position.deliver()
+    position.deliver()
+    assert not position.exhaust()
+    assert position.exhaust()
+    assert (position.epoch, position.live, position.cursor, position.delivered, position.total) == (
+        1,
+        [0, 1],
+        0,
+        [0, 0],
+        [1, 1],
+    )
+
+
+def test_two_empty_passes_in_a_row_are_an_empty_input() -> None:
+    position = Position.start(1)
+    assert position.exhaust()
+    with pytest.raises(EmptyInputError):
+        position.exhaust()
+
+
+def test_a_restored_pass_may_have_nothing_left() -> None:
+    position = Position(4, 0, [0], 0, [4], [4])
+    assert position.exhaust()
+    position.deliver()
+    assert position.exhaust()
+    assert position.epoch == 2
+
+
+@st.composite
+def walks(draw: st.DrawFn) -> tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]]:
+    """A box's life: the position after each step, and what ends and cuts there were."""
+    slots = draw(st.integers(1, 6))
+    position = Position.start(slots)
+    lengths: dict[tuple[int, int], int] = {}
+    ends: dict[tuple[int, int], int] = {}
+    cuts: dict[int, int] = {}
+    history = [position.copy()]
+    opened = list(position.total)
+    while position.step < 50:
+        if any(position.delivered) and draw(st.integers(0, 30)) == 0:
+            cuts[position.epoch] = position.step
+            position.cut()
+            opened = list(position.total)
+            continue
+        slot = position.turn
+        key = (slot, position.epoch)
+        if key not in lengths:
+            lengths[key] = draw(st.integers(1, 6))
+        if position.total[slot] - opened[slot] >= lengths[key]:
+            ends[key] = position.total[slot]
+            if position.exhaust():
+                opened = list(position.total)
+        else:
+            position.deliver()
+            history.append(position.copy())
+    return slots, history, ends, cuts
+
+
+@given(walks(), st.data())
+def test_strides_agree_with_single_steps(
+    walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]], data: st.DataObject
+) -> None:
+    _, history, ends, cuts = walk
+    start = data.draw(st.integers(0, 20))
+    for step in range(start, 51):
+        assert advance(history[start], step, ends, cuts) == history[step]
+
+
+def test_unknown_ends_are_taken_to_go_on_and_corrected_by_more_knowledge() -> None:
+    base = Position.start(2)
+    assert advance(base, 10, {}).total == [5, 5]
+    assert advance(base, 10, {(0, 0): 2}).total == [2, 8]
+
+
+def test_a_stride_of_a_million_steps_costs_rounds_not_steps() -> None:
+    assert advance(Position.start(7), 10**15, {}).step == 10**15
+
+
+def test_no_step_before_the_start_of_the_attempt() -> None:
+    with pytest.raises(InvalidArgumentError, match="step 3 lies before step 5"):
+        advance(Position.start(2, step=5), 3, {})
+
+
+@given(walks())
+def test_the_record_survives_its_message(
+    walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]],
+) -> None:
+    for position in walk[1]:
+        assert Position.from_proto(position.to_proto()) == position
+
+
+@pytest.mark.parametrize(("live", "cursor"), [([], 0), ([2], 0), ([1, 0], 0), ([0, 1], 2)])
+def test_a_record_that_no_round_robin_reaches_is_refused(live: list[int], cursor: int) -> None:
+    message = Position.start(2).to_proto()
+    del message.live[:]
+    message.live.extend(live)
+    message.cursor = cursor
+    with pytest.raises(InvalidArgumentError):
+        Position.from_proto(message)

@@ -1,0 +1,131 @@
+"""The promise: a run resumed from a state gives, batch by batch, what the uninterrupted run gave.
+
+Every kind of loader is saved in mid-pass, at the last batch of a pass, between passes and in the next pass, and goes on
+in a new run with nothing but the state, which crossed a file in between.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import streams
+import torch
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.state import decode_state, encode_state
+
+LOADERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "counter": (streams.counter, (6,)),
+    "four methods": (streams.shared, (12,)),
+    "asks for its step": (streams.asks_where, (12,)),
+    "generator": (streams.generator, (6,)),
+    "torch, shuffled": (streams.shuffled, (24, 0, False)),
+    "torch, shuffled, noisy": (streams.shuffled, (24, 0, True)),
+    "torch, 2 processes, noisy": (streams.shuffled, (24, 2, True)),
+    "stateful, noisy": (streams.stateful, (24, 0, True)),
+    "stateful, 2 processes": (streams.stateful, (24, 2, False)),
+    "stateful, 2 processes, noisy": (streams.stateful, (24, 2, True)),
+}
+PASS = 12
+"""Steps of a pass: two workers of six batches."""
+SAVED_AT = (5, PASS, PASS + 1, PASS + 7)
+STEPS = 2 * PASS + 3
+
+
+def plain(batch: Any) -> Any:
+    """A batch as something that == compares to the bit."""
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_resumed_equals_uninterrupted(appliance: Appliance, name: str) -> None:
+    input_fn, arguments = LOADERS[name]
+    loader = DataLoader(input_fn, *arguments)
+    states: dict[int, bytes] = {}
+    whole: list[Any] = []
+    executor = DataExecutor(loader, num_steps=STEPS, checkpoint_steps=5, appliance=appliance)
+    for batch in executor:
+        whole.append(plain(batch))
+        if executor.step in SAVED_AT:
+            states[executor.step] = encode_state(loader.state_dict())
+    assert len(whole) == STEPS
+    for step, state in states.items():
+        again = DataLoader(input_fn, *arguments)
+        again.load_state_dict(decode_state(state))  # type: ignore[arg-type]
+        rest = DataExecutor(again, num_steps=STEPS - step, appliance=appliance)
+        assert [plain(batch) for batch in rest] == whole[step:], f"saved at step {step}"
+        assert rest.step == STEPS
+
+
+def test_a_state_between_passes_goes_on_with_the_next(appliance: Appliance) -> None:
+    loader = DataLoader(streams.shuffled, 24)
+    first = [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
+    state = loader.state_dict()
+    second = [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
+    assert len(first) == len(second) == PASS
+    assert first != second
+    again = DataLoader(streams.shuffled, 24)
+    again.load_state_dict(state)
+    assert [plain(batch) for batch in DataExecutor(again, appliance=appliance)] == second
+
+
+def test_saved_resumed_and_saved_again(appliance: Appliance) -> None:
+    """A chain: each state is taken from a run that was itself resumed."""
+    whole = [plain(batch) for batch in DataExecutor(DataLoader(streams.generator), num_steps=20, appliance=appliance)]
+    got: list[Any] = []
+    state: dict[str, Any] | None = None
+    for _ in range(4):
+        loader = DataLoader(streams.generator)
+        if state is not None:
+            loader.load_state_dict(state)
+        got += [plain(batch) for batch in DataExecutor(loader, num_steps=5, appliance=appliance)]
+        state = loader.state_dict()
+    assert got == whole
+
+
+def test_a_pass_left_by_break_is_followed_by_the_next_and_does_not_depend_on_how_far_workers_ran(
+    appliance: Appliance,
+) -> None:
+    def walk(loader: DataLoader) -> list[Any]:
+        first = list(map(plain, islice(DataExecutor(loader, appliance=appliance), 5)))
+        return first + [plain(batch) for batch in DataExecutor(loader, appliance=appliance)]
+
+    one, two = (walk(DataLoader(streams.shuffled, 240)) for _ in range(2))
+    assert one == two
+    assert len(one) == 5 + 120
+
+
+def test_uneven_workers_leave_one_by_one_and_resume_exactly(appliance: Appliance) -> None:
+    lengths = [3, 7]
+    loader = DataLoader(streams.uneven, lengths)
+    executor = DataExecutor(loader, num_steps=26, appliance=appliance)
+    whole, states = [], {}
+    for batch in executor:
+        whole.append(batch["number"])
+        if executor.step in (4, 6, 8, 10, 11, 17):
+            states[executor.step] = loader.state_dict()
+    one_pass = [1, 1001, 2, 1002, 3, 1003, 1004, 1005, 1006, 1007]
+    assert whole == (one_pass * 3)[:26]
+    for step, state in states.items():
+        again = DataLoader(streams.uneven, lengths)
+        again.load_state_dict(state)
+        rest = [batch["number"] for batch in DataExecutor(again, num_steps=26 - step, appliance=appliance)]
+        assert rest == whole[step:], f"saved at step {step}"
+
+
+def test_four_methods_resume_on_another_number_of_workers(appliance: Appliance) -> None:
+    loader = DataLoader(streams.shared, 30)
+    seen = [batch["number"] for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
+    state = loader.state_dict()
+    assert state["done"] == [4, 3]
+    with Appliance(num_workers_per_box=3, timeout_s=60) as three:
+        again = DataLoader(streams.shared, 30)
+        again.load_state_dict(state)
+        executor = DataExecutor(again, appliance=three)
+        seen += [batch["number"] for batch in executor]
+        assert executor.step == 30
+    assert sorted(seen) == list(range(30))

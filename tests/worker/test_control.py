@@ -1,0 +1,89 @@
+"""Messages between a daemon and its children, over a real socket pair."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.proto.errors import InputFnError, LaneLostError, ProtocolError
+from penstock.worker.control import Channel, Inbox, Message, encode_head, plain_detail
+
+
+def pair() -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(ours), Channel(theirs)
+
+
+def received(channel: Channel) -> Message:
+    message = channel.receive()
+    assert message is not None
+    return message
+
+
+def test_fields_payload_and_descriptors_arrive_together() -> None:
+    ours, theirs = pair()
+    read, write = os.pipe()
+    ours.send("first", b"payload", fds=[write], total=3)
+    ours.send("second")
+    os.close(write)
+    message = received(theirs)
+    assert (message.kind, message.fields, message.payload) == ("first", {"total": 3}, b"payload")
+    os.write(message.fds[0], b"x")
+    assert os.read(read, 1) == b"x"
+    assert received(theirs).kind == "second"
+    for fd in (read, *message.fds):
+        os.close(fd)
+    ours.sock.close()
+    theirs.sock.close()
+
+
+def test_a_payload_larger_than_the_socket_passes_through() -> None:
+    ours, theirs = pair()
+    payload = os.urandom(5 << 20)
+    sender = threading.Thread(target=lambda: ours.send("large", payload))
+    sender.start()
+    assert received(theirs).payload == payload
+    sender.join()
+    ours.sock.close()
+    theirs.sock.close()
+
+
+def test_not_waiting_says_none_and_a_closed_end_is_lost() -> None:
+    ours, theirs = pair()
+    assert theirs.receive(wait=False) is None
+    ours.send("last")
+    ours.sock.close()
+    assert received(theirs).kind == "last"
+    with pytest.raises(LaneLostError):
+        theirs.receive()
+    theirs.sock.close()
+
+
+@given(st.binary(max_size=200))
+def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
+    inbox = Inbox()
+    inbox.feed(data, [])
+    try:
+        inbox.take()
+    except ProtocolError:
+        pass
+
+
+def test_a_declared_size_is_checked_before_anything_is_gathered() -> None:
+    inbox = Inbox()
+    inbox.feed(encode_head(Message("x"))[:0] + (1 << 30).to_bytes(4, "little") + bytes(20), [])
+    with pytest.raises(ProtocolError):
+        inbox.take()
+
+
+def test_an_error_keeps_its_name_and_traceback() -> None:
+    detail = plain_detail(InputFnError("it broke", remote_traceback="line 3"))
+    assert detail == {"name": "InputFnError", "message": "it broke", "remote_traceback": "line 3"}
+    other = plain_detail(KeyError("k"))
+    assert other["name"] == "PenstockError"
+    assert "KeyError: 'k'" in other["message"]

@@ -1,0 +1,38 @@
+"""The ledger is read by another mapping of the same memory, as the daemon reads the runner's."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.worker.ledger import ENDS, ENTRIES, Entry, Ledger
+
+
+def test_the_daemon_reads_what_the_runner_wrote() -> None:
+    daemon = Ledger.create()
+    runner = Ledger(os.dup(daemon.fd))
+    runner.place(10, 1, 40)
+    runner.record(11, 1, 0xFEED, 44, delivered=9)
+    runner.end(1, 11)
+    runner.doing("next", delivered=11)
+    runner.saw_look()
+    daemon.refresh()
+    assert (daemon.total, daemon.epoch, daemon.samples, daemon.delivered, daemon.looked) == (11, 1, 44, 11, 1)
+    assert daemon.entry(11) == Entry(11, 1, 0xFEED, 44)
+    assert daemon.entry(10) is None
+    assert daemon.ends() == {1: 11}
+    assert daemon.activity[0] == "next"
+    runner.close()
+    daemon.close()
+
+
+def test_only_the_newest_batches_and_ends_are_kept() -> None:
+    ledger = Ledger.create()
+    for total in range(1, ENTRIES + 3):
+        ledger.record(total, 0, total, total, delivered=0)
+    for epoch in range(ENDS + 2):
+        ledger.end(epoch, epoch)
+    assert ledger.entry(2) is None
+    assert ledger.entry(3) == Entry(3, 0, 3, 3)
+    assert len(ledger.ends()) == ENDS
+    assert min(ledger.ends()) == 2
+    ledger.close()

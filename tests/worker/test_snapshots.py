@@ -1,0 +1,77 @@
+"""What a daemon keeps of a slot's bases, and which of them serves a place."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.worker import snapshots
+from penstock.worker.snapshots import Kept, SnapshotStore
+
+
+def base(total: int, *, epoch: int = 0, origin: bool = False, step: int = 0, size: int = 10) -> Kept:
+    return Kept(epoch, total, total, 0, origin, step, bytes(size))
+
+
+def totals(store: SnapshotStore) -> list[int]:
+    return [kept.total for kept in store]
+
+
+def test_the_newest_at_the_far_edge_of_the_window_stays() -> None:
+    store = SnapshotStore()
+    store.add(base(0, origin=True), 0)
+    for total in range(1, 11):
+        store.add(base(total), oldest_wanted=6)
+    assert totals(store) == [0, 6, 7, 8, 9, 10]
+
+
+def test_an_origin_stays_beside_it_for_loaders_that_are_not_trusted() -> None:
+    store = SnapshotStore()
+    store.add(base(0, origin=True), 0)
+    store.add(base(5, epoch=1, origin=True), 0)
+    store.add(base(6, epoch=1), 0)
+    store.add(base(9, epoch=1), oldest_wanted=8)
+    assert totals(store) == [5, 6, 9]
+
+
+def test_exactly_asks_for_the_place_and_the_step_that_a_state_speaks_of() -> None:
+    store = SnapshotStore()
+    store.add(base(3, step=5), 0)
+    assert store.exactly(0, 3, 3, 5) is not None
+    assert store.exactly(0, 3, 3, 6) is None
+    assert store.exactly(0, 2, 2, 5) is None
+    store.add(base(4), 0)
+    assert store.exactly(0, 4, 4, 7) is not None
+
+
+def test_nearest_is_the_latest_before_a_place() -> None:
+    store = SnapshotStore()
+    store.add(base(0, origin=True), 0)
+    store.add(base(3), 0)
+    store.add(base(7), 0)
+    found = store.nearest(0, 6, origins_only=False)
+    assert found is not None
+    assert found.total == 3
+    found = store.nearest(0, 6, origins_only=True)
+    assert found is not None
+    assert found.total == 0
+
+
+def test_what_was_taken_beyond_a_cut_never_happened() -> None:
+    store = SnapshotStore()
+    for total in (1, 2, 3):
+        store.add(base(total), 0)
+    store.add(base(3, epoch=1, origin=True), 0)
+    store.forget_after(0, 2)
+    assert totals(store) == [1, 2]
+
+
+def test_room_is_bounded_and_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "MAX_BYTES", 1000)
+    store = SnapshotStore()
+    store.add(base(0, origin=True), 0)
+    for total in range(1, 500):
+        store.add(base(total), 0)
+        assert sum(len(kept.data) for kept in store) <= 1010
+    kept = totals(store)
+    assert kept[0] == 0
+    assert kept[-1] == 499
