@@ -1,4 +1,4 @@
-"""What all tests share: the users' modules of tests/inputs, and an environment without settings of ours."""
+"""What all tests share: where their modules are found, and an environment without settings of ours."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
-INPUTS = str(Path(__file__).parent / "inputs")
-sys.path.insert(0, INPUTS)
+HERE = Path(__file__).parent
+# inputs: users' modules, which workers import too. support: what several test modules need.
+sys.path[:0] = [str(HERE / "inputs"), str(HERE / "support")]
 
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]
-
-
-@pytest.fixture
-def worker_environment() -> dict[str, str]:
-    """For daemons that tests start by hand: the users' modules can be imported there too."""
-    return {**os.environ, "PYTHONPATH": INPUTS, "PENSTOCK_TOKEN": "a-token-for-tests-only-0123456789"}

@@ -9,8 +9,8 @@ box's workers in turn. With 2 boxes of 2 workers:
     step     1  1  2  2  3  3  4  4
 
 Penstock takes from a box's slots in turn too, so at every step the boxes together have taken the first batches of the
-list, in its order: step s of box b is always batch (s - 1) * num_boxes + b. On another number of workers what is left of
-the list is dealt again. So no window comes twice, none is missed, and the order does not even change.
+list, in its order: step s of box b is always batch (s - 1) * num_boxes + b. On another number of workers what is left
+of the list is dealt again. So no window comes twice, none is missed, and the order does not even change.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class WindowLoader:
         self.windows = windows
         self.batch_size = batch_size
         self.me = current_assignment()
-        self.seed = self.me.seed
         self.epoch = 0
         self.start = 0  # batches of the epoch's list that were taken before this deal
         self.taken = 0  # batches of its share that this worker has handed out
@@ -75,7 +74,7 @@ class WindowLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rest of this epoch; the next call goes on with the next epoch."""
         order = list(range(len(self.windows)))
-        random.Random(f"{self.seed} {self.epoch}").shuffle(order)
+        random.Random(f"{self.me.seed} {self.epoch}").shuffle(order)
         for number in self.share()[self.taken :]:
             self.taken += 1  # before the yield: a state counts the batch that was just handed out
             window = torch.tensor(order[number * self.batch_size : (number + 1) * self.batch_size])
@@ -86,8 +85,8 @@ class WindowLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """On each worker: where it is."""
-        deal = {"seed": self.seed, "epoch": self.epoch, "start": self.start}
-        return {**deal, "num_boxes": self.me.num_boxes, "num_workers": self.me.total_num_workers, "taken": self.taken}
+        shape = {"num_boxes": self.me.num_boxes, "num_workers": self.me.total_num_workers}
+        return {**shape, "epoch": self.epoch, "start": self.start, "taken": self.taken}
 
     def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
         """In the training job: one state from those of all workers, in order of their global_worker_id."""
@@ -105,4 +104,4 @@ class WindowLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On each worker: go there."""
-        self.seed, self.epoch, self.start, self.taken = (state[key] for key in ("seed", "epoch", "start", "taken"))
+        self.epoch, self.start, self.taken = state["epoch"], state["start"], state["taken"]

@@ -38,25 +38,33 @@ def ask(box: FakeBox, step: int, **fields: object) -> Gathering:
     return box.world.registry.begin_state(request)
 
 
-def respond(worker: FakeWorker, *, starts: dict[tuple[int, int], int] | None = None, only: int | None = None) -> None:
+def respond(
+    worker: FakeWorker,
+    *,
+    starts: dict[tuple[int, int], int] | None = None,
+    only: int | None = None,
+    box: int | None = None,
+) -> None:
     """Answers the worker's open requests, as a worker does that knows its own passes and nothing else.
 
     `starts`: (slot, epoch) -> the slot's total when that pass began, which is where the one before ended.
     """
     starts = starts or {}
     for request in worker.beat().state_requests:
-        if only is not None and request.slot != only:
+        if (only is not None and request.slot != only) or (box is not None and request.box != box):
             continue
         answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
         epoch, total = request.epoch, request.position.total
         began = starts.get((request.slot, epoch))
         over = starts.get((request.slot, epoch + 1))
         data = b""
+        answer.ends.extend(pb.PassEnd(epoch=e - 1, total=t) for (k, e), t in starts.items() if k == request.slot and e)
         if began is not None and began != total - request.position.delivered:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, began
         elif over is not None and over < total:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, over
         else:
+            del answer.ends[:]
             answer.samples_streamed, answer.digest = total * 4, 99
             data = f"{request.box}.{request.slot}:{epoch}.{total}".encode()
         worker.world.registry.answer_state(answer, data)
@@ -96,25 +104,29 @@ def test_one_record_per_worker_of_every_box_by_global_worker_id(world: World) ->
 
 
 def test_a_slot_that_ended_earlier_is_planned_around_and_other_answers_are_kept(world: World) -> None:
-    box, worker = world.open(num_workers_per_box=3), world.worker("w")
+    asker, _ = (world.open(number, num_boxes=2, num_workers_per_box=3) for number in range(2))
+    worker = world.worker("w")
     worker.ready()
-    box.deliver(10)
-    gathering = ask(box, 10)
+    asker.deliver(10)
+    gathering = ask(asker, 10)  # box 1 has not reported anything: its record is planned from its start
     respond(worker, only=0)  # 4 of 10, and stays so
     starts = {(1, 1): 2}
+    for request in list(worker.beat().state_requests):
+        if request.box == 0:
+            respond(worker, only=request.slot, box=0)
     respond(worker, starts=starts)
     assert not gathering.done
     # Slot 1 had 2, the other two shared the rest; slot 0 stays at 4, and is not asked again.
-    asked = {(request.slot, request.position.total) for request in worker.beat().state_requests}
-    assert asked == {(1, 2), (2, 4)}
+    asked = {(request.box, request.slot, request.position.total) for request in worker.beat().state_requests}
+    assert asked == {(1, 1, 2), (1, 2, 4)}
     respond(worker, starts=starts)
-    assert values(gathering) == ["0.0:0.4", "0.1:0.2", "0.2:0.4"]
+    assert values(gathering)[3:] == ["1.0:0.4", "1.1:0.2", "1.2:0.4"]
     assert gathering.result is not None
-    assert list(gathering.result.positions[0].live) == [0, 2]
+    assert list(gathering.result.positions[1].live) == [0, 2]
 
 
 @pytest.mark.parametrize("reports", [False, True])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(60))
 def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool) -> None:
     """Against the round robin itself, with random passes, breaks, reports and orders of answers."""
     rng = random.Random(seed)
@@ -138,12 +150,12 @@ def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool) ->
         if loop.delivered[slot] == lengths[slot, loop.epoch]:
             if loop.exhaust():
                 begin_pass()
-            if reports and rng.random() < 0.2:
-                box.position = loop.copy()
-                box.watch()
             continue
         loop.deliver()
         records.append(loop.copy())
+        if reports and rng.random() < 0.2:
+            box.position = loop.copy()
+            box.watch()
         if rng.random() < 0.05:
             box.cuts[loop.epoch] = loop.step
             loop.cut()
@@ -158,6 +170,22 @@ def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool) ->
         assert gathering.result is not None, failure(gathering)
         assert Position.from_proto(gathering.result.positions[0]).to_proto() == records[step].to_proto()
         world.registry.end_state(gathering)
+
+
+def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_was_in(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(3)
+    assert box.position is not None
+    box.position.exhaust()
+    assert box.position.exhaust()  # the next epoch has begun, and no batch of it was taken
+    gathering = ask(box, 3)
+    respond(worker)
+    assert values(gathering) == ["0.0:0.2", "0.1:0.1"]
+    box.deliver(1)
+    gathering = ask(box, 4)
+    respond(worker)
+    assert values(gathering) == ["0.0:1.3", "0.1:1.1"]
 
 
 def test_after_a_restart_the_asker_s_own_position_is_taken(tmp_path: Path) -> None:
@@ -176,10 +204,7 @@ def test_after_a_restart_the_asker_s_own_position_is_taken(tmp_path: Path) -> No
     gathering = ask(box, 8)
     respond(worker)
     assert values(gathering) == ["0.0:0.5", "0.1:0.3"]
-    box.deliver(2)  # from here on there is a position to start from
-    gathering = ask(box, 10)
-    respond(worker)
-    assert values(gathering) == ["0.0:0.7", "0.1:0.3"]
+    world.journal.close()
     directory.close()
 
 
@@ -343,6 +368,24 @@ def test_a_worker_that_contradicts_itself_is_an_error_not_a_loop(world: World) -
     world.registry.answer_state(answer, b"")
     assert isinstance(failure(gathering), ProtocolError)
     assert "epoch 0 ended after batch 7, when asked for epoch 0, batch 2" in failure(gathering).message
+
+
+def test_workers_that_do_not_agree_are_an_error_not_a_loop(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.cuts[0] = 4
+    box.deliver(4)
+    assert box.position is not None
+    box.position.cut()
+    box.deliver(2)
+    gathering = ask(box, 6)
+    for _ in range(3):  # the pass was left after two batches each; slot 1 insists that it has had one
+        respond(worker, starts={(0, 1): 2, (1, 1): 1})
+    assert isinstance(failure(gathering), ProtocolError)
+    assert failure(gathering).message == (
+        "state of run job/0 at step 6: the workers do not agree where passes ended; what the others said cannot be for "
+        "box 0 slot 1 on worker w"
+    )
 
 
 def test_a_superseded_attempt_s_askers_are_told(world: World) -> None:

@@ -180,6 +180,7 @@ values = st.recursive(
     [np.longlong(3), np.int64(3), np.ulonglong(3), np.zeros(2, "q"), np.zeros(2, "l"), np.dtype("q"), np.dtype("l")]
 )
 @example(np.zeros((0, 3), "S7"))
+@example(np.ndarray((2, 3), "S0", bytearray()))
 def test_round_trip(value: object) -> None:
     same(value)
 
@@ -723,6 +724,9 @@ FORGED: list[object] = [
     {"$": ["array", "<U9999999999", 0]},
     {"$": ["scalar", "|O", "00" * 8]},
     {"$": ["scalar", "<f8", "00"]},
+    {"$": ["scalar", "<f8", "00" * 9]},
+    {"$": ["set", "abc"]},
+    {"$": ["frozenset", {"a": 1}]},
     {"$": ["np.dtype", "|O"]},
     {"$": ["bytearray", -1]},
     {"$": ["numbers", "eval", "<u4", 0]},

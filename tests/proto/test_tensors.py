@@ -294,7 +294,15 @@ def test_conjugate_and_negative_views(dtype: torch.dtype) -> None:
     x = torch.tensor([[1 + 2j, -0.0 - 3j], [float("nan"), 5j]], dtype=dtype)
     assert x.conj().is_conj()
     assert x.conj().imag.is_neg()
-    for view in (x.conj(), x.conj().imag, x.conj().t(), x.real, x.imag[:, 1], x.conj()[0, 1]):
+    for view in (
+        x.conj(),
+        x.conj().imag,
+        x.conj().t(),
+        x.real,
+        x.imag[:, 1],
+        x.conj()[0, 1],
+        torch._neg_view(x.real.clone()),
+    ):
         same(view.clone() if view.is_conj() or view.is_neg() else view, trip(view))
 
 

@@ -117,11 +117,21 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
         ) from error
 
 
+def _is_blank(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
+
+
 class Journal:
     """Rows in, whole tables out at the start."""
 
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "journal.db" if directory else None
+        if self._path is not None and self._path.with_name("snapshots.db").exists() and _is_blank(self._path):
+            # The journal is made first: where snapshots are, it was. SQLite would take an empty file for a new one.
+            raise JournalError(
+                f"{self._path} is missing or empty, although snapshots.db beside it says that there was one: restore it "
+                "from a copy, or move the whole directory away to start anew"
+            )
         script = "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
         for table, (keys, values) in _TABLES.items():
             columns = ", ".join((*keys, *values))
@@ -132,7 +142,7 @@ class Journal:
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
-                raise sqlite3.DatabaseError(verdict)
+                raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
             """What tickets are derived from: the same after a restart, so that lanes stay open."""
             self.boots = int(self._meta("boots", "0")) + 1

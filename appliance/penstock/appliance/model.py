@@ -93,13 +93,14 @@ class Box:
     waiting_for: int = 0
     waited_s: float = 0.0
     steps_per_s: float = 0.0
+    waited_share: float = 0.0
+    """Of the time that steps_per_s speaks of."""
     rate_from: float = 0.0
     rate_steps: int = 0
+    rate_waited_s: float = 0.0
     reported_at: float = 0.0
     history: deque[Position] = field(default_factory=deque)
-    """Reported positions, oldest first; the first is the newest that is not inside the retention window, or the base."""
-    blind: bool = False
-    """After a restart: what lies between the first two entries of the history is not known here."""
+    """Reported positions, oldest first; the first is the newest that is not inside the window, or the base."""
 
     @property
     def step(self) -> int:
@@ -115,16 +116,20 @@ class Box:
         return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
 
     def anchor(self, step: int) -> Position | None:
-        """A position at or before `step` from which the one at `step` follows with few ends to know; None: too old.
+        """The newest position known at or before `step`; None if the step is older than all.
 
-        Not one at `step` itself if it can be avoided: when the loop reported, it may have noticed an end that follows
-        the step, and the record of a step should not depend on when it was reported.
+        The record of a step is what stood right after it, with later ends not yet noticed. A loop that had noticed the
+        end of the pass when it reported shows a fresh epoch: good to go on from, no record of that step.
         """
-        before = [position for position in self.history if position.step < step]
-        at = [position for position in self.history if position.step == step]
-        if at and (not before or (self.blind and before[-1] is self.history[0])):
-            return at[0]
-        return before[-1] if before else None
+        known = list(self.history)
+        if self.delivered.slots:
+            known.append(Position.from_proto(self.delivered))
+        fits = [at for at in known if at.step < step or (at.step == step and not self.is_fresh(at))]
+        return max(fits, key=lambda position: position.step, default=None)
+
+    def is_fresh(self, position: Position) -> bool:
+        """A pass has begun there of which no batch was taken, and it is not the one that the attempt started in."""
+        return position.epoch > self.base.epoch and not any(position.delivered)
 
     def who(self) -> str:
         return f"client {self.client_id} on host {self.opening.host_id or '?'}"

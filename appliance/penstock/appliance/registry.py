@@ -177,13 +177,17 @@ class Registry:
     def _progress(self, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
         position = Position.from_proto(request.delivered)
         steps, box.delivered = position.step - box.step, request.delivered
-        for number in set(range(attempt.num_workers)) - set(box.delivered.live):
-            box.ends[number, box.delivered.epoch] = box.delivered.slots[number].total
+        for number in set(range(attempt.num_workers)) - set(position.live):
+            box.ends[number, position.epoch] = position.total[number]
+        if box.is_fresh(position) and position.epoch - 1 not in box.cuts:
+            box.ends |= {(number, position.epoch - 1): total for number, total in enumerate(position.total)}
         if box.rate_from == 0.0:
-            box.rate_from = now
+            box.rate_from, box.rate_waited_s = now, box.waited_s
         elif now - box.rate_from >= 0.5:
-            box.steps_per_s = (box.rate_steps + steps) / (now - box.rate_from)
-            box.rate_from, box.rate_steps = now, 0
+            span_s, waited_s = now - box.rate_from, box.waited_s - box.rate_waited_s
+            box.steps_per_s = (box.rate_steps + steps) / span_s
+            box.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
+            box.rate_from, box.rate_steps, box.rate_waited_s = now, 0, box.waited_s
         else:
             box.rate_steps += steps
         # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
@@ -192,7 +196,6 @@ class Registry:
             history.append(position)
         while len(history) > 1 and history[1].step <= edge:
             history.popleft()
-            box.blind = False
             box.ends = {end: total for end, total in box.ends.items() if end[1] >= history[0].epoch}
         if history[0].step <= edge:
             for slot in box.slots:

@@ -51,7 +51,6 @@ def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> 
     box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), lease, books.next_version())
     box.reported_at = now
     box.history.append(base)
-    box.blind = True
     attempt.boxes[box.number] = box
 
 

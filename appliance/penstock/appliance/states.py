@@ -17,6 +17,7 @@ is over answers with its final state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.appliance.model import Attempt, Box, Place, SlotKey
 from penstock.proto.channel import error_of
@@ -97,8 +98,9 @@ class Gathering:
     result: Gathered | None = None
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
-    _idle: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Ends that a slot told although they were known."""
+    _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+    """What a slot was asked, and what was known, when it answered with an end that was known: the mistake is with
+    another slot, so it is not asked again before more is known."""
     _missing: list[str] = field(default_factory=list)
 
     @property
@@ -132,12 +134,14 @@ class Gathering:
         missing: list[str] = []
         positions: dict[int, Position] = {}
         finals: dict[int, int] = {}
+        denied: list[str] = []
+        doubtful: list[str] = []
         for number in range(attempt.num_boxes):
             box = attempt.boxes.get(number)
             if box is None:
                 missing.append(f"box {number} (it has not opened the run)")
                 continue
-            positions[number] = position = self._position(attempt, box, finals)
+            positions[number] = position = self._position(box, finals, doubtful)
             if box.place is Place.GONE:
                 missing.append(f"box {number} (its training job is not heard of)")
                 continue
@@ -146,6 +150,9 @@ class Gathering:
                 place = (position.epoch, position.delivered[k], position.total[k])
                 have = self._answers.get((number, k))
                 if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
+                    continue
+                if self._denied.get((number, k)) == (place, box.ends, box.cuts):
+                    denied.append(f"{slot} on worker {slot.worker}")
                     continue
                 if slot.phase == pb.FAILED and slot.error is not None:
                     raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
@@ -158,10 +165,15 @@ class Gathering:
                 else:
                     missing.append(f"{slot} (no worker has it)")
         self.requests, self._missing = requests, missing
+        if (denied or doubtful) and not requests and not missing:
+            raise ProtocolError(
+                f"state of run {self.run} at step {self.step}: the workers do not agree where passes ended; what the "
+                f"others said cannot be for {', '.join(denied + doubtful)}"
+            )
         if not requests and not missing:
             self.result = self._assemble(attempt, positions, finals)
 
-    def _position(self, attempt: Attempt, box: Box, finals: dict[int, int]) -> Position:
+    def _position(self, box: Box, finals: dict[int, int], doubtful: list[str]) -> Position:
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.place is Place.CLOSED:
             raise StateUnavailableError(
@@ -172,10 +184,15 @@ class Gathering:
         at = self.step
         if box.pass_ended and box.step < self.step:
             at = finals[box.number] = box.step
-        anchor = box.anchor(max(at, box.base.step))
+        at = max(at, box.base.step)
+        anchor = box.anchor(at)
         if anchor is None:
             raise StateUnavailableError(f"{where} has left that step behind its retention window")
-        return advance(anchor, max(at, box.base.step), box.ends, box.cuts)
+        position = advance(anchor, at, box.ends, box.cuts)
+        if sum(position.total) - sum(anchor.total) != at - anchor.step:
+            # Some ends are known and others, of earlier passes, are not: good enough to ask with, never to answer with.
+            doubtful.append(f"box {box.number}")
+        return position
 
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
         on = f" on worker {worker}" if worker else ""
@@ -198,21 +215,23 @@ class Gathering:
         self.refresh(attempt)
 
     def _ended(self, attempt: Attempt, box: Box, want: Want, answer: pb.StateAnswer) -> None:
-        place, end = (box.number, want.key.slot), (want.key.slot, answer.ended_epoch)
-        known = box.ends.get(end)
-        earlier = (answer.ended_epoch, answer.ended_total) < (want.epoch, want.total)
-        # What it tells may have become known from elsewhere while it told it, but not again and again.
-        self._idle[place] = self._idle.get(place, 0) + (known is not None)
-        if not earlier or (known is not None and known != answer.ended_total) or self._idle[place] > 3:
-            so_far = "" if known is None else f"; known so far is {known}"
+        if (answer.ended_epoch, answer.ended_total) >= (want.epoch, want.total):
             error = ProtocolError(
                 f"it says that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, when asked for epoch "
-                f"{want.epoch}, batch {want.total}{so_far}"
+                f"{want.epoch}, batch {want.total}"
             )
             self.fail(self._of_slot(error, want.key, want.worker))
             return
-        box.ends[end] = answer.ended_total
-        self._rounds[place] = self._rounds.get(place, 0) + 1
+        slot, before = (box.number, want.key.slot), dict(box.ends)
+        told = [(end.epoch, end.total) for end in answer.ends]
+        for epoch, total in [*told, (answer.ended_epoch, answer.ended_total)]:
+            # A pass that the loop left ended there, whatever the worker had produced ahead: the smaller total holds.
+            end = (want.key.slot, epoch)
+            box.ends[end] = min(total, box.ends.get(end, total))
+        self._rounds[slot] = self._rounds.get(slot, 0) + 1
+        if box.ends == before:
+            place = (want.epoch, want.delivered, want.total)
+            self._denied[slot] = (place, before, dict(box.cuts))
         self.refresh(attempt)
 
     def _assemble(self, attempt: Attempt, positions: dict[int, Position], finals: dict[int, int]) -> Gathered:

@@ -81,6 +81,7 @@ def _box_status(books: Books, box: Box) -> pb.BoxStatus:
         epoch=box.delivered.epoch or box.base.epoch,
         steps_per_s=box.steps_per_s,
         waited_s=box.waited_s,
+        waited_share=box.waited_share,
         waiting_for=waiting_for,
         slots=[slot_view(books, slot) for slot in box.slots],
         pass_ended=box.pass_ended,

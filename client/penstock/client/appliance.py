@@ -1,11 +1,11 @@
 """Where the data come from: a coordinator with its workers, elsewhere or started here.
 
-An `Appliance` is made of settings and a connection. Without an address it starts coordinator and worker daemon as children of
-this process. Runs are opened on it by loaders; it closes what is open when it is closed itself, at the end of its `with`, or at
-exit.
+An `Appliance` is made of settings and a connection. Without an address it starts coordinator and worker daemon as
+children of this process. Runs are opened on it by loaders; it closes what is open when it is closed itself, at the end
+of its `with`, or at exit.
 
-Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with`, else a default one made
-from the environment, which closes after the last loader that used it is gone.
+Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with`, else a default
+one made from the environment, which closes after the last loader that used it is gone.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Appliance:
     """A coordinator and its workers, as seen from one box.
 
     Every argument that is left out comes from the environment variable PENSTOCK_<NAME> (the address from
-    PENSTOCK_COORDINATOR), box and num_boxes then from torchrun's RANK and WORLD_SIZE, and at last from the default given
-    here.
+    PENSTOCK_COORDINATOR), box and num_boxes then from torchrun's RANK and WORLD_SIZE, and at last from the default
+    given here.
 
     Args:
         address: "host:port" of the coordinator. None: embedded, everything on this machine, started and stopped here.
         num_workers_per_box: processes that run input_fn for each box (1).
         box: this process's number among those that train, from 0 (0).
         num_boxes: how many there are (1).
-        job: the job's name; a job that is started again under its name takes its runs over (torchrun's run id unless that
-            is "none", else a fresh one).
+        job: the job's name; one that is started again under its name takes its runs over (torchrun's run id unless
+            that is "none", else a fresh one).
         seed: of the run, 0 to 2**64 - 1 (the one that the run had, or a fresh one).
         device: None or "cpu" in this release.
         attempt: the same on all boxes of one launch and another for each launch (told by torchrun).
@@ -127,9 +127,10 @@ class Appliance:
         else:
             where = "several hosts" if self._torchrun.present else "several processes"
             raise InvalidArgumentError(
-                f"Appliance(num_boxes={settings.num_boxes}) over {where} cannot be embedded: start `penstock coordinator "
-                "--listen HOST:PORT --state-dir DIR` on one machine and `penstock worker --coordinator HOST:PORT` on those "
-                "that shall load data, and pass the address, or set PENSTOCK_COORDINATOR=HOST:PORT, on every box"
+                f"Appliance(num_boxes={settings.num_boxes}) over {where} cannot be embedded: start `penstock "
+                "coordinator --listen HOST:PORT --state-dir DIR` on one machine and `penstock worker --coordinator "
+                "HOST:PORT` on those that shall load data, and pass the address, or set "
+                "PENSTOCK_COORDINATOR=HOST:PORT, on every box"
             )
         _open.add(self)
 
@@ -144,8 +145,8 @@ class Appliance:
         if job or fresh:
             return job or f"job-{secrets.token_hex(4)}"
         raise InvalidArgumentError(
-            f"Appliance(num_boxes={self.settings.num_boxes}): the boxes find each other by the job's name; pass job= or set "
-            "PENSTOCK_JOB, the same on all of them"
+            f"Appliance(num_boxes={self.settings.num_boxes}): the boxes find each other by the job's name; pass job= "
+            "or set PENSTOCK_JOB, the same on all of them"
         )
 
     # ---- what runs need (penstock.client.run.Link)
@@ -196,9 +197,9 @@ class Appliance:
         place = self._reach(deadline)
         if reference.main_path and not self.embedded:
             raise InvalidArgumentError(
-                f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, which "
-                f"workers of the coordinator at {place.address} cannot import: put it into a module that is importable on "
-                "the workers"
+                f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, "
+                f"which workers of the coordinator at {place.address} cannot import: put it into a module that is "
+                "importable on the workers"
             )
         ordinal = self._ordinals.get(owner)
         if ordinal is None:
@@ -247,8 +248,8 @@ class Appliance:
             except CoordinatorUnavailableError as error:
                 if time.monotonic() > give_up:
                     raise CoordinatorUnavailableError(
-                        f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock coordinator` "
-                        "running there, and the address right?"
+                        f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock "
+                        "coordinator` running there, and the address right?"
                     ) from error
                 pause.wait(RETRY_S)
 
@@ -305,7 +306,8 @@ class Appliance:
     def __repr__(self) -> str:
         settings = self.settings
         where = settings.address or "embedded"
-        return f"<Appliance {where}, box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each>"
+        shape = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
+        return f"<Appliance {where}, {shape}>"
 
 
 class _Deaths:
@@ -336,8 +338,8 @@ def _close_all() -> None:
 class _Default:
     """The appliance of loaders that name none, and who uses it.
 
-    A loader leaves from its finalizer, which may run inside the garbage collector: it takes its name off a set and writes to
-    an eventfd, and does nothing else. A thread closes the appliance when the set is empty.
+    A loader leaves from its finalizer, which may run inside the garbage collector: it takes its name off a set and
+    writes to an eventfd, and does nothing else. A thread closes the appliance when the set is empty.
     """
 
     def __init__(self) -> None:

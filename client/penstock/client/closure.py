@@ -34,8 +34,8 @@ def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
         executor = iterating()
         if executor is None:
             raise RuntimeError(
-                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure, which runs inside the loop over a "
-                "DataExecutor only: no executor is iterating"
+                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure, which runs inside the loop "
+                "over a DataExecutor only: no executor is iterating"
             )
         return function(*args, **kwargs) if executor.on_checkpoint_step else None
 

@@ -1,12 +1,12 @@
 """Coordinator and worker daemon as children of the training process: what `Appliance()` without an address starts.
 
-The two are started side by side and found by an abstract Unix socket, so there is no port to collide and no file to leave
-behind. They have a session of their own: a Ctrl-C in the terminal reaches the training script, which may still want to
-save its state, and not them. Both watch this process by its pidfd and end with it, also when it is killed.
+The two are started side by side and found by an abstract Unix socket, so there is no port to collide and no file to
+leave behind. They have a session of their own: a Ctrl-C in the terminal reaches the training script, which may still
+want to save its state, and not them. Both watch this process by its pidfd and end with it, also when it is killed.
 
-What they print, user code in the runners included, comes out at this process's stderr by way of a pipe, whose last lines
-are kept: a daemon that does not start is explained by them. The one thread of this module moves those lines and notices
-a daemon's death.
+What they print, user code in the runners included, comes out at this process's stderr by way of a pipe, whose last
+lines are kept: a daemon that does not start is explained by them. The one thread of this module moves those lines and
+notices a daemon's death.
 
 The roles never import each other; this module alone knows that the other two exist, and only by the names of their
 modules on a command line.
@@ -90,16 +90,24 @@ class Embedded:
             raise PenstockError(
                 "Appliance(): sys.executable is empty, so the daemons cannot be started; give an address"
             )
-        # -P: a file of the user's in the working directory must not stand in for a module of ours or of the library.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if module == "penstock.worker" else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=self._environment(),
-            start_new_session=True,
-        )
-        return _Child(title, process)
+        out, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            # -P: a file of the user's in the working directory must not stand in for a module of ours or of the
+            # library.
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=write if module == "penstock.worker" else subprocess.DEVNULL,
+                stderr=write,
+                env=self._environment(),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(out)
+            raise
+        finally:
+            os.close(write)
+        return _Child(title, process, out)
 
     def _environment(self) -> dict[str, str]:
         env = {
@@ -189,12 +197,12 @@ class Embedded:
 
 
 class _Child:
-    def __init__(self, title: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, title: str, process: subprocess.Popen[bytes], out: int) -> None:
         self.title = title
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
-        assert process.stdout is not None
-        self.out = process.stdout.fileno()
+        self.out = out
+        """Where it prints to."""
         os.set_blocking(self.out, False)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._part = b""
@@ -246,6 +254,5 @@ class _Child:
     def drop(self) -> None:
         if self.pidfd >= 0:
             os.close(self.pidfd)
-            self.pidfd = -1
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+            os.close(self.out)
+            self.pidfd = self.out = -1

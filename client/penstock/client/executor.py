@@ -1,11 +1,11 @@
 """The training loop's iterator: how many steps, in which passes, and which of them are checkpoints.
 
 Iterating is a generator that has already run up to its first `yield` when the loop gets it: opening the run happens in
-`iter()`, where its errors belong, and from then on leaving it in any way (to the end, by `break`, by an exception, or by
-dropping it) runs its `finally`.
+`iter()`, where its errors belong, and from then on leaving it in any way (to the end, by `break`, by an exception, or
+by dropping it) runs its `finally`.
 
-A pass that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that of the
-last step, in the middle of the pass.
+A pass that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that
+of the last step, in the middle of the pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from penstock.client.appliance import Appliance
-from penstock.client.feed import PASS_ENDED, UNLIMITED, Stats
+from penstock.client.feed import PASS_ENDED, PASSES_AHEAD, Stats
 from penstock.client.loader import DataLoader, Session
 from penstock.client.progress import ProgressLine
 from penstock.client.reference import forbid_in_runner
@@ -38,9 +38,9 @@ class DataExecutor:
         loader: a penstock DataLoader.
         num_steps: batches to take, over as many passes as that needs. None: one pass, or what is left of it. The next
             executor goes on with the next batch; after a pass that was left by `break`, with the next pass.
-        checkpoint_steps: None or 0; N: every step that N divides, and the last of this executor; or the absolute steps: an
-            iterable of ints and ranges, or a callable that says for a step whether it is one. Workers prepare states for
-            steps that are known ahead; a state can be asked for at any other step too.
+        checkpoint_steps: None or 0; N: every step that N divides, and the last of this executor; or the absolute
+            steps: an iterable of ints and ranges, or a callable that says for a step whether it is one. Workers prepare
+            states for steps that are known ahead; a state can be asked for at any other step too.
         appliance: where it runs. None: where the loader runs already, else the innermost Appliance that is open in a
             `with`, else a default one.
 
@@ -124,7 +124,8 @@ class DataExecutor:
         try:
             if session.progress:
                 line = ProgressLine(loader.name, feed.stats, first)
-            feed.open_epochs(position.epoch if stop is None else UNLIMITED)
+            ahead = 0 if stop is None else PASSES_AHEAD
+            feed.open_epochs(position.epoch + ahead)
             announced = feed.announce(schedule, stop)
             yield None
             while stop is None or position.step < stop:
@@ -134,11 +135,10 @@ class DataExecutor:
                     raise session.empty() from None
                 if batch is PASS_ENDED:
                     session.pass_ended()
-                    if stop is None:
-                        if position.step > first:
-                            break
-                        # Nothing was left of this pass, for a state was restored at its very end: take the next.
-                        feed.open_epochs(position.epoch)
+                    if stop is None and position.step > first:
+                        break
+                    # One pass, and nothing was left of it, for the stream stood at its very end: take the next.
+                    feed.open_epochs(position.epoch + ahead)
                     announced = feed.announce(schedule, self._last)
                     continue
                 step = position.step

@@ -1,9 +1,9 @@
 """The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
 
 `Feed.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when nothing is
-there it first sends all acks of all lanes, for a producer without credits would wait for us, and then waits for that lane
-or for news of the slots. What went before is acknowledged at the next call and not before the batch is returned: until
-then the loop does not have it.
+there it first sends all acks of all lanes, for a producer without credits would wait for us, and then waits for that
+lane or for news of the slots. What went before is acknowledged at the next call and not before the batch is returned:
+until then the loop does not have it.
 
 Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
 twice after a reconnect is given back unseen.
@@ -31,12 +31,13 @@ from penstock.proto.position import Position, advance
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
-__all__ = ["PASS_ENDED", "UNLIMITED", "Feed", "Stats"]
+__all__ = ["PASSES_AHEAD", "PASS_ENDED", "Feed", "Stats"]
 
 PASS_ENDED: Final = object()
 """Returned by `Feed.next` instead of a batch."""
-UNLIMITED = 1 << 62
-"""Epochs: no limit."""
+PASSES_AHEAD = 64
+"""Passes that workers may run ahead where passes follow each other. A ring has at most 32 slots, so only empty passes
+come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
 ANNOUNCED = 2
 """Checkpoint steps that workers hear of ahead."""
 FAILED_GRACE_S = 2.0
@@ -114,6 +115,9 @@ class Feed:
                     frame = consumer.receive()
                 except LaneLostError as error:
                     lane.lose(time.monotonic(), error.message)
+                except ProtocolError as error:
+                    lane.lose(time.monotonic(), error.message)
+                    raise
             if frame is None:
                 self._wait(lane)
                 continue
@@ -255,9 +259,9 @@ class Feed:
         if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
             missing = sum(v.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING) for v in run.views)
             return NoWorkersError(
-                f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its {run.num_slots} slots "
-                f"have no worker (slot {slot} is due){away}. Start more `penstock worker`s or ones with more --slots, or "
-                "lower num_workers_per_box; `penstock status` shows who is there"
+                f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its "
+                f"{run.num_slots} slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or "
+                "ones with more --slots, or lower num_workers_per_box; `penstock status` shows who is there"
             )
         doing = {pb.STARTING: "its runner is still starting", pb.READY: "its next batch has not come"}
         trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
@@ -302,8 +306,8 @@ class Feed:
             )
         for slot, note in notes:
             warnings.warn(
-                f"{self._label}: slot {slot} of box {run.box} was recovered: {note}; the stream goes on as if nothing had "
-                "happened",
+                f"{self._label}: slot {slot} of box {run.box} was recovered: {note}; the stream goes on as if "
+                "nothing had happened",
                 UserWarning,
                 stacklevel=2,
             )
@@ -321,7 +325,7 @@ class Feed:
         hello = lane_pb2.Hello(next_total=total + 1, epoch=position.epoch)
         hello.ack.delivered = total
         hello.ack.open_epochs = self._open_epochs
-        lane.hello(hello, fresh_rings=run.is_remote(view))
+        lane.hello(hello)
         try:
             sock = run.dial(view, hello)
         except (OSError, PenstockError) as error:

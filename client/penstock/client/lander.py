@@ -23,6 +23,7 @@ process of `--lifeline-pid` does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import resource
@@ -77,7 +78,9 @@ class Lane:
         self.over = False
         self._loop = loop
         self._consumer = sock
+        self._consumer_fd = sock.fileno()
         self._tcp: socket.socket | None = None
+        self._tcp_fd = -1
         self._producer = Producer((max_batch_bytes + PAGE - 1) // PAGE * PAGE)  # as the sender's slots are rounded
         self._producer.on_ack = self._relay
         self._greeted = False
@@ -92,12 +95,12 @@ class Lane:
         self._limit = 1 << 20  # bytes of one receive into the buffer
         self._slot_bytes: dict[int, int] = {}  # of the sender's rings
         self._pieces = Pieces()
-        loop.watch(self, sock, select.EPOLLIN)
+        loop.watch(self, self._consumer_fd, select.EPOLLIN)
 
     def on_event(self, fd: int, events: int) -> None:
         """Something happened at one of the two sockets."""
         try:
-            if fd != self._consumer.fileno():
+            if fd != self._consumer_fd:
                 if events & ~select.EPOLLOUT:
                     self._receive()
             elif self._greeted:
@@ -119,7 +122,7 @@ class Lane:
         _log.info("a lane is over: %s", why)
         self.over = True
         self._target = self._slab = None
-        self._loop.forget(self, self._consumer, self._tcp)
+        self._loop.forget(self, self._consumer_fd, self._tcp_fd)
         self._producer.close(say_so=False)
         self._consumer.close()
         if self._tcp is not None:
@@ -180,7 +183,7 @@ class Lane:
             self.deadline = NEVER
             tcp.tune(sock, user_timeout=True)
             sock.setblocking(False)
-            self._tcp = sock
+            self._tcp, self._tcp_fd = sock, sock.fileno()
             self._settle()
 
     def _receive(self) -> None:
@@ -305,15 +308,15 @@ class Lane:
                 return
             self._ended = True
             self.deadline = min(self.deadline, time.monotonic() + HELLO_S)
-            self._loop.watch(self, self._consumer, 0)
+            self._loop.watch(self, self._consumer_fd, 0)
         else:
             if self._ended and not producer.blocked:
                 self.end("the connection ended")
                 return
-            self._loop.watch(self, self._consumer, select.EPOLLIN | (select.EPOLLOUT if producer.blocked else 0))
+            self._loop.watch(self, self._consumer_fd, select.EPOLLIN | (select.EPOLLOUT if producer.blocked else 0))
         if sock is not None:
             reading = not self._ended and not self._waiting
-            self._loop.watch(self, sock, (select.EPOLLIN if reading else 0) | (select.EPOLLOUT if out else 0))
+            self._loop.watch(self, self._tcp_fd, (select.EPOLLIN if reading else 0) | (select.EPOLLOUT if out else 0))
 
 
 class Loop:
@@ -352,27 +355,26 @@ class Loop:
                 for lane in [lane for lane in self._lanes if lane.deadline <= now]:
                     lane.end("its time ran out")
 
-    def watch(self, lane: Lane, sock: socket.socket, mask: int) -> None:
+    def watch(self, lane: Lane, fd: int, mask: int) -> None:
         """Tell the lane of these events from now on; a mask of 0 means of nothing, not even that the peer hung up."""
-        fd = sock.fileno()
         before = self._watched.get(fd)
         if before is None:
             if mask:
                 self._epoll.register(fd, mask)
                 self._watched[fd] = (mask, lane)
         elif not mask:
-            self._epoll.unregister(fd)
             del self._watched[fd]
+            with contextlib.suppress(OSError):  # the producer closed it, and it left by itself
+                self._epoll.unregister(fd)
         elif before[0] != mask:
             self._epoll.modify(fd, mask)
             self._watched[fd] = (mask, lane)
 
-    def forget(self, lane: Lane, *socks: socket.socket | None) -> None:
+    def forget(self, lane: Lane, *fds: int) -> None:
         """A lane is over."""
         self._lanes.discard(lane)
-        for sock in socks:
-            if sock is not None and sock.fileno() >= 0:
-                self.watch(lane, sock, 0)
+        for fd in fds:
+            self.watch(lane, fd, 0)
 
     def connect(self, address: tuple[str, int], then: Callable[[socket.socket | OSError], None]) -> None:
         """Connect beside the loop, for names are looked up with blocking calls only; `then` is called in the loop."""

@@ -1,10 +1,11 @@
 """One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring slots are still seen.
 
-A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds is
-said again in the next Hello. A new generation gets a new one, and a view that dies after that releases nothing, for its
-token goes to a deque that nobody reads any more.
+A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds
+is said again in the next Hello. A new generation gets a new one, and a view that dies after that releases nothing, for
+its token goes to a deque that nobody reads any more.
 
-Tokens are ints, ring << 16 | slot, because a finalizer may append them and do nothing else (see penstock.proto.assemble).
+Tokens are ints, ring << 16 | slot, because a finalizer may append them and do nothing else (see
+penstock.proto.assemble).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class SlotLane:
         "backoff_s",
         "consumer",
         "copies",
+        "current_ring",
         "cut_epoch",
         "cuts",
         "failed_since",
@@ -61,7 +63,6 @@ class SlotLane:
         "group",
         "last_digest",
         "name",
-        "newest_ring",
         "release",
         "retry_at",
         "rings",
@@ -80,7 +81,7 @@ class SlotLane:
         """For messages: worker, box, slot."""
         self.consumer: Consumer | None = None
         self.rings: dict[int, RingView] = {}
-        self.newest_ring = 0
+        self.current_ring = 0
         self.assemblers: dict[int, Assembler] = {}
         self.release: deque[int] = deque()
         self.freed: list[int] = []
@@ -115,10 +116,8 @@ class SlotLane:
 
     # ---- connections
 
-    def hello(self, hello: lane_pb2.Hello, *, fresh_rings: bool) -> None:
-        """Fill in what this end holds. `fresh_rings`: the peer is about to make new rings, so nothing of the old counts."""
-        if fresh_rings:
-            self.forget_rings()
+    def hello(self, hello: lane_pb2.Hello) -> None:
+        """Fill in what this end holds. Ring numbers are a producer's own: an earlier one's mean nothing to it."""
         self.drain()
         self.freed.clear()
         for ring_id, ring in self.rings.items():
@@ -158,12 +157,6 @@ class SlotLane:
         if self.consumer is not None:
             self.consumer.close()
             self.consumer = None
-
-    def forget_rings(self) -> None:
-        """Views that still live keep their memory, and release nothing."""
-        self.release = deque()
-        self.rings = {}
-        self.newest_ring = 0
 
     # ---- batches
 
@@ -207,6 +200,8 @@ class SlotLane:
             ring = rings.get(ring_id)
             if ring is not None:
                 ring.held.discard(slot)
+                if ring_id != self.current_ring and not ring.held:
+                    del rings[ring_id]
             freed += (ring_id, slot)
 
     def ack(self, total: int) -> bool:
@@ -229,12 +224,9 @@ class SlotLane:
         ring = self.consumer.rings[ring_id]
         if ring.slots > 0xFFFF:
             raise ProtocolError(f"{self.name}: a ring of {ring.slots} slots")
-        if ring_id > self.newest_ring:
-            self.newest_ring = ring_id
-            # Frames come in order, so nothing more comes in an outgrown ring; let its memory go with its last view.
-            for known in [known for known, view in self.rings.items() if not view.held]:
-                del self.rings[known]
-                self.consumer.rings.pop(known, None)
+        # A producer never goes back to an outgrown ring: let its memory go with its last view.
+        self.rings = {known: view for known, view in self.rings.items() if view.held}
+        self.current_ring = ring_id
         view = self.rings[ring_id] = RingView(ring)
         self.group = view.group
         return view

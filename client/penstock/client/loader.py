@@ -113,7 +113,7 @@ class DataLoader:
 
     Raises:
         TypeError: input_fn is not callable.
-        InvalidArgumentError: input_fn cannot be imported by another process (a lambda, a local function, a partial ...).
+        InvalidArgumentError: input_fn cannot be imported by another process: a lambda, a local function, a partial.
     """
 
     def __init__(self, input_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -144,8 +144,8 @@ class DataLoader:
         """Called by an executor that starts to iterate: the stream, opened if need be."""
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: another executor is iterating this loader; finish or close() its iterator first, or make a "
-                "second DataLoader for a second stream"
+                f"{self.name}: another executor is iterating this loader; finish or close() its iterator first, or "
+                "make a second DataLoader for a second stream"
             )
         session = self._session
         if session is None:
@@ -154,13 +154,13 @@ class DataLoader:
             raise session.run.error
         elif session.run.closed:
             raise RuntimeError(
-                f"{self.name}: its stream ended at step {self.step} with its appliance. To go on there, load_state_dict a state; "
-                "to start anew, make a new DataLoader"
+                f"{self.name}: its stream ended at step {self.step} with its appliance. To go on there, "
+                "load_state_dict a state; to start anew, make a new DataLoader"
             )
         elif appliance is not None and appliance is not session.appliance:
             raise RuntimeError(
-                f"{self.name} streams from {session.appliance!r}, and cannot be iterated on {appliance!r} too: load_state_dict "
-                "its state to move it, or make a second DataLoader"
+                f"{self.name} streams from {session.appliance!r}, and cannot be iterated on {appliance!r} too: "
+                "load_state_dict its state to move it, or make a second DataLoader"
             )
         self._executor = weakref.ref(executor)
         session.feed.thread = threading.get_ident()
@@ -199,13 +199,13 @@ class DataLoader:
             start = saved.start(settings.box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
             if saved.methods == 0 and saved.positions and not settings.replay:
                 raise NotRestartableError(
-                    f"the loaded state of {self.name} was saved with replay=True, and is restored by replaying too: ask for "
-                    "it by Appliance(replay=True)"
+                    f"the loaded state of {self.name} was saved with replay=True, and is restored by replaying too: "
+                    "ask for it by Appliance(replay=True)"
                 )
             if seed is not None and saved.seed is not None and seed != saved.seed:
                 raise StateMismatchError(
-                    f"the loaded state of {self.name} was saved with seed {saved.seed}, and Appliance(seed={seed}) asks for "
-                    "another: leave seed out, or start from no state"
+                    f"the loaded state of {self.name} was saved with seed {saved.seed}, and Appliance(seed={seed}) "
+                    "asks for another: leave seed out, or start from no state"
                 )
             seed = saved.seed if seed is None else seed
         # Another key for every opening in one launch, or a loader that starts over would join what it has just left.
@@ -256,8 +256,8 @@ class DataLoader:
         if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
             late = [view for view in run.views if not _known(view)]
             raise DeadlineError(
-                f"{self.name}: waited {session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of box {run.box} "
-                f"(worker {late[0].worker or 'none'}) to build its loader"
+                f"{self.name}: waited {session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of box "
+                f"{run.box} (worker {late[0].worker or 'none'}) to build its loader"
             )
         for view in run.views:
             if view.phase == pb.FAILED and not view.HasField("traits"):
@@ -268,7 +268,7 @@ class DataLoader:
 
     @property
     def is_restartable(self) -> bool:
-        """Whether state_dict() can be had: by the loader's own methods, or by replay where the appliance asks for it."""
+        """Whether state_dict() can be had: by the loader's own methods, or by replay if the appliance asks for it."""
         session = self._session
         if session is None or session.run.closed or session.run.error is not None:
             replay = (session.appliance.settings if session is not None else current_settings()).replay
@@ -281,8 +281,8 @@ class DataLoader:
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was handed to the loop, over all boxes; the same value on every box.
 
-        Before the first step it is the state that was loaded, or that of an instance built here. May be called in the loop,
-        between executors and after the last; always for the same step with the same result.
+        Before the first step it is the state that was loaded, or that of an instance built here. May be called in the
+        loop, between executors and after the last; always for the same step with the same result.
 
         Raises:
             NotRestartableError: the loader has no state methods, or something else stands against saving it.
@@ -311,9 +311,9 @@ class DataLoader:
     def _require_methods(self, methods: int, replay: bool) -> None:
         if methods == 0 and not replay:
             raise NotRestartableError(
-                f"the loader that {self.name} returned cannot be saved, for it has no state_dict and load_state_dict: give "
-                "it these two, use torchdata's StatefulDataLoader or a source of penstock.worker.datasets, or ask for replay "
-                "by Appliance(replay=True)"
+                f"the loader that {self.name} returned cannot be saved, for it has no state_dict and "
+                "load_state_dict: give it these two, use torchdata's StatefulDataLoader or a source of "
+                "penstock.worker.datasets, or ask for replay by Appliance(replay=True)"
             )
 
     def _fetch(self, session: Session, step: int) -> Saved:
@@ -322,7 +322,8 @@ class DataLoader:
             raise run.error
         if run.closed:
             raise StateUnavailableError(
-                f"{self.name}: no state of step {step} can be had, for its appliance is closed; call state_dict() before that"
+                f"{self.name}: no state of step {step} can be had, for its appliance is closed; call state_dict() "
+                "before that"
             )
         traits = self._traits(session)[0]
         if traits.not_restartable:
@@ -376,12 +377,14 @@ class DataLoader:
         """
         if self._iterating:
             raise RuntimeError(
-                f"{self.name}: load_state_dict while an executor iterates; leave its loop first, or close() its iterator"
+                f"{self.name}: load_state_dict while an executor iterates; leave its loop first, or close() its "
+                "iterator"
             )
         saved = read(sd)
         if not self._reference.same_as(saved.input_fn):
             raise StateMismatchError(
-                f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}; each loader loads its own"
+                f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}; each loader loads "
+                "its own"
             )
         if saved.methods == 4:
             try:
@@ -395,7 +398,8 @@ class DataLoader:
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
 
     def close(self) -> None:
-        """End the stream, if there is one, and free its workers. The next executor starts from the last loaded state."""
+        """End the stream, if there is one, and free its workers. The next executor starts from the last loaded
+        state."""
         session, self._session = self._session, None
         if session is not None:
             session.feed.close()

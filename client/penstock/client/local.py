@@ -1,8 +1,8 @@
 """A loader built in the training process, for the methods that need an instance: aggregate, the state before the first
 step, and len(). It is never iterated.
 
-Built only when needed, once. Building it must leave no trace in the training: the random generators are put back to where
-they were, for an input_fn may seed or draw.
+Built only when needed, once. Building it must leave no trace in the training: the random generators are put back to
+where they were, for an input_fn may seed or draw.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class LocalLoader:
                     instance.num_workers = 0
         except Exception as error:
             raise InputFnError(
-                f"{purpose} of {self._name} needs an instance of the loader in the training process, and input_fn raised "
-                f"here: {type(error).__name__}: {error}. Its data must be readable in the training process too"
+                f"{purpose} of {self._name} needs an instance of the loader in the training process, and input_fn "
+                f"raised here: {type(error).__name__}: {error}. Its data must be readable in the training process too"
             ) from error
         if instance is None:
             raise InputFnError(

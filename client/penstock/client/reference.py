@@ -4,9 +4,9 @@ User code is named, never shipped: what leaves the training process is "module:q
 envelope. So a lambda, a local function, a partial or an instance with `__call__` cannot be an input_fn; each is refused
 here, where the user wrote it, with what to do instead.
 
-The main script is special. Where it was run with `python -m`, its real module name can be imported. Where it was run as a
-file, runners on this machine load the file under the name `penstock_main`, so that its main guard does not fire; workers
-elsewhere cannot. A notebook, `python -c` and standard input have no file at all.
+The main script is special. Where it was run with `python -m`, its real module name can be imported. Where it was run as
+a file, runners on this machine load the file under the name `penstock_main`, so that its main guard does not fire;
+workers elsewhere cannot. A notebook, `python -c` and standard input have no file at all.
 """
 
 from __future__ import annotations
@@ -69,25 +69,25 @@ def refer(input_fn: Callable[..., Any]) -> Reference:
     module, qualname = getattr(input_fn, "__module__", None), getattr(input_fn, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualname, str):
         raise InvalidArgumentError(
-            f"input_fn is an instance of {type(input_fn).__qualname__}, which has no name to import: pass a function or "
-            "a class at the top level of a module, and what the instance holds as arguments"
+            f"input_fn is an instance of {type(input_fn).__qualname__}, which has no name to import: pass a function "
+            "or a class at the top level of a module, and what the instance holds as arguments"
         )
     label = f"{module}.{qualname}"
     if "<lambda>" in qualname:
         raise InvalidArgumentError(
-            f"input_fn {label} is a lambda, which has no name that a worker could import: write a def at the top level of "
-            "a module"
+            f"input_fn {label} is a lambda, which has no name that a worker could import: write a def at the top "
+            "level of a module"
         )
     if "<locals>" in qualname:
         raise InvalidArgumentError(
-            f"input_fn {label} is defined inside a function, where no worker can import it: move it to the top level of "
-            "its module, and pass what it uses from outside as arguments"
+            f"input_fn {label} is defined inside a function, where no worker can import it: move it to the top level "
+            "of its module, and pass what it uses from outside as arguments"
         )
     owner = getattr(input_fn, "__self__", None)
     if owner is not None and not isinstance(owner, type) and not hasattr(owner, "__spec__"):
         raise InvalidArgumentError(
-            f"input_fn {label} is a method of an instance of {type(owner).__qualname__}, which cannot be imported: pass a "
-            "function at the top level of a module, and what the instance holds as arguments"
+            f"input_fn {label} is a method of an instance of {type(owner).__qualname__}, which cannot be imported: "
+            "pass a function at the top level of a module, and what the instance holds as arguments"
         )
     reference = _of_main(module, qualname) if module in _MAIN_NAMES else Reference(f"{module}:{qualname}")
     if RUNNER_VARIABLE not in os.environ:
@@ -103,8 +103,8 @@ def _of_main(module: str, qualname: str) -> Reference:
     path = getattr(main, "__file__", None)
     if not path or not os.path.isfile(path):
         raise InvalidArgumentError(
-            f"input_fn {qualname!r} is defined in a notebook, in an interactive session, or by python -c, where no worker "
-            "can import it: put it into a module file beside, and import it from there"
+            f"input_fn {qualname!r} is defined in a notebook, in an interactive session, or by python -c, where no "
+            "worker can import it: put it into a module file beside, and import it from there"
         )
     return Reference(f"{MAIN}:{qualname}", os.path.abspath(path))
 
@@ -117,8 +117,8 @@ def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> No
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"input_fn calls itself {module}.{qualname}, but there is nothing of that name ({error}); define it at the top "
-            "level of an importable module"
+            f"input_fn calls itself {module}.{qualname}, but there is nothing of that name ({error}); define it at "
+            "the top level of an importable module"
         ) from error
     if found is not input_fn and found != input_fn:
         raise InvalidArgumentError(
@@ -150,6 +150,6 @@ def forbid_in_runner(what: str) -> None:
     """Raises RuntimeError in a process that runs user code for a worker: the script would start itself for ever."""
     if os.environ.get(RUNNER_VARIABLE):
         raise RuntimeError(
-            f"{what} inside a worker: the script or module that defines input_fn is being loaded by a Penstock worker, and "
-            'it starts its training at import. Put the training part under\n\n    if __name__ == "__main__":\n'
+            f"{what} inside a worker: a Penstock worker is loading the script or module that defines input_fn, and it "
+            'starts its training at import. Put the training part under\n\n    if __name__ == "__main__":\n'
         )

@@ -1,10 +1,10 @@
 """How the ranks of one torchrun launch on one machine come to share one embedded appliance.
 
-Local rank 0 starts the daemons and answers on an abstract Unix socket; the others connect, with a deadline, and are told
-where the daemons are. The socket's name is made of what all ranks of a launch share and other launches do not (the torchrun
-agent's pid, the master port, the restart count) and of how many appliances the process has shared before. An abstract name
-has no file permissions, so both ends ask the kernel who the other is; and it leaves nothing behind when a rank is killed,
-which a file with the token would.
+Local rank 0 starts the daemons and answers on an abstract Unix socket; the others connect, with a deadline, and are
+told where the daemons are. The socket's name is made of what all ranks of a launch share and other launches do not (the
+torchrun agent's pid, the master port, the restart count) and of how many appliances the process has shared before. An
+abstract name has no file permissions, so both ends ask the kernel who the other is; and it leaves nothing behind when a
+rank is killed, which a file with the token would.
 
 Ranks leave at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
 leaves, and rank 0 waits for the last of them before it stops the daemons.
@@ -105,9 +105,9 @@ class Meeting:
                 return Place(**json.loads(data))
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"Appliance(): waited {timeout_s:g} s for local rank 0 of this torchrun launch to start the embedded "
-                    "appliance. Every rank must create it, in the same order; or start `penstock coordinator` and "
-                    "`penstock worker`, and set PENSTOCK_COORDINATOR"
+                    f"Appliance(): waited {timeout_s:g} s for local rank 0 of this torchrun launch to start the "
+                    "embedded appliance. Every rank must create it, in the same order; or start `penstock "
+                    "coordinator` and `penstock worker`, and set PENSTOCK_COORDINATOR"
                 )
             _pause.wait(POLL_S)
 

@@ -1,9 +1,9 @@
 """One open run of one box: its place at the coordinator, kept up by a thread that watches it.
 
-The thread reports progress, renews the box's lease, and learns where the slots are. It talks to the training thread in two
-ways only: it replaces `views` as a whole and then raises `version`, and it makes `wake_fd` readable. When the coordinator is
-away it tries again for as long as the run is open: batches do not pass through the coordinator, so its restart disturbs
-nobody who is not waiting for a slot.
+The thread reports progress, renews the box's lease, and learns where the slots are. It talks to the training thread in
+two ways only: it replaces `views` as a whole and then raises `version`, and it makes `wake_fd` readable. When the
+coordinator is away it tries again for as long as the run is open: batches do not pass through the coordinator, so its
+restart disturbs nobody who is not waiting for a slot.
 
 The thread holds the run but not the loader. A loader that is dropped without being closed sets `abandoned` from its
 finalizer, which may run inside the garbage collector and therefore does nothing else; the thread then closes the run.
@@ -40,8 +40,8 @@ CLOSE_S = 5.0
 """Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
 DIAL_S = 10.0
 LOOK_GRACE_S = 3.0
-"""Seconds after the first batches until the workers' word that nobody asked for its assignment is believed: they learn of
-it with those batches, and tell with a heartbeat."""
+"""Seconds after the first batches until the workers' word that nobody asked for its assignment is believed: they learn
+of it with those batches, and tell with a heartbeat."""
 MAX_BACKOFF_S = 2.0
 
 

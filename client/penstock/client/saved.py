@@ -4,9 +4,9 @@
     {"state": aggregated, "__penstock__": ...}                                         the same, if that is no dict
     {"__penstock__": ...}                                                              any other loader
 
-The user's part stays as their code returned it, readable and theirs to change. Ours is one reserved key with bytes in it, so
-that checkpoint libraries carry it along whatever they do to nested values, and its envelope has a checksum: damage is found
-when it is loaded. It holds nothing that differs between boxes, so every rank saves the same value.
+The user's part stays as their code returned it, readable and theirs to change. Ours is one reserved key with bytes in
+it, so that checkpoint libraries carry it along whatever they do to nested values, and its envelope has a checksum:
+damage is found when it is loaded. It holds nothing that differs between boxes, so every rank saves the same value.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Saved:
             return {STATE: self.aggregated, **ours}
         if KEY in self.aggregated:
             raise StateMismatchError(
-                f"aggregate_state_dict of {self.input_fn} returned a dict with the key {KEY!r}, which is reserved: rename it"
+                f"aggregate_state_dict of {self.input_fn} returned a dict with the key {KEY!r}, which is reserved: "
+                "rename it"
             )
         return {**self.aggregated, **ours}
 
@@ -113,10 +114,11 @@ class Saved:
         same = bool(self.positions) and (num_boxes, num_workers_per_box) == (self.num_boxes, self.num_workers_per_box)
         if self.positions and not same and self.methods != 4:
             raise StateMismatchError(
-                f"the state of {self.input_fn} at step {self.step} was saved on {_shape(self.num_boxes, self.num_workers_per_box)}"
-                f" and cannot go on with {_shape(num_boxes, num_workers_per_box)}: its loader has "
-                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it was "
-                "saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
+                f"the state of {self.input_fn} at step {self.step} was saved on "
+                f"{_shape(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
+                f"{_shape(num_boxes, num_workers_per_box)}: its loader has "
+                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it "
+                "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
             )
         if same:
             base = self.positions[box]

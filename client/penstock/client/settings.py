@@ -1,8 +1,8 @@
 """Where a training job runs: the arguments of an Appliance over the environment over defaults.
 
 An explicit argument wins, then a PENSTOCK_* variable, then what torchrun sets, then the default. torchrun's RANK and
-WORLD_SIZE stand for box and num_boxes, because with plain data parallelism they are; with tensor or pipeline parallelism
-the box is the data-parallel rank, which only the script knows, and it passes that itself.
+WORLD_SIZE stand for box and num_boxes, because with plain data parallelism they are; with tensor or pipeline
+parallelism the box is the data-parallel rank, which only the script knows, and it passes that itself.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def resolve(**given: Any) -> Settings:
         raise InvalidArgumentError(_explain(error, explicit)) from error
     if settings.device not in ("", "cpu"):
         raise InvalidArgumentError(
-            f"device={settings.device!r}: this release hands out CPU batches only, and copying them to a device as they "
-            "arrive comes in a later one; leave device out, and call .to(device, non_blocking=True) in the loop"
+            f"device={settings.device!r}: this release hands out CPU batches only, and copying them to a device as "
+            "they arrive comes in a later one; leave device out, and call .to(device, non_blocking=True) in the loop"
         )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"

@@ -1,8 +1,8 @@
 """Exit codes: one table, by the kind of thing that went wrong, so that a script can decide without reading prose.
 
-The codes below 10 are everybody's (0 well, 1 a bug, 2 usage); 10 to 19 concern the coordinator, the network and runs, 20 to
-29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never changes its
-meaning. `docs/cli.md` holds the same table, and a test compares the two.
+The codes below 10 are everybody's (0 well, 1 a bug, 2 usage); 10 to 19 concern the coordinator, the network and runs,
+20 to 29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never changes
+its meaning. `docs/cli.md` holds the same table, and a test compares the two.
 
 Every error of Penstock ends a command as one line on stderr; its traceback, and a remote one that it carries, are
 shown with --debug only. Anything else that is raised is a bug, and shows its traceback always.
@@ -130,19 +130,17 @@ def _code_of(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except PenstockError as error:
-        _say(error.message, error.remote_traceback)
+        _say(error.message)
         return exit_code(error)
     except CommandError as error:
-        _say(str(error), "")
+        _say(str(error))
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _say(message: str, remote_traceback: str) -> None:
-    """Called while the error is being handled: its traceback is at hand."""
+def _say(message: str) -> None:
+    """Called while the error is being handled: its traceback, and the remote one that it carries, are at hand."""
     if _debug:
         traceback.print_exc()
-        if remote_traceback:
-            print(f"--- remote traceback ---\n{remote_traceback.rstrip()}", file=sys.stderr)
     print(f"penstock: {' '.join(message.split())}", file=sys.stderr)

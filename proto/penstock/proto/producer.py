@@ -217,7 +217,7 @@ class Producer:
                 self._apply(ack)
             except (DecodeError, ProtocolError) as error:
                 # Not this end's failure: the batches are kept for a consumer that can be understood.
-                _log.warning("a lane was closed: its consumer sent what no consumer sends: %s", error)
+                _log.warning("a lane was closed: its consumer sent what no consumer sends: %s", str(error))
                 self.detach()
                 return
             if self.on_ack is not None:

@@ -483,7 +483,7 @@ def _unpack_tensor(node: list[_Node], source: _Source, depth: int) -> torch.Tens
 def _unpack_array(node: list[_Node], source: _Source, depth: int) -> np.ndarray[Any, Any]:
     dtype, shape = _numpy_dtype(node[1]), [_size(dim) for dim in node[2:]]
     data = source.view_of(math.prod(shape) * dtype.itemsize)
-    if not data:  # np.empty would allocate one item, however wide it claims to be
+    if not data:  # frombuffer refuses items without width, and numpy 1 allocates one item, however wide it claims to be
         return np.ndarray(shape, dtype, bytearray())
     return np.frombuffer(data, dtype).reshape(shape).copy()
 

@@ -88,13 +88,18 @@ class Daemon:
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Register and serve until `stopping` is set; then hand the slots on and leave nothing behind."""
         self._doors.open(self.settings.listen)
+        stop = asyncio.ensure_future(self.stopping.wait())
         try:
-            await self._register(first=True)
+            registering = asyncio.ensure_future(self._register(first=True))
+            await asyncio.wait([registering, stop], return_when="FIRST_COMPLETED")
+            if not registering.done():  # told to stop before there was a coordinator
+                registering.cancel()
+                return
+            registering.result()
             _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._doors.tcp_address)
             if ready is not None:
                 ready(self.name)
             loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes())]
-            stop = asyncio.ensure_future(self.stopping.wait())
             done, _ = await asyncio.wait([*loops, stop], return_when="FIRST_COMPLETED")
             for task in [*loops, stop]:
                 task.cancel()
@@ -108,10 +113,9 @@ class Daemon:
             request = coordinator_pb2.DeregisterWorkerRequest(worker=self.name, session=self._session)
             await asyncio.wait_for(self.coordinator.deregister(request), 2.0)
         self._doors.close()
-        for slot in self._slots.values():
-            slot.kill()
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, *(slot.stop() for slot in self._slots.values()), return_exceptions=True)
         for starting in self._zygotes.values():
             if starting.done() and not starting.cancelled() and starting.exception() is None:
                 starting.result().close()
@@ -211,7 +215,7 @@ class Daemon:
         except PenstockError as error:
             slot.fail(detail_of(error), lost=False)
             return
-        self._spawn(slot.run())
+        slot.start()
 
     def _drop_unused(self) -> None:
         """Let go what belongs to runs that have no slot here any more; zygotes a little later, for the next attempt."""

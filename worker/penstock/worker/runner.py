@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from penstock.proto import assignment as place_of
 from penstock.proto.digest import batch_digest
-from penstock.proto.errors import LaneLostError, ReplayMismatchError, StateMismatchError
+from penstock.proto.errors import LaneLostError, ReplayMismatchError, StateMismatchError, UnsupportedStateError
 from penstock.proto.frames import KNOWN_STRUCTURES, LONG_SHAPES
 from penstock.proto.lane import Producer, Slab
 from penstock.proto.state import decode_state
@@ -82,6 +82,7 @@ class _Runner:
         self._trusted = False
         self._hello: lane_pb2.Hello | None = None
         self._looked = False
+        self._begun = False
         self._last_look = 0.0
         base = assignment.base
         turns = list(base.live) or list(range(assignment.num_workers_per_box))
@@ -258,6 +259,9 @@ class _Runner:
             if not self._looked and place_of.looked_at():
                 self._looked = True
                 ledger.saw_look()
+            if not self._begun:
+                self._begun = True
+                self._channel.send("begun")
             now = clock()
             if (
                 producer.free_slots * 2 <= producer.ring_slots
@@ -323,13 +327,15 @@ class _Runner:
         return self._first_step + (total - self._first_total - 1) * self._stride
 
     def _keep(self, base: Base, *, origin: bool) -> None:
-        try:
-            data = base.encode()
-        except Exception as error:  # a state without a safe encoding
-            self._cadence.stopped = True
-            self._channel.send("unsaved", error=plain_detail(error))
-            return
-        self._send_base(base, data, origin=origin)
+        error = self.source.unsaved
+        if error is None:
+            try:
+                self._send_base(base, base.encode(), origin=origin)
+                return
+            except UnsupportedStateError as refused:
+                error = refused
+        self._cadence.stopped = True
+        self._channel.send("unsaved", error=plain_detail(error))
 
     def _send_base(self, base: Base, data: bytes, *, origin: bool) -> None:
         place = base.place

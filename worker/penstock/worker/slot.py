@@ -81,7 +81,7 @@ class Host(Protocol):
 
 
 class Slot:
-    """A slot's life on this worker: `run()` from assignment to end, everything else while it lasts."""
+    """A slot's life on this worker: from `start()` to `stop()`, everything else in between."""
 
     def __init__(self, host: Host, assignment: records_pb2.WorkerAssignment) -> None:
         self.assignment = assignment
@@ -98,6 +98,7 @@ class Slot:
         self._ready = asyncio.Event()
         self._changed = asyncio.Event()
         self._stopping = False
+        self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._rate_from = (time.monotonic(), 0)
         self._rate = 0.0
@@ -106,7 +107,11 @@ class Slot:
 
     # ---- its life
 
-    async def run(self) -> None:
+    def start(self) -> None:
+        """Begin its life."""
+        self._life = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
         """Start the runner and see it to its end."""
         try:
             await self._start()
@@ -161,18 +166,14 @@ class Slot:
     async def stop(self) -> None:
         """End it: the runner, its process group, and whatever is under way here."""
         self._stopping = True
-        for task in self._tasks:
+        under_way = [*self._tasks, *([self._life] if self._life is not None else [])]
+        for task in under_way:
             task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
         if self._child is not None:
             await self._child.stop(STOP_GRACE_S)
             await self._child.exited
         self.ledger.close()
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._stopping = True
-        if self._child is not None:
-            self._child.kill()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
         """It is over: for good, or (lost) for another worker to take over."""
@@ -217,6 +218,8 @@ class Slot:
     # ---- what the runner says
 
     def _hear(self, message: Message) -> None:
+        if self._stopping:
+            return
         fields = message.fields
         if message.kind == "base":
             self._store.add(

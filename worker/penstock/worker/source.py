@@ -128,6 +128,8 @@ class Source:
         self.traits = records_pb2.LoaderTraits(length=-1)
         self.digest = 0
         """Of the last batch, told by whoever flattens it."""
+        self.unsaved: Exception | None = None
+        """Why the state of the pass's origin could not be taken."""
         self._doing = doing
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
@@ -206,7 +208,12 @@ class Source:
         before = self._begin()
         if rng_after is not None:
             restore_rng(rng_after)
-        state, asked = self.state(step) if self.saves_state else (None, False)
+        state, asked = None, False
+        if self.saves_state:
+            try:
+                state, asked = self.state(step)
+            except PenstockError as error:
+                self.unsaved = error  # the stream goes on; the save will say so
         return Base(self.place.copy(), state, capture_rng(), before, self.digest, step if asked else 0)
 
     def _begin(self) -> bytes:

@@ -241,14 +241,16 @@ class WatchRunRequest(_message.Message):
     seen_version: _builtins.int
     hold_s: _builtins.float
     waiting_for: _builtins.int
-    """slot + 1 that the loop waits for now; 0 = none"""
+    """after the step: an end of a pass that was noticed since is not yet in it
+    slot + 1 that the loop waits for now; 0 = none
+    """
     waited_s: _builtins.float
     """total time the loop waited for data"""
     pass_ended: _builtins.bool
     """the executor's one pass is over: this box takes no further step for now"""
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
-        """what the training loop was handed; empty before the first step"""
+        """what the training loop was handed; empty before the first step. As it stood right"""
 
     @_builtins.property
     def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
@@ -873,6 +875,30 @@ class GetSnapshotsRequest(_message.Message):
 Global___GetSnapshotsRequest: _TypeAlias = GetSnapshotsRequest  # noqa: Y015
 
 @_typing.final
+class PassEnd(_message.Message):
+    """Where a pass ended for one slot, by its end of input or because the loop left it: after batch `total` of the slot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    total: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PassEnd: _TypeAlias = PassEnd  # noqa: Y015
+
+@_typing.final
 class StateAnswer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -887,6 +913,7 @@ class StateAnswer(_message.Message):
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     TRAITS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     worker: _builtins.str
     session: _builtins.str
@@ -901,6 +928,10 @@ class StateAnswer(_message.Message):
     def error(self) -> _records_pb2.ErrorDetail: ...
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassEnd]:
+        """with `ended`: all passes of this slot whose ends the worker knows, that one included"""
+
     def __init__(
         self,
         *,
@@ -915,10 +946,11 @@ class StateAnswer(_message.Message):
         state_bytes: _builtins.int = ...,
         traits: _records_pb2.LoaderTraits | None = ...,
         digest: _builtins.int = ...,
+        ends: _abc.Iterable[Global___PassEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "error", b"error", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1157,6 +1189,7 @@ class BoxStatus(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     PASS_ENDED_FIELD_NUMBER: _builtins.int
+    WAITED_SHARE_FIELD_NUMBER: _builtins.int
     box: _builtins.int
     live: _builtins.bool
     step: _builtins.int
@@ -1166,6 +1199,8 @@ class BoxStatus(_message.Message):
     waiting_for: _builtins.str
     """worker and slot that the loop waits for now, "" = none"""
     pass_ended: _builtins.bool
+    waited_share: _builtins.float
+    """of the time between the last two reports, that the loop waited for data"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     def __init__(
@@ -1180,10 +1215,11 @@ class BoxStatus(_message.Message):
         waiting_for: _builtins.str = ...,
         slots: _abc.Iterable[Global___SlotView] | None = ...,
         pass_ended: _builtins.bool = ...,
+        waited_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "epoch", b"epoch", "live", b"live", "pass_ended", b"pass_ended", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "epoch", b"epoch", "live", b"live", "pass_ended", b"pass_ended", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "waited_s", b"waited_s", "waited_share", b"waited_share", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

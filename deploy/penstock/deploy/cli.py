@@ -1,0 +1,202 @@
+"""The command `penstock`. Each command is here with its options, and does its work elsewhere.
+
+Nothing heavy is imported before a command needs it: `--help` is text, and `coordinator`, `worker` and `status` never
+see torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.exits import EXIT_LINES, guarded
+from penstock.deploy.options import (
+    Allow,
+    AsJson,
+    ClientLease,
+    Coordinator,
+    CoordinatorInsecure,
+    CoordinatorListen,
+    Debug,
+    Lease,
+    Name,
+    ReadyFile,
+    Slots,
+    StateDir,
+    TokenFile,
+    WorkerInsecure,
+    WorkerListen,
+)
+
+__all__ = ["app", "main"]
+
+_EPILOG = f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md"
+
+app = typer.Typer(
+    name="penstock",
+    help="Penstock feeds accelerators: input workers elsewhere, an ordinary iterator here, exact resume.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # help is text: the same in a terminal, a file and a bug report
+    pretty_exceptions_enable=False,  # an expected error is one line (see exits.py), a bug is a plain traceback
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def _quiet_grpc() -> None:
+    """gRPC reports on standard error what our errors say better. Not in a worker: its runners would inherit this."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+@app.callback(invoke_without_command=True)
+def _penstock(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"penstock {installed('penstock')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+@app.command(epilog=_EPILOG)
+@guarded
+def coordinator(
+    listen: CoordinatorListen = None,
+    state_dir: StateDir = None,
+    token_file: TokenFile = None,
+    insecure: CoordinatorInsecure = None,
+    lease: Lease = None,
+    client_lease: ClientLease = None,
+    ready_file: ReadyFile = None,
+    debug: Debug = False,
+) -> None:
+    """Run the coordinator: it hands out the work and keeps the books.
+
+    Prints the address that it listens on as one line once it is ready. Without a token it makes one, in
+    STATE_DIR/token. Ends on SIGTERM or Ctrl-C; started again on the same directory it goes on where it was.
+    """
+    _quiet_grpc()
+    from penstock.deploy.daemons import run_coordinator
+
+    flags = {
+        "listen": listen,
+        "state_dir": state_dir,
+        "insecure": insecure,
+        "lease": lease,
+        "client_lease": client_lease,
+    }
+    run_coordinator(flags, token_file, ready_file, debug)
+
+
+@app.command(epilog=_EPILOG)
+@guarded
+def worker(
+    coordinator: Coordinator = None,
+    slots: Slots = None,
+    allow: Allow = None,
+    listen: WorkerListen = None,
+    name: Name = None,
+    token_file: TokenFile = None,
+    insecure: WorkerInsecure = None,
+    ready_file: ReadyFile = None,
+    debug: Debug = False,
+) -> None:
+    """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
+
+    Prints its name as one line once the coordinator knows it. Waits for a coordinator that is not there yet. On
+    SIGTERM or Ctrl-C it hands its slots on and ends.
+    """
+    from penstock.deploy.daemons import run_worker
+
+    flags = {
+        "slots": slots,
+        "allow": ",".join(allow) if allow else None,
+        "listen": listen,
+        "name": name,
+        "insecure": insecure,
+    }
+    run_worker(coordinator, flags, token_file, ready_file, debug)
+
+
+@app.command(epilog=_EPILOG)
+@guarded
+def status(
+    coordinator: Coordinator = None, token_file: TokenFile = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Show runs, boxes, slots and workers: rates, and who waits for whom."""
+    _quiet_grpc()
+    from penstock.deploy.status import show_status
+
+    show_status(coordinator, token_file, as_json)
+
+
+@app.command(epilog=_EPILOG)
+@guarded
+def state(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="S", min=0, help="Step of the boxes. Default: the last that every box has had."),
+    ] = None,
+    deadline: Annotated[
+        float,
+        typer.Option("--deadline", metavar="SECONDS", min=0.1, max=3600, help="Wait so long for the workers."),
+    ] = 60.0,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box."""
+    _quiet_grpc()
+    from penstock.deploy.state import show_state
+
+    show_state(run, step, deadline, coordinator, token_file, as_json)
+
+
+@app.command(epilog=_EPILOG)
+@guarded
+def doctor(
+    input_fn: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The input_fn, importable from here.")],
+    args: Annotated[str, typer.Option("--args", metavar="JSON", help="Its positional arguments, a JSON list.")] = "[]",
+    kwargs: Annotated[str, typer.Option("--kwargs", metavar="JSON", help="Its named ones, a JSON object.")] = "{}",
+    batches: Annotated[
+        int, typer.Option("--batches", metavar="N", min=2, max=5000, help="Batches to stream from each worker.")
+    ] = 32,
+    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, max=64, help="Workers of the one box.")] = 1,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="A loader without state methods may be saved by replay: Appliance(replay=True)."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the run.")] = 0,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For each child process that runs the loader.")
+    ] = 300.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Check beforehand whether a loader can be saved and resumed exactly.
+
+    Streams N batches with a snapshot after each, restores some of them in fresh processes, and compares what comes
+    next: the check that every run makes, and more of it. Exit code 0: it can. 30: a restored loader yields other
+    batches. 31: it streams well, but cannot be saved as it is.
+    """
+    from penstock.deploy.doctor import Question
+    from penstock.deploy.report import show_doctor
+
+    return show_doctor(Question(input_fn, args, kwargs, batches, workers, replay, seed, deadline), as_json)
+
+
+def main() -> None:
+    """Entry point of `penstock`."""
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command began
+        raise SystemExit(130) from None

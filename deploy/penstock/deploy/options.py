@@ -1,0 +1,79 @@
+"""Typer options made from settings: a flag's help is its field's description, with its variable and its default.
+
+Typer itself is told neither, so that a flag that was not given stays None and penstock.deploy.settings alone decides
+what wins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.deploy.exits import set_debug
+from penstock.deploy.settings import CoordinatorSettings, PeerSettings, Section, WorkerSettings, flag, variable
+
+__all__ = [
+    "Allow",
+    "AsJson",
+    "ClientLease",
+    "Coordinator",
+    "CoordinatorInsecure",
+    "CoordinatorListen",
+    "Debug",
+    "Lease",
+    "Name",
+    "ReadyFile",
+    "Slots",
+    "StateDir",
+    "TokenFile",
+    "WorkerInsecure",
+    "WorkerListen",
+]
+
+
+def _option(section: type[Section], field: str, metavar: str | None = None) -> Any:
+    info = section.model_fields[field]
+    facts = [variable(section, field)]
+    if info.is_required():
+        facts.append("required")
+    elif info.default not in ("", False):
+        facts.append(f"default: {info.default:g}" if isinstance(info.default, float) else f"default: {info.default}")
+    # Two names: Typer would add --no-insecure otherwise, which says nothing that leaving it out does not.
+    return typer.Option(flag(field), metavar=metavar, help=f"{info.description} [{'; '.join(facts)}]")
+
+
+CoordinatorListen = Annotated[str | None, _option(CoordinatorSettings, "listen", "HOST:PORT")]
+StateDir = Annotated[Path | None, _option(CoordinatorSettings, "state_dir", "DIR")]
+CoordinatorInsecure = Annotated[bool | None, _option(CoordinatorSettings, "insecure")]
+Lease = Annotated[float | None, _option(CoordinatorSettings, "lease", "SECONDS")]
+ClientLease = Annotated[float | None, _option(CoordinatorSettings, "client_lease", "SECONDS")]
+
+Coordinator = Annotated[str | None, _option(PeerSettings, "coordinator", "HOST:PORT")]
+Slots = Annotated[int | None, _option(WorkerSettings, "slots", "N")]
+Allow = Annotated[list[str] | None, _option(WorkerSettings, "allow", "PREFIX")]
+WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:PORT")]
+Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
+WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
+
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File that holds the token. [PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE]",
+    ),
+]
+ReadyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ready-file",
+        metavar="PATH",
+        help="File to write the line to that is printed once this is ready, for scripts.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Log more, and show tracebacks of errors.")
+]

@@ -1,0 +1,166 @@
+"""`penstock status`: what the coordinator knows now, as four tables or as one JSON object.
+
+The JSON is built here, name by name, and not by protobuf: its names are a promise to scripts (docs/cli.md), and
+protobuf would write every 64-bit number as a string.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.settings import PeerSettings, resolve
+from penstock.deploy.tables import Table, seconds, show
+from penstock.deploy.tokens import peer_token
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["as_dict", "show_status", "tables"]
+
+
+def show_status(coordinator: str | None, token_file: Path | None, as_json: bool) -> None:
+    """Ask the coordinator and print."""
+    settings = resolve(PeerSettings, coordinator=coordinator)
+    with CoordinatorClient(settings.coordinator, peer_token(token_file)) as client:
+        reply = client.status()
+    found = as_dict(reply, settings.coordinator)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(tables(found))
+
+
+def as_dict(reply: pb.StatusReply, address: str) -> dict[str, Any]:
+    """The reply as plain values."""
+    return {
+        "coordinator": {"address": address, "version": reply.version, "uptime_s": round(reply.uptime_s, 3)},
+        "runs": [_run(run) for run in reply.runs],
+        "workers": [_worker(worker) for worker in reply.workers],
+    }
+
+
+def _run(run: pb.RunStatus) -> dict[str, Any]:
+    return {
+        "run": run.run,
+        "attempt": run.attempt,
+        "open": run.open,
+        "input_fn": run.input_fn or None,
+        "num_boxes": run.num_boxes,
+        "num_workers_per_box": run.num_workers_per_box,
+        "boxes": [_box(box) for box in run.boxes],
+    }
+
+
+def _box(box: pb.BoxStatus) -> dict[str, Any]:
+    return {
+        "box": box.box,
+        "live": box.live,
+        "step": box.step,
+        "epoch": box.epoch,
+        "pass_ended": box.pass_ended,
+        "steps_per_s": round(box.steps_per_s, 3),
+        "waited_s": round(box.waited_s, 3),
+        "waited_share": round(box.waited_share, 4),
+        "waiting_for": box.waiting_for or None,
+        "slots": [_slot(slot) for slot in box.slots],
+    }
+
+
+def _slot(slot: pb.SlotView) -> dict[str, Any]:
+    error = {"name": slot.error.name, "message": slot.error.message} if slot.HasField("error") else None
+    return {
+        "slot": slot.slot,
+        "worker": slot.worker or None,
+        "generation": slot.generation,
+        "phase": pb.SlotPhase.Name(slot.phase),
+        "restarts": slot.restarts,
+        "note": slot.note or None,
+        "error": error if error is not None and error["name"] else None,
+    }
+
+
+def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
+    return {
+        "worker": worker.worker,
+        "live": worker.live,
+        "draining": worker.draining,
+        "slots": worker.slots,
+        "slots_used": worker.slots_used,
+        "seen_s_ago": round(worker.seen_s_ago, 3),
+        "batches_per_s": round(worker.batches_per_s, 3),
+        "host_id": worker.host_id,
+        "tcp_address": worker.tcp_address or None,
+    }
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """The same for people."""
+    coordinator = found["coordinator"]
+    about = f"{coordinator['address']} (Penstock {coordinator['version']}, up {seconds(coordinator['uptime_s'])})"
+    runs = Table(
+        f"Runs at {about}",
+        ("run", "attempt>", "state", "boxes>", "workers a box>", "input_fn"),
+        empty=f"No runs at {about}.",
+    )
+    boxes = Table("Boxes", ("run", "box>", "state", "step>", "epoch>", "steps/s>", "waited>", "waits for"))
+    slots = Table("Slots", ("run", "box>", "slot>", "phase", "worker", "generation>", "restarts>", "note"))
+    workers = Table(
+        "Workers",
+        ("worker", "state", "slots used>", "seen ago>", "batches/s>", "lanes"),
+        empty="No workers: start some with `penstock worker`.",
+    )
+    for run in found["runs"]:
+        runs.rows.append(
+            (
+                run["run"],
+                str(run["attempt"]),
+                "open" if run["open"] else "closed",
+                str(run["num_boxes"]),
+                str(run["num_workers_per_box"]),
+                run["input_fn"] or "",
+            )
+        )
+        for box in run["boxes"]:
+            boxes.rows.append(_box_row(run["run"], box))
+            slots.rows.extend(_slot_row(run["run"], box["box"], slot) for slot in box["slots"])
+    for worker in found["workers"]:
+        workers.rows.append(
+            (
+                worker["worker"],
+                "draining" if worker["draining"] else "live" if worker["live"] else "lost",
+                f"{worker['slots_used']}/{worker['slots']}",
+                seconds(worker["seen_s_ago"]),
+                f"{worker['batches_per_s']:.1f}",
+                worker["tcp_address"] or "",
+            )
+        )
+    return [runs, boxes, slots, workers]
+
+
+def _box_row(run: str, box: dict[str, Any]) -> tuple[str, ...]:
+    state = "lost" if not box["live"] else "pass ended" if box["pass_ended"] else "live"
+    return (
+        run,
+        str(box["box"]),
+        state,
+        str(box["step"]),
+        str(box["epoch"]),
+        f"{box['steps_per_s']:.1f}",
+        f"{100 * box['waited_share']:.0f}%",
+        box["waiting_for"] or "",
+    )
+
+
+def _slot_row(run: str, box: int, slot: dict[str, Any]) -> tuple[str, ...]:
+    note = f"{slot['error']['name']}: {slot['error']['message']}" if slot["error"] else slot["note"] or ""
+    return (
+        run,
+        str(box),
+        str(slot["slot"]),
+        slot["phase"],
+        slot["worker"] or "",
+        str(slot["generation"]),
+        str(slot["restarts"]),
+        " ".join(note.split()),
+    )

@@ -1,0 +1,72 @@
+"""Where a command's token comes from. It is never an argument, which every user of the machine could read, and never
+printed or logged; a coordinator that was given none makes one and says in which file it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+
+from penstock.proto.channel import read_token
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError, JournalError
+
+__all__ = ["coordinator_token", "peer_token"]
+
+_log = logging.getLogger("penstock.deploy")
+FILE = "token"
+"""Of the state directory."""
+
+
+def peer_token(file: Path | None) -> str:
+    """The token of a worker or an operator: the file, else the environment."""
+    return read_token(file=file)
+
+
+def coordinator_token(file: Path | None, state_dir: Path | None) -> str:
+    """The same for a coordinator, which makes one if there is none. `state_dir` None: it keeps nothing on disk.
+
+    Raises AuthenticationError for a file that cannot be read, JournalError if none can be written.
+    """
+    if file is not None or os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE"):
+        return read_token(file=file)
+    if state_dir is None:
+        raise InvalidArgumentError(
+            "a coordinator that keeps nothing on disk has no place for a token of its own: set PENSTOCK_TOKEN, or give "
+            "--token-file"
+        )
+    path = state_dir / FILE
+    made = _make(path)
+    if not made and path.stat().st_mode & 0o077:
+        raise AuthenticationError(f"the token file {path} can be read by others: chmod 600 {path}")
+    _log.info(
+        "token: %s in %s; give workers and training jobs PENSTOCK_TOKEN_FILE=%s",
+        "made one" if made else "the one",
+        path,
+        path.absolute(),
+    )
+    return read_token(file=path)
+
+
+def _make(path: Path) -> bool:
+    """A fresh token in a file that only we can read; False if there is one already. Whole or not there at all."""
+    if path.exists():
+        return False
+    beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as out:
+            out.write(secrets.token_urlsafe(32) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            os.link(beside, path)  # unlike rename, this never replaces another's
+        except FileExistsError:
+            return False
+        finally:
+            beside.unlink()
+    except OSError as error:
+        raise JournalError(f"no token can be written to {path}: {error}") from error
+    return True

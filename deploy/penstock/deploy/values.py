@@ -1,0 +1,89 @@
+"""A user's state for people and for JSON: what is there, not a way to load it back.
+
+JSON knows no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the one key "$", whose value
+says what it is: {"$": "tensor", "dtype": "int64", "shape": [3]}, {"$": "bytes", "size": 5, "base64": "aGVsbG8="},
+{"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value": "nan"}. Lists and tuples are lists.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["as_json", "brief"]
+
+BYTES_IN_FULL = 1024
+"""Longer ones show their size alone."""
+BRIEF_ITEMS = 8
+"""Of one container, in the short form."""
+BRIEF_TEXT = 32
+BRIEF_DEPTH = 3
+
+
+def as_json(value: Any) -> Any:
+    """`value` as something that json.dumps takes, and that any JSON reader accepts."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$": "float", "value": str(value)}
+    if isinstance(value, bytes | bytearray):
+        data = base64.b64encode(value).decode() if len(value) <= BYTES_IN_FULL else None
+        return {"$": "bytes", "size": len(value), "base64": data}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and "$" not in value:
+            return {key: as_json(item) for key, item in value.items()}
+        return {"$": "dict", "items": [[as_json(key), as_json(item)] for key, item in value.items()]}
+    shape = _shape(value)
+    if shape is not None:
+        return {"$": _kind(value), "dtype": _dtype(value), "shape": shape}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return {"$": "set", "items": [as_json(item) for item in value]}
+    return {"$": type(value).__name__, "text": str(value)}
+
+
+def brief(value: Any, depth: int = 0) -> str:
+    """`value` in a line or so: names and small values, the rest as its kind and size."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= BRIEF_TEXT else value[:BRIEF_TEXT] + "...")
+    if isinstance(value, bytes | bytearray):
+        return f"{len(value)} bytes"
+    shape = _shape(value)
+    if shape is not None:
+        return f"{_dtype(value)}[{', '.join(map(str, shape))}]"
+    if isinstance(value, Mapping):
+        if depth >= BRIEF_DEPTH and value:
+            return f"{{{len(value)} entries}}"
+        parts = [f"{_name(key)}: {brief(item, depth + 1)}" for key, item in list(value.items())[:BRIEF_ITEMS]]
+        return "{" + _rest(parts, len(value)) + "}"
+    if isinstance(value, list | tuple | set | frozenset):
+        if depth >= BRIEF_DEPTH and value:
+            return f"[{len(value)} items]"
+        return "[" + _rest([brief(item, depth + 1) for item in list(value)[:BRIEF_ITEMS]], len(value)) + "]"
+    return repr(value)
+
+
+def _rest(parts: list[str], count: int) -> str:
+    more = [f"{count - len(parts)} more"] if count > len(parts) else []
+    return ", ".join(parts + more)
+
+
+def _name(key: Any) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
+def _shape(value: Any) -> list[int] | None:
+    """Of a tensor, array or numpy scalar. By what it has: this module knows no torch."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return None if shape is None or dtype is None else [int(length) for length in shape]
+
+
+def _dtype(value: Any) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _kind(value: Any) -> str:
+    return "tensor" if type(value).__module__.startswith("torch") else "array"

@@ -1,0 +1,115 @@
+"""The training job: one process of this for each box. It is an ordinary PyTorch loop; `train` is all there is to read.
+
+On one machine, with everything started and stopped here:
+
+    PYTHONPATH=examples torchrun --nproc-per-node 2 -m train_lm.train --steps 100 --checkpoint-every 25
+
+With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment the same line takes its batches from the
+workers of that coordinator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from train_lm.data import input_fn
+
+from penstock.client import Appliance, DataExecutor, DataLoader, checkpoint_closure
+from penstock.proto.state import decode_state, encode_state
+
+BATCH_SIZE = 16  # of each box
+NUM_WINDOWS = 2560  # 320 KiB of text; an epoch is 80 steps of 2 boxes
+
+
+class ByteModel(nn.Module):
+    """Guesses the next byte from those before it. 123,904 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 64)
+        self.gru = nn.GRU(64, 128, batch_first=True)
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int64, [batch, time]. Returns logits: float32, [batch, time, 256]."""
+        hidden, _ = self.gru(self.embedding(tokens))
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def train(steps: int, checkpoint_every: int, out: Path, resume: Path | None) -> None:
+    """Train up to step `steps`, from the beginning or from a checkpoint."""
+    torch.manual_seed(0)
+    model = ByteModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    loader = DataLoader(input_fn, batch_size=BATCH_SIZE, num_windows=NUM_WINDOWS)
+    done = 0
+    if resume is not None:
+        saved: Any = decode_state(resume.read_bytes())
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        loader.load_state_dict(saved["loader"])
+        done = saved["step"]
+    averaged = DistributedDataParallel(model)
+
+    @checkpoint_closure
+    def save() -> None:
+        if dist.get_rank() == 0:  # the state is that of all boxes, so one of them asks for it
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+            write(out / f"step-{executor.step}.ckpt", encode_state({"step": executor.step, **state}))
+        dist.barrier()  # the workers of a box that has left cannot be asked any more
+
+    with Appliance(), open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1) as log:
+        executor = DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
+        for batch in executor:
+            tokens = batch["tokens"].long()
+            logits = averaged(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            note(log, executor, batch, loss.item())
+            save()
+
+
+def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float) -> None:
+    """One line a step for demo.py, which compares runs: what came, what it led to, and how long it was waited for."""
+    digest = hashlib.blake2b(batch["tokens"].numpy().tobytes(), digest_size=16).hexdigest()
+    line = {"step": executor.step, "epoch": batch["epoch"], "windows": batch["window"].tolist(), "digest": digest}
+    log.write(json.dumps({**line, "loss": loss.hex(), "waited_s": executor.wait_seconds, "time": time.time()}) + "\n")
+
+
+def write(path: Path, data: bytes) -> None:
+    """A file that is there whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains a small model of Python source text.")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--checkpoint-every", type=int, default=25, metavar="STEPS")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="for checkpoints and logs")
+    parser.add_argument("--resume", type=Path, metavar="CHECKPOINT")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # one core a box; and the sums come out the same on every machine of a kind
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    train(options.steps, options.checkpoint_every, options.out, options.resume)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

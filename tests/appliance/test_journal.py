@@ -1,0 +1,300 @@
+"""The books on disk: what survives, and what is refused loudly."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock.appliance.journal import SCHEMA, Journal, StateDir, filesystem
+from penstock.appliance.ledger import DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.model import SlotKey
+from penstock.appliance.store import Store
+from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.proto.errors import JournalError, SupersededError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+KEY = SlotKey("job/0", 1, 0, 0)
+
+
+def restarted(world: World, directory: StateDir) -> None:
+    world.journal.close()
+    world.now += 1  # its clock goes on; what lease was left is not counted
+    world.boot(directory)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "state")
+
+
+def running(directory: StateDir) -> tuple[World, FakeBox, FakeWorker]:
+    world = World(directory=directory)
+    box, worker = world.open(has_seed=True, seed=2**63 + 1), world.worker("w")
+    worker.ready()
+    return world, box, worker
+
+
+# ------------------------------------------------------------------------------------------------------------ restarts
+
+
+def test_after_a_restart_everybody_goes_on_where_he_was(state: StateDir) -> None:
+    world, box, worker = running(state)
+    worker.lose(worker.of(1))
+    worker.ready()
+    tickets = [worker.of(slot).ticket for slot in (0, 1)]
+    view, boots = box.watch(), world.journal.boots
+    restarted(world, state)
+    assert box.watch().version > view.version  # so that no long poll takes the new views for the old
+    assert world.journal.boots == boots + 1
+    assert worker.beat().register_again
+    worker.register()
+    assert [worker.of(slot).ticket for slot in (0, 1)] == tickets
+    assert [(worker.of(slot).generation, worker.of(slot).seed) for slot in (0, 1)] == [(1, 2**63 + 1), (2, 2**63 + 1)]
+    assert box.phases() == ["READY", "READY"]
+    again = box.watch().slots[1]
+    assert (again.restarts, again.note) == (1, "runner of box 0 slot 1 on worker w died: killed by SIGKILL")
+    assert world.open(has_seed=True, seed=2**63 + 1).reply == box.reply
+
+
+def test_a_worker_that_does_not_come_back_loses_its_slots_after_a_full_lease(state: StateDir) -> None:
+    world, box, _ = running(state)
+    restarted(world, state)
+    other = world.worker("other")
+    world.run_for(2.75, [box, other])
+    assert list(other.beat().assignments) == []
+    world.run_for(0.5, [box, other])
+    assert {(a.slot, a.generation, a.recovery) for a in other.beat().assignments} == {(0, 2, True), (1, 2, True)}
+
+
+def test_a_worker_that_comes_back_as_another_process_has_lost_them_too(state: StateDir) -> None:
+    world, _, _ = running(state)
+    restarted(world, state)
+    new = world.worker("w", session="w-2")
+    assert {a.generation for a in new.beat().assignments} == {2}
+
+
+def test_a_client_has_a_full_lease_too(state: StateDir) -> None:
+    world, box, worker = running(state)
+    restarted(world, state)
+    worker.register()
+    world.run_for(9.5, [worker])
+    assert len(worker.beat().assignments) == 2
+    world.run_for(1, [worker])
+    assert list(worker.beat().assignments) == []
+    restarted(world, state)
+    worker.register()
+    assert list(worker.beat().assignments) == []  # that it was gone is in the journal
+    box.watch()
+    assert {a.generation for a in worker.beat().assignments} == {2}
+
+
+def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(state: StateDir) -> None:
+    world, old, worker = running(state)
+    worker.lose(worker.of(0))
+    new = world.open(client_id="new")
+    restarted(world, state)
+    with pytest.raises(
+        SupersededError, match="was superseded by attempt 2, opened by box 0, client new on host host-a"
+    ):
+        old.watch()
+    with pytest.raises(SupersededError):
+        world.registry.open_run(old.request)
+    worker.register()
+    assert {(a.attempt, a.generation) for a in worker.beat().assignments} == {(2, 3)}
+    new.close()
+    restarted(world, state)
+    assert world.open(client_id="third").reply.attempt == 3
+
+
+def test_an_error_that_was_final_stays_final(state: StateDir) -> None:
+    world, box, worker = running(state)
+    report = worker.tell(worker.of(0), pb.FAILED)
+    report.error.name, report.error.message = "InputFnError", "boom"
+    worker.beat(report)
+    restarted(world, state)
+    worker.register()
+    slot = box.watch().slots[0]
+    assert (slot.phase, slot.error.message, bool(slot.ticket)) == (pb.FAILED, "boom", True)
+
+
+def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
+    world = World(directory=state)
+    for number in range(20):
+        world.open(client_id=f"c{number}")
+    assert len(world.journal.rows("attempts")) == world.limits.past_attempts + 1
+    restarted(world, state)
+    assert sorted(world.registry.books.runs["job/0"].past) == list(range(4, 20))
+
+
+def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: StateDir) -> None:
+    world, _, _ = running(state)
+    store = Store(state)
+    store.put_snapshot(KEY, 4, 0, 1, b"data")
+    store.put_snapshot(KEY._replace(attempt=7), 4, 0, 1, b"stray")
+    world.journal.close()
+    journal = Journal(state)
+    world.ledger.load(*store.index(), 0.0)
+    world.registry = type(world.registry)(
+        journal, world.ledger, world.limits, clock=lambda: 0.0, wall=lambda: 0.0, fresh_seed=lambda: 1, changed=print
+    )
+    assert world.ledger.take_drops() == [DropAttempt("job/0", 7)]
+    assert world.ledger.snapshots(KEY) == [Kept(4, 0, 4)]
+
+
+# --------------------------------------------------------------------------------------------------- nothing unwritten
+
+
+def test_what_cannot_be_written_is_not_acknowledged_and_is_tried_again(state: StateDir) -> None:
+    world, box, worker = running(state)
+    page_count = world.journal._db.execute("PRAGMA page_count").fetchone()[0]
+    world.journal._db.execute(f"PRAGMA max_page_count={page_count}")  # the disk is full
+    fields = {"job": "x" * 100_000, "client_id": "late"}
+    with pytest.raises(JournalError, match=r"journal\.db cannot be written \(database or disk is full\)"):
+        world.open(**fields)  # type: ignore[arg-type]
+    with pytest.raises(JournalError):  # nobody is told anything meanwhile
+        box.watch()
+    with pytest.raises(JournalError):
+        worker.beat()
+    with pytest.raises(JournalError):
+        world.registry.tick()
+    world.journal._db.execute("PRAGMA max_page_count=1000000")
+    box.watch()
+    assert world.open(**fields).reply.attempt == 1  # type: ignore[arg-type]
+    restarted(world, state)
+    assert len(world.registry.books.runs) == 2
+
+
+def test_writing_stays_cheap(state: StateDir) -> None:
+    """A heartbeat that changes nothing writes nothing."""
+    world, box, worker = running(state)
+    changes = world.journal._db.total_changes
+    for _ in range(10):
+        worker.ready()
+        box.deliver(1)
+        world.registry.tick()
+    assert world.journal._db.total_changes == changes
+
+
+# -------------------------------------------------------------------------------------------------------- bad journals
+
+
+def test_two_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
+    first = StateDir(tmp_path)
+    with pytest.raises(JournalError) as caught:
+        StateDir(tmp_path)
+    assert caught.value.message == (
+        f"the state directory {tmp_path} is in use by another coordinator (process {os.getpid()}): stop that one, or "
+        "give this one a directory of its own"
+    )
+    first.close()
+    StateDir(tmp_path).close()
+
+
+def test_the_directory_is_nobody_else_s(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "new" / "state")
+    assert stat.S_IMODE(state.path.stat().st_mode) == 0o700
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="file cannot be used"):
+        StateDir(tmp_path / "file")
+
+
+def test_a_newer_journal_is_refused(state: StateDir) -> None:
+    Journal(state).close()
+    with sqlite3.connect(state.path / "journal.db") as db:
+        db.execute(f"PRAGMA user_version={SCHEMA + 1}")
+    db.close()
+    with pytest.raises(
+        JournalError, match=r"journal\.db was written by a newer Penstock \(schema 2, this one knows 1\)"
+    ):
+        Journal(state)
+
+
+@pytest.mark.parametrize("damage", ["not a database", "torn", "gone from the middle"])
+def test_a_damaged_journal_is_refused_and_left_as_it_is(state: StateDir, damage: str) -> None:
+    world = World(directory=state)
+    for number in range(40):
+        world.open(job=f"job-{number}", loader=pb.OpenRunRequest().loader.__class__(input_fn="m:" + "f" * 400))
+    world.journal.close()
+    file = state.path / "journal.db"
+    good = file.read_bytes()
+    bad = {
+        "not a database": b"x" * 8192,
+        "torn": good[: len(good) // 2 // 4096 * 4096],
+        "gone from the middle": good[:4096] + b"\xff" * (len(good) - 8192) + good[-4096:],
+    }[damage]
+    file.write_bytes(bad)
+    with pytest.raises(JournalError, match=r"journal\.db.*restore it from a copy, or move it away to start anew"):
+        Journal(state)
+    assert file.read_bytes() == bad
+
+
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_a_journal_that_is_gone_is_not_taken_for_a_new_one(state: StateDir, how: str) -> None:
+    Journal(state).close()
+    Store(state).close()
+    file = state.path / "journal.db"
+    file.unlink()
+    if how == "empty":
+        file.write_bytes(b"")
+    with pytest.raises(JournalError, match=r"journal\.db is missing or empty, although snapshots\.db"):
+        Journal(state)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/home/me/state", "ext4"), ("/mnt/share/state", "nfs4"), ("/mnt/a b/state", "fuse.sshfs")]
+)
+def test_the_filesystem_is_that_of_the_nearest_mount(path: str, kind: str) -> None:
+    mounts = (
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        "40 22 0:50 / /mnt rw - tmpfs none rw\n"
+        "41 22 0:51 / /mnt/share rw master:2 - nfs4 server:/export rw\n"
+        "42 22 0:52 / /mnt/a\\040b rw - fuse.sshfs me@there:/ rw\n"
+    )
+    assert filesystem(Path(path), mounts) == kind
+
+
+def test_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.appliance.journal.filesystem", lambda path, mounts: "nfs4")
+    with pytest.raises(
+        JournalError, match=r"is on a network filesystem \(nfs4\), .* choose a directory on a local disk"
+    ):
+        StateDir(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------------- store
+
+
+def test_the_store_keeps_and_drops(state: StateDir) -> None:
+    store = Store(state)
+    store.put_snapshot(KEY, 4, 0, 1, b"four")
+    store.put_snapshot(KEY, 4, 1, 1, b"next")  # the same count in the next epoch is another place
+    store.put_snapshot(KEY, 4, 0, 2, b"FOUR")
+    store.put_snapshot(KEY._replace(attempt=2), 1, 0, 1, b"x")
+    store.put_blob("name", b"blob")
+    store.close()
+    store = Store(state)
+    assert store.snapshot(KEY, Kept(4, 0, 4)) == (2, b"FOUR")
+    assert store.blob("name") == b"blob"
+    kept, blobs = store.index()
+    assert sorted(kept) == [
+        (KEY, Kept(4, 0, 4)),
+        (KEY, Kept(4, 1, 4)),
+        (KEY._replace(attempt=2), Kept(1, 0, 1)),
+    ]
+    assert blobs == [("name", 4)]
+    store.drop([DropSnapshot(KEY, 4, 0), DropAttempt("job/0", 2), DropBlob("name")])
+    assert store.index() == ([(KEY, Kept(4, 1, 4))], [])
+    assert store.snapshot(KEY, Kept(4, 0, 4)) is None
+    assert store.blob("name") is None
+
+
+def test_a_store_that_cannot_be_written_says_what_it_needed(state: StateDir) -> None:
+    store = Store(state)
+    store._db.execute("PRAGMA max_page_count=10")
+    with pytest.raises(JournalError, match=r"snapshots\.db: a snapshot of 100000 bytes cannot be written: .*full"):
+        store.put_snapshot(KEY, 4, 0, 1, b"x" * 100_000)
+    assert store.index() == ([], [])

@@ -1,0 +1,367 @@
+"""A runner and a coordinator that are plain objects: real rings, real sockets and real frames, in one process.
+
+`FakeRunner` is a slot's producer, driven by the test a step at a time; `FakeRun` stands in for client.run.Run and dials
+the runners by a socketpair. So what the feed does is tested against what really comes over a lane, with no process to
+wait for and no clock to be lucky with.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.client.feed import Feed
+from penstock.client.run import Progress
+from penstock.client.saved import Start
+from penstock.client.settings import resolve
+from penstock.proto.calls import FetchedState
+from penstock.proto.digest import batch_digest
+from penstock.proto.errors import PenstockError
+from penstock.proto.lane import Producer
+from penstock.proto.position import Position
+from penstock.proto.state import decode_state, encode_state
+from penstock.proto.tensors import Flattener
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+
+class FakeRunner:
+    """One slot in one generation."""
+
+    def __init__(self, slot: int, generation: int = 1, *, total: int = 0, epoch: int = 0) -> None:
+        self.slot = slot
+        self.generation = generation
+        self.total = total
+        self.epoch = epoch
+        self.producer = Producer(1 << 30)
+        self.hellos: list[lane_pb2.Hello] = []
+        self._flattener = Flattener()
+        self._structures: dict[int, int] = {}
+
+    def attach(self, sock: socket.socket) -> None:
+        hello = lane_pb2.Hello.FromString(sock.recv(1 << 16))
+        self.hellos.append(hello)
+        self.producer.attach(sock, hello)
+
+    def room(self) -> bool:
+        """Whether the next batch finds a ring slot."""
+        producer = self.producer
+        producer.take_acks()
+        return producer.free_slots > 0 or producer.ring_slots == 0
+
+    def send(self, batch: Any) -> bool:
+        """Produce one batch. False if there is no room in the ring."""
+        producer = self.producer
+        producer.take_acks()
+        producer.flush()
+        flat = self._flattener.flatten(batch)
+        slab = producer.reserve(flat.nbytes, len(flat.shapes))
+        if slab is None:
+            return False
+        flat.write_to(slab.ring.address + slab.offset)
+        number = self._structures.setdefault(flat.structure.key, len(self._structures) + 1)
+        producer.know_structure(number, flat.structure.to_bytes())
+        self.total += 1
+        digest = batch_digest(flat.structure.key, slab.ring.map, slab.offset, flat.nbytes, flat.shapes)
+        producer.publish(slab, self.total, self.epoch, number, flat.nbytes, flat.shapes, digest)
+        return True
+
+    def end(self) -> None:
+        self.producer.take_acks()
+        self.producer.end(self.epoch, self.total)
+        self.epoch += 1
+
+    def fail(self, name: str, message: str, traceback: str = "") -> None:
+        detail = records_pb2.ErrorDetail(name=name, message=message, remote_traceback=traceback)
+        self.producer.fail(self.epoch, self.total, detail)
+
+    def leave_pass(self) -> int:
+        """Follow an abandon: the epoch that was left."""
+        self.producer.take_acks()
+        left = self.producer.abandoned.popleft()
+        self.total, self.epoch = self.producer.delivered, left + 1
+        return left
+
+    def break_lane(self) -> None:
+        """The connection ends; what was sent stays readable, and what was not delivered is kept."""
+        self.producer.detach()
+
+
+class FakeRun:
+    """What a feed needs of a Run."""
+
+    def __init__(self, num_slots: int, runners: list[FakeRunner]) -> None:
+        self.box = 0
+        self.num_slots = num_slots
+        self.runners = {runner.slot: runner for runner in runners}
+        self.version = 0
+        self.error: PenstockError | None = None
+        self.closed = False
+        self.away_since: float | None = None
+        self.unsharded = False
+        self.progress = Progress()
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.reports = 0
+        self.views = [pb.SlotView(slot=slot, phase=pb.WAITING) for slot in range(num_slots)]
+        for runner in runners:
+            self.show(runner)
+
+    def show(self, runner: FakeRunner, phase: pb.SlotPhase.ValueType = pb.READY, **changes: Any) -> None:
+        """What the watch thread does when the coordinator says where a slot is."""
+        self.runners[runner.slot] = runner
+        views = list(self.views)
+        views[runner.slot] = pb.SlotView(
+            slot=runner.slot,
+            generation=runner.generation,
+            phase=phase,
+            worker=f"w{runner.slot}",
+            local_address="here",
+            **changes,
+        )
+        self.views = views
+        self.version += 1
+        os.eventfd_write(self.wake_fd, 1)
+
+    def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
+        runner = self.runners[view.slot]
+        if runner.generation != view.generation:
+            raise ConnectionRefusedError("an old generation")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        hello.slot, hello.generation = view.slot, view.generation
+        ours.send(hello.SerializeToString())
+        runner.attach(theirs)
+        return ours
+
+    def report(self) -> None:
+        self.reports += 1
+
+
+class Rig:
+    """Runners, a run and the feed that reads it."""
+
+    def __init__(self, num_slots: int = 1, *, timeout_s: float = 5.0, position: Position | None = None) -> None:
+        self.runners = [FakeRunner(slot) for slot in range(num_slots)]
+        self.run = FakeRun(num_slots, self.runners)
+        self.feed = Feed(self.run, position or Position.start(num_slots), "inputs:make", timeout_s)  # type: ignore[arg-type]
+
+    def numbers(self, slot: int, *values: int) -> None:
+        """One batch for each number from a slot."""
+        for value in values:
+            assert self.runners[slot].send(torch.tensor([value]))
+
+    def take(self, count: int) -> list[Any]:
+        """The next steps of the loop, as plain values."""
+        return [batch.tolist()[0] for batch in (self.feed.next() for _ in range(count))]
+
+    def close(self) -> None:
+        self.feed.close()
+        for runner in self.run.runners.values():
+            runner.producer.close()
+        os.close(self.run.wake_fd)
+
+
+Passes = Callable[[int, int], Iterable[Any]]
+"""(slot, epoch) -> the batches of that pass."""
+
+
+class ThreadRunner(FakeRunner):
+    """A runner that serves by itself, in a thread, as a worker's does: pass after pass, as far as they are opened."""
+
+    def __init__(self, slot: int, passes: Passes, *, delivered: int = 0, total: int = 0, epoch: int = 0) -> None:
+        super().__init__(slot, total=total, epoch=epoch)
+        self._passes = passes
+        self._skip = delivered
+        self._arrivals: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self.producer.open_epochs = epoch
+        self.over = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def arrive(self, sock: socket.socket | None) -> None:
+        self._arrivals.put(sock)
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        self.arrive(None)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        self.producer.close()
+        os.close(self._wake)
+
+    def _wait(self) -> None:
+        """For a consumer, its acks, or the end."""
+        producer = self.producer
+        producer.flush()
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if producer.attached:
+            poll.register(producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0))
+        for fd, _ in poll.poll(10_000):
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+                sock = self._arrivals.get()
+                if sock is None:
+                    self.over = True
+                else:
+                    self.attach(sock)
+            else:
+                producer.take_acks()
+
+    def _serve(self) -> None:
+        producer = self.producer
+        while not self.over:
+            if producer.abandoned:
+                self.leave_pass()
+                self._skip = 0
+            elif producer.open_epochs < self.epoch:
+                self._wait()
+            else:
+                self._stream()
+
+    def _stream(self) -> None:
+        for number, batch in enumerate(self._passes(self.slot, self.epoch)):
+            if number < self._skip:
+                continue
+            if isinstance(batch, Exception):
+                self.fail("InputFnError", f"{type(batch).__name__}: {batch}")
+                while not self.over:
+                    self._wait()
+                return
+            while not self.over and not self.producer.abandoned and not self.send(batch):
+                self._wait()
+            if self.over or self.producer.abandoned:
+                return
+        self._skip = 0
+        self.end()
+
+
+class FakeAppliance:
+    """Opens runs whose runners are threads. `states` says what a worker's loader returns from state_dict()."""
+
+    embedded = True
+
+    def __init__(self, passes: Passes, **settings: Any) -> None:
+        self.settings = resolve(timeout_s=settings.pop("timeout_s", 10.0), **settings)
+        self.passes = passes
+        self.traits: dict[str, Any] = {"state_methods": 2, "length": -1, "looked_at_assignment": True}
+        self.opened: list[dict[str, Any]] = []
+        self.runs: list[LoadedRun] = []
+
+    def open_run(self, owner: Any, reference: Any, arguments: bytes, start: Start, seed: int | None, key: str) -> Any:
+        self.opened.append(
+            {"name": reference.name, "start": start, "seed": seed, "key": key, "arguments": decode_state(arguments)}
+        )
+        run = LoadedRun(self, start, seed)
+        self.runs.append(run)
+        return run
+
+    def close(self) -> None:
+        for run in self.runs:
+            run.close()
+
+    def __repr__(self) -> str:
+        return "<FakeAppliance>"
+
+
+class LoadedRun(FakeRun):
+    """A run that a loader has opened on a FakeAppliance."""
+
+    def __init__(self, appliance: FakeAppliance, start: Start, seed: int | None) -> None:
+        self.appliance = appliance
+        self.base = Position.from_proto(start.base)
+        self.seed = 5 if seed is None else seed
+        self.abandoned = False
+        self.fetched: list[int] = []
+        count = appliance.settings.num_workers_per_box
+        base = self.base
+        super().__init__(
+            count,
+            [
+                ThreadRunner(
+                    slot,
+                    appliance.passes,
+                    delivered=base.delivered[slot],
+                    total=base.total[slot],
+                    epoch=base.epoch,
+                )
+                for slot in range(count)
+            ],
+        )
+        for view in self.views:
+            view.traits.CopyFrom(records_pb2.LoaderTraits(**appliance.traits))
+
+    def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.send(hello.SerializeToString())
+        runner = self.runners[view.slot]
+        assert isinstance(runner, ThreadRunner)
+        runner.arrive(theirs)
+        return ours
+
+    def wait_for(self, ready: Callable[[Any], bool], timeout_s: float) -> bool:
+        return ready(self)
+
+    def fetch_state(self, step: int, deadline_s: float) -> FetchedState:
+        """As of the progress that the loop reports, as a coordinator would."""
+        self.fetched.append(step)
+        position = self.progress.position()
+        assert position is not None
+        assert position.step == step
+        fetched = FetchedState(positions={0: position})
+        for slot, place in enumerate(position.slots):
+            record = pb.WorkerRecord(
+                local_worker_id=slot,
+                num_workers_per_box=self.num_slots,
+                num_boxes=1,
+                step=step,
+                worker_step=place.total,
+                samples_streamed=place.total,
+            )
+            user = {"done": place.delivered} if self.appliance.traits["state_methods"] else None
+            fetched.records.append((record, encode_state({"user": user, "restart": {"slot": slot}})))
+        return fetched
+
+    def close(self, *, forget: bool = True) -> None:
+        if not self.closed:
+            self.closed = True
+            for runner in self.runners.values():
+                assert isinstance(runner, ThreadRunner)
+                runner.stop()
+            os.close(self.wake_fd)
+
+
+@pytest.fixture
+def appliances() -> Iterator[Any]:
+    """Makes fake appliances, and closes them after the test."""
+    made: list[FakeAppliance] = []
+
+    def make(passes: Passes, **settings: Any) -> FakeAppliance:
+        made.append(FakeAppliance(passes, **settings))
+        return made[-1]
+
+    yield make
+    for appliance in made:
+        appliance.close()
+
+
+@pytest.fixture
+def rigs() -> Iterator[Any]:
+    """Makes rigs, and closes them after the test."""
+    made: list[Rig] = []
+
+    def make(*args: Any, **kwargs: Any) -> Rig:
+        made.append(Rig(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()

@@ -1,0 +1,521 @@
+"""Executors and loaders over runners that are threads: steps, passes, checkpoints, states."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import streams
+import torch
+
+from penstock.client import DataExecutor, DataLoader, checkpoint_closure
+from penstock.proto.assignment import current_assignment
+from penstock.proto.errors import (
+    EmptyInputError,
+    InputFnError,
+    InvalidArgumentError,
+    NotRestartableError,
+    StateMismatchError,
+    StateUnavailableError,
+)
+from penstock.proto.state import decode_state
+
+
+def numbers(slot: int, epoch: int) -> list[torch.Tensor]:
+    """Five batches a pass: epoch, slot, number."""
+    return [torch.tensor([epoch, slot, number]) for number in range(5)]
+
+
+def tuples(batches: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [tuple(batch.tolist()) for batch in batches]
+
+
+def one_pass(epoch: int, slots: int = 2, count: int = 5) -> list[tuple[int, int, int]]:
+    return [(epoch, slot, number) for number in range(count) for slot in range(slots)]
+
+
+@pytest.fixture
+def two(appliances: Any) -> Any:
+    """An appliance of two workers."""
+    return appliances(numbers, num_workers_per_box=2)
+
+
+@pytest.fixture
+def loader() -> DataLoader:
+    return DataLoader(streams.counter)
+
+
+# ---- arguments
+
+
+def test_a_loader_that_is_none_of_ours() -> None:
+    with pytest.raises(TypeError, match=r"DataExecutor takes a penstock.client.DataLoader, not a torch.utils.data"):
+        DataExecutor(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0, -1])
+def test_num_steps_below_one(loader: DataLoader, bad: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"num_steps must be at least 1, not {bad}"):
+        DataExecutor(loader, num_steps=bad)
+
+
+def test_checkpoint_steps_below_one(loader: DataLoader) -> None:
+    with pytest.raises(InvalidArgumentError, match="checkpoint_steps must be at least 1, not -1"):
+        DataExecutor(loader, checkpoint_steps=-1)
+
+
+def test_not_callable() -> None:
+    with pytest.raises(TypeError, match="input_fn must be callable"):
+        DataLoader(streams.counter())  # type: ignore[arg-type]
+
+
+def test_arguments_are_copied_here_and_now(two: Any) -> None:
+    lengths = [1, 2]
+    loader = DataLoader(streams.uneven, lengths)
+    lengths.append(3)
+    next(iter(DataExecutor(loader, appliance=two)))
+    assert two.opened[0]["arguments"] == {"args": ([1, 2],), "kwargs": {}}
+
+
+# ---- passes and steps
+
+
+def test_one_pass(two: Any, loader: DataLoader) -> None:
+    executor = DataExecutor(loader, appliance=two)
+    assert executor.step == 0
+    assert tuples(executor) == one_pass(0)
+    assert executor.step == 10
+    assert tuples(executor) == one_pass(1), "iterated again, it takes the next pass"
+
+
+def test_steps_run_over_passes_and_the_next_executor_goes_on(two: Any, loader: DataLoader) -> None:
+    stream = one_pass(0) + one_pass(1) + one_pass(2)
+    assert tuples(DataExecutor(loader, num_steps=13, appliance=two)) == stream[:13]
+    second = DataExecutor(loader, num_steps=4, appliance=two)
+    steps = []
+    for _ in second:
+        steps.append(second.step)
+    assert steps == [14, 15, 16, 17]
+    assert tuples(DataExecutor(loader, appliance=two)) == stream[17:20], "what is left of the pass"
+
+
+def test_a_pass_of_which_nothing_is_left_is_followed_by_the_next(two: Any, loader: DataLoader) -> None:
+    tuples(DataExecutor(loader, num_steps=10, appliance=two))
+    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(1)
+
+
+def test_a_pass_left_by_break_is_followed_by_the_next(two: Any, loader: DataLoader) -> None:
+    for _ in DataExecutor(loader, appliance=two):
+        break
+    run = two.runs[0]
+    assert run.progress.cuts == (), "not before the next executor starts"
+    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(1)
+    assert run.progress.cuts == ((0, 1),)
+
+
+def test_steps_left_by_break_go_on_with_the_next_batch(two: Any, loader: DataLoader) -> None:
+    taken = []
+    for batch in DataExecutor(loader, num_steps=100, appliance=two):
+        taken += tuples([batch])
+        if len(taken) == 3:
+            break
+    assert taken + tuples(DataExecutor(loader, num_steps=4, appliance=two)) == one_pass(0)[:7]
+
+
+def test_list_of_a_loader_keeps_every_batch(appliances: Any, loader: DataLoader) -> None:
+    many = appliances(lambda slot, epoch: (torch.full((64,), number) for number in range(300)))
+    kept = list(DataExecutor(loader, appliance=many))
+    assert [int(batch[0]) for batch in kept] == list(range(300))
+    executor = DataExecutor(loader, num_steps=1, appliance=many)
+    list(executor)
+    assert executor.stats.copies > 200
+
+
+def test_iterating_the_loader_is_the_same(two: Any, loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.client.loader.current_appliance", lambda loader: two)
+    assert tuples(loader) == one_pass(0)
+
+
+def test_uneven_slots(appliances: Any, loader: DataLoader) -> None:
+    lengths = [1, 3]
+    uneven = appliances(lambda slot, epoch: numbers(slot, epoch)[: lengths[slot]], num_workers_per_box=2)
+    expected = [(0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 2)]
+    assert tuples(DataExecutor(loader, appliance=uneven)) == expected
+    rest = tuples(DataExecutor(loader, num_steps=5, appliance=uneven))
+    assert rest == [(1, *place[1:]) for place in expected] + [(2, 0, 0)]
+
+
+@pytest.mark.parametrize("num_steps", [None, 5])
+def test_empty_input_names_the_loader(appliances: Any, loader: DataLoader, num_steps: int | None) -> None:
+    empty = appliances(lambda slot, epoch: [], num_workers_per_box=2)
+    with pytest.raises(EmptyInputError, match="streams:counter yielded no batch at all"):
+        list(DataExecutor(loader, num_steps=num_steps, appliance=empty))
+
+
+def test_an_input_that_is_used_up_is_empty_in_its_second_pass(appliances: Any, loader: DataLoader) -> None:
+    once = appliances(lambda slot, epoch: [] if epoch else numbers(slot, epoch))
+    assert len(list(DataExecutor(loader, appliance=once))) == 5
+    with pytest.raises(EmptyInputError, match="no batch in pass 1"):
+        list(DataExecutor(loader, appliance=once))
+
+
+def test_one_executor_at_a_time(two: Any, loader: DataLoader) -> None:
+    first = iter(DataExecutor(loader, appliance=two))
+    next(first)
+    with pytest.raises(RuntimeError, match="another executor is iterating"):
+        iter(DataExecutor(loader, appliance=two))
+    with pytest.raises(RuntimeError, match="load_state_dict while an executor iterates"):
+        loader.load_state_dict({})
+    del first  # dropped, it is over
+    gc.collect()
+    assert len(list(DataExecutor(loader, num_steps=2, appliance=two))) == 2
+
+
+def test_an_iterator_that_was_never_advanced_is_over_when_dropped(two: Any, loader: DataLoader) -> None:
+    unused = iter(DataExecutor(loader, appliance=two))
+    del unused
+    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0), "nothing was taken, so nothing was left"
+
+
+def test_an_error_of_the_input_ends_the_stream(appliances: Any, loader: DataLoader) -> None:
+    bad = appliances(lambda slot, epoch: [torch.tensor([1]), ValueError("broken")])
+    steps = iter(DataExecutor(loader, appliance=bad))
+    assert int(next(steps)) == 1
+    with pytest.raises(InputFnError, match=r"ValueError: broken \[worker w0, box 0, slot 0, step 2\]"):
+        next(steps)
+    with pytest.raises(InputFnError, match="broken"):
+        iter(DataExecutor(loader, appliance=bad))
+
+
+def test_a_loader_streams_from_one_appliance(two: Any, loader: DataLoader, appliances: Any) -> None:
+    next(iter(DataExecutor(loader, num_steps=1, appliance=two)))
+    with pytest.raises(RuntimeError, match="cannot be iterated on"):
+        iter(DataExecutor(loader, appliance=appliances(numbers)))
+    list(DataExecutor(loader, num_steps=1))  # with none named, it goes on where it is
+    two.close()
+    with pytest.raises(RuntimeError, match="its stream ended at step 2 with its appliance"):
+        iter(DataExecutor(loader))
+
+
+def test_a_dropped_loader_gives_its_run_up(two: Any) -> None:
+    loader = DataLoader(streams.counter)
+    next(iter(DataExecutor(loader, appliance=two)))
+    assert not two.runs[0].abandoned
+    del loader
+    gc.collect()
+    assert two.runs[0].abandoned
+
+
+# ---- figures
+
+
+def test_waiting_and_digest(two: Any) -> None:
+    digests = []
+    for _ in range(2):
+        executor = DataExecutor(DataLoader(streams.counter), num_steps=8, appliance=two)
+        for _ in executor:
+            assert executor.wait_seconds >= 0
+        digests.append(executor.digest)
+        assert executor.stats.steps == 8
+        assert sum(executor.stats.waited_by_worker.values()) == pytest.approx(executor.stats.waited_s)
+    assert digests[0] == digests[1] != 0
+
+
+def test_a_progress_line_when_asked_for(
+    appliances: Any, loader: DataLoader, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.client.progress.LOG_S", 0.0)
+    told = appliances(numbers, progress=True)
+    list(DataExecutor(loader, num_steps=3, appliance=told))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[-1].startswith("streams:counter: step 3, ")
+    assert "steps/s, waiting for data" in lines[-1]
+
+
+def test_the_length_is_the_sum_over_the_box(two: Any, loader: DataLoader) -> None:
+    next(iter(DataExecutor(loader, num_steps=1, appliance=two)))
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader)
+    for view in two.runs[0].views:
+        view.traits.length = 5
+    assert len(loader) == 10
+
+
+def test_the_length_before_a_run_is_that_of_instances_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_NUM_WORKERS_PER_BOX", "3")
+    assert len(DataLoader(streams.uneven, [2, 3, 4])) == 9
+    assert current_assignment().num_workers_per_box == 1
+    with pytest.raises(TypeError):
+        len(DataLoader(streams.generator))
+
+
+# ---- checkpoint steps
+
+
+def test_checkpoint_steps(two: Any, loader: DataLoader) -> None:
+    def marked(executor: DataExecutor) -> list[int]:
+        return [executor.step for _ in executor if executor.on_checkpoint_step]
+
+    assert marked(DataExecutor(loader, num_steps=7, checkpoint_steps=3, appliance=two)) == [3, 6, 7]
+    assert marked(DataExecutor(loader, num_steps=5, checkpoint_steps=[8, range(11, 14)], appliance=two)) == [8, 11, 12]
+    assert marked(DataExecutor(loader, num_steps=3, appliance=two)) == []
+    assert marked(DataExecutor(loader, num_steps=3, checkpoint_steps=lambda step: step == 17, appliance=two)) == [17]
+
+
+def test_the_last_step_of_a_pass_is_one_if_workers_know_their_lengths(appliances: Any, loader: DataLoader) -> None:
+    knows = appliances(numbers, num_workers_per_box=2)
+    knows.traits["length"] = 5
+    executor = DataExecutor(loader, checkpoint_steps=4, appliance=knows)
+    assert [executor.step for _ in executor if executor.on_checkpoint_step] == [4, 8, 10]
+
+
+def test_closures_run_on_checkpoint_steps(two: Any, loader: DataLoader) -> None:
+    @checkpoint_closure
+    def save(prefix: str) -> str:
+        """Saves."""
+        return f"{prefix}{executor.step}"
+
+    with pytest.raises(RuntimeError, match=r"save is a checkpoint_closure.*no executor is iterating"):
+        save("step ")
+    executor = DataExecutor(loader, num_steps=4, checkpoint_steps=2, appliance=two)
+    assert [save("step ") for _ in executor] == [None, "step 2", None, "step 4"]
+    assert save.__doc__ == "Saves."
+    with pytest.raises(RuntimeError):
+        save("after ")
+
+
+def test_a_closure_asks_the_innermost_loop(two: Any) -> None:
+    outer = DataExecutor(DataLoader(streams.counter), num_steps=2, checkpoint_steps=1, appliance=two)
+    inner = DataExecutor(DataLoader(streams.counter), num_steps=2, appliance=two)
+    save = checkpoint_closure(lambda: True)
+    seen: list[Any] = []
+    for _ in outer:
+        seen.append([save() for _ in inner])
+        seen.append(save())
+    assert seen == [[None, None], True, [None, None], True]
+
+
+# ---- states
+
+
+def test_a_state_is_that_of_the_last_step_and_cached(two: Any, loader: DataLoader) -> None:
+    run = None
+    for batch in DataExecutor(loader, num_steps=3, appliance=two):
+        del batch
+        state = loader.state_dict()
+        assert state == loader.state_dict()
+        state["__penstock__"]["step"] = "changed by the user"
+    run = two.runs[0]
+    after = loader.state_dict()
+    assert run.fetched == [1, 2, 3]
+    assert after["__penstock__"]["step"] == 3
+
+
+def test_a_state_after_break_is_still_in_mid_pass(two: Any, loader: DataLoader) -> None:
+    for _ in islice(DataExecutor(loader, appliance=two), 3):
+        pass
+    state = loader.state_dict()
+    again = DataLoader(streams.counter)
+    again.load_state_dict(state)
+    assert tuples(DataExecutor(again, appliance=two)) == one_pass(0)[3:]
+    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(1)
+
+
+def test_loaded_it_goes_on_on_the_same_shape(two: Any, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=7, appliance=two))
+    state = loader.state_dict()
+    rest = tuples(DataExecutor(loader, num_steps=9, appliance=two))
+    loader.load_state_dict(state)
+    assert loader.step == 7
+    assert loader.state_dict() == state, "not started, it comes back as given"
+    executor = DataExecutor(loader, num_steps=9, appliance=two)
+    assert tuples(executor) == rest
+    assert executor.step == 16
+    assert [opened["key"] for opened in two.opened] == ["", "#1"]
+    assert two.opened[1]["seed"] == 5, "the run's seed comes along"
+    blob: Any = decode_state(two.opened[1]["start"].blob)
+    assert blob["slots"] == {
+        0: {"user": {"done": 4}, "restart": {"slot": 0}},
+        1: {"user": {"done": 3}, "restart": {"slot": 1}},
+    }
+
+
+def test_at_the_very_end_of_a_pass_the_next_is_taken(two: Any, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=10, appliance=two))
+    state = loader.state_dict()
+    again = DataLoader(streams.counter)
+    again.load_state_dict(state)
+    assert tuples(DataExecutor(again, appliance=two)) == one_pass(1)
+
+
+def test_what_was_loaded_is_a_copy(two: Any, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=1, appliance=two))
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    loader.load_state_dict(state)
+    state["__penstock__"]["step"] = 99
+    assert loader.state_dict() == kept
+
+
+def test_the_state_of_another_loader(two: Any, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=1, appliance=two))
+    other = DataLoader(streams.shared)
+    with pytest.raises(StateMismatchError, match="streams:counter, and this is the loader streams:shared"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_another_shape_or_seed(two: Any, loader: DataLoader, appliances: Any) -> None:
+    list(DataExecutor(loader, num_steps=1, appliance=two))
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match="1 box with 2 workers each and cannot go on with 1 box with 3"):
+        iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=3)))
+    with pytest.raises(StateMismatchError, match=r"saved with seed 5, and Appliance\(seed=6\) asks for another"):
+        iter(DataExecutor(loader, appliance=appliances(numbers, num_workers_per_box=2, seed=6)))
+    assert tuples(DataExecutor(loader, appliance=two)) == one_pass(0)[1:], "nothing was lost by trying"
+
+
+def test_a_closed_appliance_has_no_states_but_the_last_one_fetched(two: Any, loader: DataLoader) -> None:
+    executor = iter(DataExecutor(loader, num_steps=3, appliance=two))
+    next(executor)
+    state = loader.state_dict()
+    two.close()
+    assert loader.state_dict() == state
+    loader = DataLoader(streams.counter)
+
+
+def test_a_closed_appliance_says_so(two: Any, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=3, appliance=two))
+    two.close()
+    with pytest.raises(StateUnavailableError, match="no state of step 3 can be had, for its appliance is closed"):
+        loader.state_dict()
+
+
+def test_loaders_that_cannot_be_saved(appliances: Any) -> None:
+    plain = appliances(numbers)
+    plain.traits["state_methods"] = 0
+    loader = DataLoader(streams.shuffled)
+    list(DataExecutor(loader, num_steps=1, appliance=plain))
+    assert not loader.is_restartable
+    with pytest.raises(NotRestartableError, match=r"shuffled returned cannot be saved.*Appliance\(replay=True\)"):
+        loader.state_dict()
+    replayed = appliances(numbers, replay=True)
+    replayed.traits["state_methods"] = 0
+    loader = DataLoader(streams.shuffled)
+    list(DataExecutor(loader, num_steps=2, appliance=replayed))
+    assert loader.is_restartable
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    with pytest.raises(NotRestartableError, match="saved with replay=True"):
+        iter(DataExecutor(loader, appliance=plain))
+    assert len(list(DataExecutor(loader, appliance=replayed))) == 3
+    persistent = appliances(numbers)
+    persistent.traits["not_restartable"] = "persistent_workers=True keeps worker processes"
+    loader = DataLoader(streams.persistent)
+    list(DataExecutor(loader, num_steps=1, appliance=persistent))
+    assert not loader.is_restartable
+    with pytest.raises(NotRestartableError, match="persistent_workers=True"):
+        loader.state_dict()
+
+
+# ---- before the first step, and other work of the local instance
+
+
+def test_before_the_first_step_it_is_the_local_instance_s_state() -> None:
+    loader = DataLoader(streams.shared, 30)
+    state = loader.state_dict()
+    assert {key: value for key, value in state.items() if key != "__penstock__"} == {"start": 0, "done": [0]}
+    assert loader.is_restartable
+    with pytest.raises(NotRestartableError):
+        DataLoader(streams.shuffled).state_dict()
+    assert not DataLoader(streams.shuffled).is_restartable
+    assert DataLoader(streams.counter).state_dict().keys() == {"__penstock__"}
+
+
+def test_a_state_from_before_the_first_step_starts_from_nothing(two: Any, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=3, appliance=two))
+    loader.load_state_dict(DataLoader(streams.counter).state_dict())
+    assert tuples(DataExecutor(loader, num_steps=2, appliance=two)) == one_pass(0)[:2]
+
+
+def test_aggregation_sees_the_workers_states_in_order(two: Any) -> None:
+    two.traits["state_methods"] = 4
+    seen: list[Any] = []
+
+    def aggregate(self: Any, states: list[Any]) -> Any:
+        seen.append(states)
+        return states
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams.Shared, "aggregate_state_dict", aggregate)
+        loader = DataLoader(streams.shared, 30)
+        list(DataExecutor(loader, num_steps=3, appliance=two))
+        state = loader.state_dict()
+    assert seen == [[{"done": 2}, {"done": 1}]]
+    assert state["state"] == seen[0]
+
+
+def test_strict_on_one_method_only_is_a_type_error(two: Any) -> None:
+    two.traits["state_methods"] = 4
+    good = DataLoader(streams.shared, 30)
+    list(DataExecutor(good, num_steps=3, appliance=two))
+    half = DataLoader(streams.half_strict, 30)
+    list(DataExecutor(half, num_steps=1, appliance=two))
+    with pytest.raises(TypeError, match="deaggregate_state_dict takes `strict` and load_state_dict does not"):
+        half.state_dict()
+
+
+def test_building_an_instance_leaves_the_training_s_randomness_alone() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    expected = [float(torch.rand(())), float(np.random.rand()), random.random()]
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    DataLoader(seeds_everything).state_dict()
+    assert [float(torch.rand(())), float(np.random.rand()), random.random()] == expected
+
+
+def seeds_everything() -> Any:
+    torch.manual_seed(99)
+    np.random.seed(99)
+    random.seed(99)
+    return streams.Shared(5)
+
+
+def test_data_that_are_absent_here_are_said_to_be() -> None:
+    loader = DataLoader(streams.raises)
+    words = "the state before the first step of streams:raises needs an instance"
+    with pytest.raises(InputFnError, match=words) as caught:
+        loader.state_dict()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_worker_init_fn_stands_in_for_worker_0() -> None:
+    called: list[int] = []
+
+    class Four(torch.utils.data.DataLoader[Any]):
+        state_dict = streams.Shared.state_dict
+        load_state_dict = streams.Shared.load_state_dict
+        aggregate_state_dict = streams.Shared.aggregate_state_dict
+        deaggregate_state_dict = streams.Shared.deaggregate_state_dict
+        start = done = 0
+
+    from penstock.client.local import LocalLoader
+
+    built: list[Any] = []
+
+    def make() -> Any:
+        built.append(Four([1, 2], num_workers=2, worker_init_fn=called.append))  # type: ignore[arg-type]
+        return built[-1]
+
+    assert LocalLoader("m:make", make, (), {}).initial_state() == {"start": 0, "done": [0]}
+    assert called == [0]
+    assert built[0].num_workers == 0

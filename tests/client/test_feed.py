@@ -1,0 +1,439 @@
+"""The feed against real producers over real sockets: order, views, acks, ends, errors and broken lanes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.client.feed import PASS_ENDED
+from penstock.client.schedule import Schedule
+from penstock.proto.errors import DeadlineError, EmptyInputError, InputFnError, NoWorkersError, ProtocolError
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def test_slots_take_turns_whatever_came_first(rigs: Any) -> None:
+    rig = rigs(3)
+    rig.numbers(2, 200, 201)
+    rig.numbers(1, 100, 101)
+    rig.numbers(0, 0, 1)
+    assert rig.take(6) == [0, 100, 200, 1, 101, 201]
+    assert rig.feed.position.step == 6
+    assert rig.feed.position.total == [2, 2, 2]
+
+
+def test_leaves_are_views_of_the_ring_and_their_death_frees_the_slot(rigs: Any) -> None:
+    rig = rigs()
+    rig.numbers(0, 7)
+    batch = rig.feed.next()
+    ring = rig.runners[0].producer
+    batch[0] = 9  # the loop may write in place
+    free = ring.free_slots
+    rig.feed.flush()
+    ring.take_acks()
+    assert ring.free_slots == free, "the batch is still seen"
+    view = batch[:1]
+    del batch
+    rig.feed.flush()
+    ring.take_acks()
+    assert ring.free_slots == free, "a view of it is still seen"
+    assert view.tolist() == [9]
+    del view
+    rig.feed.flush()
+    ring.take_acks()
+    assert ring.free_slots == free + 1
+
+
+def test_keeping_all_batches_neither_corrupts_nor_blocks(rigs: Any) -> None:
+    rig = rigs()
+    kept = []
+    for number in range(200):  # a ring has 32 slots
+        rig.numbers(0, number)
+        kept.append(rig.feed.next())
+    assert [int(batch) for batch in kept] == list(range(200))
+    assert rig.feed.copies >= 200 - 17
+    kept.clear()
+    gc.collect()
+    for number in range(40):
+        rig.numbers(0, number)
+        assert int(rig.feed.next()) == number
+    assert rig.feed.copies < 200, "views again once slots are free"
+
+
+def test_a_loop_that_drops_its_batches_gets_views_only(rigs: Any) -> None:
+    rig = rigs()
+    for number in range(200):
+        rig.numbers(0, number)
+        assert int(rig.feed.next()) == number
+    assert rig.feed.copies == 0
+
+
+def test_large_batches_have_four_slots_and_still_flow(rigs: Any) -> None:
+    rig = rigs()
+    size = (3 << 20) // 4
+    batch = None
+    for number in range(12):
+        assert rig.runners[0].send(torch.full((size,), number, dtype=torch.int32))
+        batch = rig.feed.next()
+        assert int(batch[-1]) == number
+    assert rig.feed.copies == 0
+    del batch
+
+
+def test_a_growing_batch_moves_to_a_larger_ring_and_old_views_stay(rigs: Any) -> None:
+    rig = rigs()
+    kept = []
+    for power in (4, 12, 18, 20):
+        assert rig.runners[0].send(torch.full((1 << power,), power, dtype=torch.uint8))
+        kept.append(rig.feed.next())
+    for power, batch in zip((4, 12, 18, 20), kept, strict=True):
+        assert batch.numel() == 1 << power
+        assert batch.unique().tolist() == [power]
+    lane = rig.feed._lanes[0]
+    kept.clear()
+    batch = None
+    rig.feed.flush()
+    assert list(lane.rings) == [lane.current_ring], "outgrown rings go with their last view"
+
+
+def test_acks_come_in_groups_but_before_any_wait(rigs: Any) -> None:
+    rig = rigs(2, timeout_s=0.05)
+    rig.numbers(0, *range(3))
+    rig.numbers(1, 10)
+    assert rig.take(3) == [0, 10, 1]
+    producers = [runner.producer for runner in rig.runners]
+    for producer in producers:
+        producer.take_acks()
+    assert [producer.delivered for producer in producers] == [0, 0], "8 deliveries make a group in a ring of 32"
+    with pytest.raises(DeadlineError):
+        rig.feed.next()
+    for producer in producers:
+        producer.take_acks()
+    assert [producer.delivered for producer in producers] == [2, 1]
+
+
+def test_what_was_not_returned_yet_is_not_acknowledged(rigs: Any) -> None:
+    rig = rigs()
+    for number in range(32):
+        rig.numbers(0, number)
+        rig.feed.next()
+        rig.runners[0].producer.take_acks()
+        assert rig.runners[0].producer.delivered <= number
+
+
+def test_uneven_slots_leave_in_their_turn_and_the_next_pass_has_all(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0)
+    rig.runners[0].end()
+    rig.numbers(1, 10, 11, 12)
+    rig.runners[1].end()
+    assert rig.take(4) == [0, 10, 11, 12]
+    assert rig.feed.position.live == [1]
+    assert rig.feed.next() is PASS_ENDED
+    assert (rig.feed.position.epoch, rig.feed.position.live) == (1, [0, 1])
+    rig.numbers(0, 1)
+    rig.numbers(1, 13)
+    assert rig.take(2) == [1, 13]
+
+
+def test_passes_are_opened_as_far_as_allowed(rigs: Any) -> None:
+    rig = rigs()
+    rig.numbers(0, 0)
+    rig.take(1)
+    producer = rig.runners[0].producer
+    producer.take_acks()
+    assert producer.open_epochs == 0
+    rig.feed.open_epochs(5)
+    rig.feed.flush()
+    producer.take_acks()
+    assert producer.open_epochs == 5
+
+
+def test_two_empty_passes_in_a_row_are_an_error(rigs: Any) -> None:
+    rig = rigs()
+    rig.runners[0].end()
+    rig.runners[0].end()
+    assert rig.feed.next() is PASS_ENDED
+    with pytest.raises(EmptyInputError):
+        rig.feed.next()
+
+
+def test_an_error_comes_after_all_batches_before_it(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0, 1)
+    rig.runners[0].fail("InputFnError", "ValueError: no such sample", "Traceback: line 7 of user code")
+    rig.numbers(1, 10, 11)
+    rig.run.show(rig.runners[0], pb.FAILED)
+    assert rig.take(4) == [0, 10, 1, 11]
+    with pytest.raises(InputFnError, match=r"no such sample \[worker w0, box 0, slot 0, step 5\]") as caught:
+        rig.feed.next()
+    assert "line 7 of user code" in str(caught.value)
+    assert rig.run.error is caught.value
+
+
+def test_a_failed_slot_without_a_lane_is_its_error(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0)
+    detail = pb.SlotView().error
+    detail.name, detail.message = "InputFnNotFoundError", "no module named 'nothing'"
+    rig.runners[1].generation = 2  # nobody answers at the address shown
+    view = pb.SlotView(slot=1, generation=1, phase=pb.FAILED, worker="w1", error=detail)
+    rig.run.views = [rig.run.views[0], view]
+    rig.run.version += 1
+    assert rig.take(1) == [0]
+    with pytest.raises(Exception, match=r"no module named 'nothing' \[worker w1, box 0, slot 1, step 2\]"):
+        rig.feed.next()
+
+
+def test_deadlines_name_who_was_waited_for(rigs: Any) -> None:
+    rig = rigs(2, timeout_s=0.03)
+    rig.numbers(0, 0)
+    rig.take(1)
+    with pytest.raises(DeadlineError, match=r"make: box 0 waited .* for step 2 from slot 1 on worker w1") as caught:
+        rig.feed.next()
+    assert not isinstance(caught.value, NoWorkersError)
+    assert rig.feed.stats.waited_by_worker["w1"] >= 0.03
+    assert rig.feed.wait_s >= 0.03
+    rig.numbers(1, 10)
+    assert rig.take(1) == [10], "a wait that ran out can be repeated"
+
+
+def test_slots_without_a_worker_are_counted(rigs: Any) -> None:
+    rig = rigs(3, timeout_s=0.03)
+    for view in rig.run.views[:2]:
+        view.phase = pb.WAITING
+    with pytest.raises(NoWorkersError, match=r"2 of its 3 slots have no worker"):
+        rig.feed.next()
+
+
+def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
+    rig = rigs(1, timeout_s=20)
+    runner = rig.runners[0]
+    rig.run.views = [pb.SlotView(slot=0, phase=pb.STARTING)]
+    rig.numbers(0, 5)
+    thread = threading.Thread(target=rig.run.show, args=(runner,))
+    poll = rig.run.dial
+
+    def dial(*args: Any) -> Any:
+        assert rig.feed.stats.waited_s > 0, "it had to wait for this"
+        return poll(*args)
+
+    rig.run.dial = dial
+    progress = rig.run.progress
+
+    class Waiting(type(progress)):  # type: ignore[misc]
+        """Starts the news once the feed says that it waits."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "waiting_for" and value and not thread.is_alive() and thread.ident is None:
+                thread.start()
+
+    rig.run.progress = Waiting()
+    assert rig.take(1) == [5]
+    thread.join()
+
+
+# ---- broken lanes
+
+
+def test_a_broken_lane_is_opened_again_and_nothing_is_lost_or_repeated(rigs: Any) -> None:
+    rig = rigs()
+    runner = rig.runners[0]
+    rig.numbers(0, *range(6))
+    first = rig.feed.next()
+    second = rig.feed.next()
+    runner.break_lane()
+    # What was on its way is read first; the rest is sent again.
+    assert rig.take(4) == [2, 3, 4, 5]
+    rig.numbers(0, 6, 7)
+    assert rig.take(2) == [6, 7]
+    hello = runner.hellos[-1]
+    assert len(runner.hellos) == 2
+    assert hello.next_total == 7
+    assert hello.last_digest
+    assert [int(first), int(second)] == [0, 1]
+    assert len(hello.held) == 2, "views that live over the break keep their slots"
+    free = runner.producer.free_slots
+    del first, second
+    rig.feed.flush()
+    runner.producer.take_acks()
+    assert runner.producer.free_slots >= free + 2
+
+
+def test_a_slot_handed_out_is_not_overwritten_after_a_break(rigs: Any) -> None:
+    rig = rigs()
+    rig.numbers(0, 1)
+    held = rig.feed.next()
+    for number in range(2, 100):
+        rig.runners[0].break_lane()
+        rig.numbers(0, number)
+        assert rig.take(1) == [number]
+    assert int(held) == 1
+
+
+def test_a_slot_that_moved_is_followed_and_late_frames_are_dropped(rigs: Any) -> None:
+    rig = rigs(2)
+    old = rig.runners[0]
+    rig.numbers(0, 0, 1, 2)
+    rig.numbers(1, 10, 11, 12)
+    held = rig.feed.next()
+    assert rig.take(1) == [10]
+    new = type(old)(0, 2, total=1)
+    assert new.send(torch.tensor([1]))
+    rig.runners[0] = new
+    rig.run.show(new, restarts=1, note="worker w0 died")
+    with pytest.warns(UserWarning, match="slot 0 of box 0 was recovered: worker w0 died"):
+        assert rig.take(1) == [1]
+    assert new.hellos[0].next_total == 2
+    assert not new.hellos[0].held, "a ring of another generation is nothing to it"
+    assert rig.take(1) == [11]
+    free = new.producer.free_slots
+    del held
+    rig.feed.flush()
+    new.producer.take_acks()
+    assert new.producer.free_slots == free + 1, "only its own batch came back"
+    assert rig.feed.stats.recoveries == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rig.numbers(0, 2)
+        assert rig.take(1) == [2], "one warning for a recovery"
+    old.producer.close()
+
+
+def test_a_batch_out_of_order_is_an_error(rigs: Any) -> None:
+    rig = rigs()
+    rig.numbers(0, 0)
+    rig.take(1)
+    rig.runners[0].total += 1
+    rig.numbers(0, 2)
+    with pytest.raises(ProtocolError, match="worker w0: sent batch 3 of pass 0, where batch 2 of pass 0 was due"):
+        rig.feed.next()
+
+
+def test_an_end_said_again_after_a_break_is_not_counted_twice(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0)
+    rig.runners[0].end()
+    rig.numbers(1, 10, 11)
+    rig.runners[1].end()
+    assert rig.take(3) == [0, 10, 11]
+    rig.runners[0].break_lane()
+    rig.runners[1].break_lane()
+    assert rig.feed.next() is PASS_ENDED
+    rig.numbers(0, 1)
+    rig.numbers(1, 12)
+    assert rig.take(2) == [1, 12]
+
+
+# ---- passes that are left
+
+
+def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0, 1, 2)
+    rig.numbers(1, 10, 11, 12)
+    assert rig.take(3) == [0, 10, 1]
+    rig.feed.cut()
+    assert rig.run.progress.cuts == ((0, 3),)
+    assert rig.run.reports == 1
+    assert [runner.leave_pass() for runner in rig.runners] == [0, 0]
+    rig.numbers(0, 100)
+    rig.numbers(1, 110)
+    assert rig.take(2) == [100, 110], "batches of the pass that was left are never seen"
+    assert rig.feed.position.total == [3, 2]
+    producer = rig.runners[0].producer
+    rig.feed.flush()
+    producer.take_acks()
+    assert producer.free_slots >= producer.ring_slots - 1
+
+
+def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0, 1, 2)
+    rig.numbers(1, 10, 11)
+    assert rig.take(3) == [0, 10, 1]
+    rig.runners[1].break_lane()
+    rig.feed.cut()
+    assert rig.runners[0].leave_pass() == 0
+    rig.numbers(0, 100)
+    assert rig.take(1) == [100]
+    # The next turn is slot 1's: it connects, hears of the cut, and counts on from what was delivered.
+    rig.feed._timeout_s = 0.05
+    with pytest.raises(DeadlineError):
+        rig.feed.next()
+    assert rig.runners[1].producer.cuts == 1
+    assert rig.runners[1].leave_pass() == 0
+    rig.numbers(1, 110)
+    assert rig.take(1) == [110]
+
+
+def test_nothing_is_cut_where_nothing_was_taken(rigs: Any) -> None:
+    rig = rigs()
+    rig.feed.cut()
+    assert rig.feed.position.epoch == 0
+    assert rig.run.progress.cuts == ()
+
+
+# ---- what workers are told, and what others see
+
+
+def test_checkpoint_steps_are_announced_ahead(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0)
+    rig.numbers(1, 10)
+    rig.take(2)
+    assert rig.feed.announce(Schedule.of(5), None) == 5
+    rig.feed.flush()
+    for runner in rig.runners:
+        runner.producer.take_acks()
+    assert rig.runners[0].producer.wanted == {3: [5], 5: [10]}
+    assert rig.runners[1].producer.wanted == {2: [5], 5: [10]}
+    assert rig.feed.announce(Schedule.of(100), 7) == 7, "the executor's last step is one"
+
+
+def test_the_position_can_be_read_from_another_thread(rigs: Any) -> None:
+    rig = rigs(2)
+    seen: list[Any] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            seen.append(rig.feed.snapshot())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    for number in range(300):
+        for slot in (0, 1):
+            rig.numbers(slot, number)
+        rig.take(2)
+    stop.set()
+    thread.join()
+    assert seen
+    for snapshot in seen:
+        assert snapshot is not None
+        position = Position.from_proto(snapshot)
+        assert position.step == sum(position.total)
+        assert position.cursor == position.step % 2
+
+
+def test_a_fork_of_the_training_process_releases_nothing(rigs: Any) -> None:
+    rig = rigs()
+    rig.numbers(0, 1)
+    batch = rig.feed.next()
+    child = os.fork()
+    if child == 0:
+        del batch
+        rig.feed.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    producer = rig.runners[0].producer
+    producer.take_acks()
+    assert producer.free_slots == producer.ring_slots - 1
+    assert int(batch) == 1

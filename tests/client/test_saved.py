@@ -1,0 +1,155 @@
+"""A saved state, built and read without any process; good ones, and every kind that is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.client.saved import FORMAT, KEY, STATE, Part, Saved, read
+from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError, UnsupportedStateError
+from penstock.proto.position import Position
+from penstock.proto.state import decode_state, encode_state
+
+
+def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, aggregated: Any = None) -> Saved:
+    saved = Saved(step, "streams:counter", methods, boxes, workers, 7)
+    for box in range(boxes):
+        position = Position.start(workers)
+        for _ in range(step):
+            position.deliver()
+        saved.positions.append(position)
+        for slot in range(workers):
+            user = {"done": slot} if methods == 2 else None
+            saved.parts.append(Part(box, slot, position.total[slot], 8, {"at": [0, 1, 1, 4], "rng": b"r"}, user))
+    saved.aggregated = {"done": [3, 2]} if aggregated is None and methods == 4 else aggregated
+    return saved
+
+
+def through_a_file(value: Any) -> Any:
+    """What a checkpoint does to a state."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("methods", [0, 2, 4])
+def test_what_is_saved_is_read(methods: int) -> None:
+    saved = make(methods)
+    assert read(through_a_file(saved.to_dict())) == saved
+
+
+@pytest.mark.parametrize("aggregated", [{"a": 1, STATE: 2}, [1, 2], torch.tensor(3), 17, {}])
+def test_any_aggregated_state_comes_back(aggregated: Any) -> None:
+    value = make(aggregated=aggregated).to_dict()
+    if isinstance(aggregated, dict):
+        assert {key: item for key, item in value.items() if key != KEY} == aggregated
+    else:
+        assert value.keys() == {STATE, KEY}
+    assert read(value).aggregated == aggregated
+
+
+def test_nothing_in_it_differs_between_equal_states() -> None:
+    assert make().to_dict() == make().to_dict()
+
+
+def test_the_reserved_key_is_ours() -> None:
+    with pytest.raises(StateMismatchError, match="reserved"):
+        make(aggregated={KEY: 1}).to_dict()
+
+
+def test_a_state_that_cannot_be_restored_is_refused_when_it_is_saved() -> None:
+    with pytest.raises(UnsupportedStateError):
+        make(aggregated={"x": object()}).to_dict()
+
+
+# ---- starting from it
+
+
+def test_on_the_same_shape_each_box_gets_its_own_slots_and_position() -> None:
+    saved = make(2)
+    start = saved.start(1, 2, 2, strict=False)
+    assert start.same_shape
+    assert Position.from_proto(start.base) == saved.positions[1]
+    blob: Any = decode_state(start.blob)
+    assert blob == {
+        "aggregated": None,
+        "strict": False,
+        "slots": {slot: {"user": {"done": slot}, "restart": saved.parts[slot].restart} for slot in (0, 1)},
+    }
+
+
+def test_four_methods_change_their_shape_and_bring_the_step_along() -> None:
+    start = make(4).start(0, 1, 3, strict=True)
+    assert not start.same_shape
+    assert (start.base.step, list(start.base.live), len(start.base.slots)) == (5, [0, 1, 2], 3)
+    assert decode_state(start.blob) == {"aggregated": {"done": [3, 2]}, "strict": True, "slots": {}}
+
+
+@pytest.mark.parametrize("methods", [0, 2])
+def test_other_loaders_keep_their_shape(methods: int) -> None:
+    with pytest.raises(StateMismatchError, match=r"on 2 boxes with 2 workers each.*with 1 box with 4 workers each"):
+        make(methods).start(0, 1, 4, strict=True)
+
+
+@pytest.mark.parametrize("methods", [0, 2, 4])
+def test_a_state_from_before_the_first_step_fits_any_shape(methods: int) -> None:
+    aggregated: Any = {} if methods == 4 else None
+    saved = read(Saved(0, "streams:counter", methods, 0, 0, None, aggregated=aggregated).to_dict())
+    start = saved.start(2, 3, 4, strict=True)
+    assert start.base.step == 0
+    assert len(start.base.slots) == 4
+    assert bool(start.blob) == (methods == 4)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, {"model": 1}, []])
+def test_no_state_of_ours(value: Any) -> None:
+    with pytest.raises(StateMismatchError, match=r"which no DataLoader\.state_dict"):
+        read(value)
+
+
+def test_a_newer_version_is_named() -> None:
+    value = make().to_dict()
+    value[KEY]["format"] = FORMAT + 1
+    with pytest.raises(StateVersionError, match=f"format {FORMAT + 1}.*Upgrade"):
+        read(value)
+
+
+def damaged() -> dict[str, Any]:
+    good = make().to_dict()
+    record = good[KEY]["record"]
+    inner: Any = decode_state(record)
+    cases: dict[str, Any] = {
+        "a flipped bit": record[: len(record) // 2]
+        + bytes([record[len(record) // 2] ^ 1])
+        + record[len(record) // 2 + 1 :],
+        "cut off": record[:-9],
+        "no record": None,
+        "another value": encode_state([1, 2]),
+        "a missing field": encode_state({key: item for key, item in inner.items() if key != "seed"}),
+        "a missing worker": encode_state({**inner, "parts": inner["parts"][:-1]}),
+        "a position that cannot be": encode_state({**inner, "positions": [b"", b""]}),
+        "three methods": encode_state({**inner, "methods": 3}),
+    }
+    return {name: {**good, KEY: {**good[KEY], "record": case}} for name, case in cases.items()} | {
+        "another step": {**good, KEY: {**good[KEY], "step": 6}},
+        "no format": {**good, KEY: {"record": record}},
+        "bytes for a key": {**good, KEY: b"x"},
+        "a lost state": {KEY: make(aggregated=3).to_dict()[KEY]},
+    }
+
+
+@pytest.mark.parametrize("name", damaged())
+def test_damage_is_found(name: str) -> None:
+    value = damaged()[name]
+    before = copy.deepcopy(value)
+    with pytest.raises(StateCorruptError):
+        read(value)
+    assert value == before

@@ -1,0 +1,64 @@
+"""Checkpoint steps in all their forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.client.schedule import Schedule, positive
+from penstock.proto.errors import InvalidArgumentError
+
+STEPS = range(1, 40)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, []),
+        (0, []),
+        (10, [10, 20, 30]),
+        (1, list(STEPS)),
+        ([3, 7, 7, 5], [3, 5, 7]),
+        (range(4, 12, 3), [4, 7, 10]),
+        ([range(2, 6, 2), 9, range(30, 20, -4)], [2, 4, 9, 22, 26, 30]),
+        ((), []),
+        (lambda step: step % 13 == 0, [13, 26, 39]),
+        (iter([2, 4]), [2, 4]),
+        ({6, 5}, [5, 6]),
+    ],
+)
+def test_steps(given: Any, expected: list[int]) -> None:
+    schedule = Schedule.of(given)
+    assert [step for step in STEPS if step in schedule] == expected
+    walked, step = [], schedule.after(0)
+    while step is not None and step in STEPS:
+        walked.append(step)
+        step = schedule.after(step)
+    assert walked == expected
+
+
+def test_only_every_n_steps_includes_the_last() -> None:
+    assert Schedule.of(5).and_last
+    assert not Schedule.of([5]).and_last
+    assert not Schedule.of(0).and_last
+
+
+@pytest.mark.parametrize("bad", [-1, [0], [-3], [range(4)], [range(-2, 3)]])
+def test_steps_below_one_are_refused(bad: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"checkpoint_steps|at least 1"):
+        Schedule.of(bad)
+
+
+@pytest.mark.parametrize("bad", [1.5, "10", True, ["a"], [1.0]])
+def test_steps_are_integers(bad: Any) -> None:
+    with pytest.raises(TypeError):
+        Schedule.of(bad)
+
+
+def test_positive() -> None:
+    assert positive("n", 3) == 3
+    with pytest.raises(InvalidArgumentError, match="n must be at least 1, not 0"):
+        positive("n", 0)
+    with pytest.raises(TypeError, match=r"n must be an integer, not 2\.0"):
+        positive("n", 2.0)

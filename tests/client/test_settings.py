@@ -1,0 +1,143 @@
+"""Settings: arguments over PENSTOCK_* variables over torchrun's over defaults; and what each wrong value is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.client import Appliance
+from penstock.client.settings import Torchrun, attempt_key, resolve
+from penstock.proto.errors import AuthenticationError, BoxOutOfRangeError, InvalidArgumentError
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_defaults() -> None:
+    settings = resolve()
+    assert (settings.address, settings.box, settings.num_boxes, settings.num_workers_per_box) == ("", 0, 1, 1)
+    assert (settings.seed, settings.lane, settings.timeout_s, settings.retention_steps) == (None, "auto", 120.0, 256)
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_NUM_WORKERS_PER_BOX", "3")
+    monkeypatch.setenv("PENSTOCK_COORDINATOR", "host:1")
+    monkeypatch.setenv("PENSTOCK_SEED", "11")
+    monkeypatch.setenv("PENSTOCK_JOB", "")
+    settings = resolve(num_workers_per_box=2, seed=0)
+    assert (settings.num_workers_per_box, settings.address, settings.seed, settings.job) == (2, "host:1", 0, "")
+    assert resolve().num_workers_per_box == 3
+
+
+def test_torchrun_stands_for_boxes(torchrun: pytest.MonkeyPatch) -> None:
+    assert (resolve().box, resolve().num_boxes) == (3, 4)
+    assert (resolve(box=1, num_boxes=2).box, resolve(box=1, num_boxes=2).num_boxes) == (1, 2)
+    assert resolve(num_boxes=1).box == 0, "a loader of the rank's own"
+    torchrun.setenv("PENSTOCK_BOX", "2")
+    assert resolve().box == 2
+
+
+def test_attempts_are_told_apart_by_torchrun_s_restarts(torchrun: pytest.MonkeyPatch) -> None:
+    assert attempt_key(resolve(), Torchrun()) == "10.0.0.1:29500:2"
+    assert attempt_key(resolve(attempt="mine"), Torchrun()) == "mine"
+    for name in TORCHRUN:
+        torchrun.delenv(name)
+    assert attempt_key(resolve(), Torchrun()) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_workers_per_box": 0}, "num_workers_per_box=0: .*greater than or equal to 1"),
+        ({"num_boxes": 0}, "num_boxes=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"lane": "udp"}, "lane='udp'"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"max_batch_bytes": "big"}, "max_batch_bytes='big'"),
+        ({"job": "a/b"}, "job='a/b'.*slash"),
+        ({"retention_steps": 0}, "retention_steps=0"),
+        ({"device": "cuda"}, "device='cuda': .*comes in a later one"),
+        ({"device": torch.device("cuda", 1)}, "device='cuda:1'"),
+    ],
+)
+def test_values_that_cannot_be_meant(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        resolve(**given)
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_NUM_BOXES", "two")
+    with pytest.raises(InvalidArgumentError, match=r"num_boxes='two' \(from PENSTOCK_NUM_BOXES\)"):
+        resolve()
+
+
+def test_the_cpu_is_a_device() -> None:
+    assert resolve(device=torch.device("cpu")).device == "cpu"
+
+
+@pytest.mark.parametrize(("box", "num_boxes"), [(2, 2), (-1, 2), (1, 1)])
+def test_box_out_of_range(box: int, num_boxes: int) -> None:
+    with pytest.raises(BoxOutOfRangeError, match=f"box {box} is not one of num_boxes={num_boxes}"):
+        resolve(box=box, num_boxes=num_boxes)
+
+
+def test_box_out_of_range_says_where_it_came_from(torchrun: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BoxOutOfRangeError, match=r"box 3 \(from RANK\) is not one of num_boxes=2"):
+        resolve(num_boxes=2)
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "secret" not in repr(resolve(token="secret-token"))
+
+
+# ---- what an appliance refuses before it starts anything
+
+
+def test_several_boxes_are_not_embedded() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"over several processes cannot be embedded: start `penstock coord"):
+        Appliance(box=0, num_boxes=2)
+
+
+def test_several_hosts_are_not_embedded(torchrun: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"over several hosts cannot be embedded.*PENSTOCK_COORDINATOR"):
+        Appliance()
+
+
+def test_boxes_of_a_remote_coordinator_need_the_job_s_name() -> None:
+    with pytest.raises(InvalidArgumentError, match="PENSTOCK_JOB"):
+        Appliance("localhost:1", box=0, num_boxes=2, token="t")
+
+
+def test_a_remote_coordinator_needs_a_token() -> None:
+    with pytest.raises(AuthenticationError, match="PENSTOCK_TOKEN"):
+        Appliance("localhost:1")
+
+
+def test_an_appliance_inside_a_runner_is_a_missing_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_RUNNER", "1")
+    with pytest.raises(RuntimeError, match="main"):
+        Appliance()

@@ -1,0 +1,271 @@
+"""A lane between real processes, to be driven step by step.
+
+The test is the training loop (a Consumer) and the daemon (it accepts, reads the Hello, hands the connection on); the
+runner is a child process (runner_child.py) that obeys; over TCP the pump is a thread of the test and the lander a
+process of its own, as they are in life. `Link` is that arrangement, for either lane; the contract tests run on both.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import random
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client.landing import Lander
+from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, Consumer, check_peer, connect_local
+from penstock.proto.tcp import read_hello
+from penstock.proto.v1 import lane_pb2
+from penstock.worker.pump import Pump
+
+DEADLINE_S = 20.0
+"""Seconds after which a wait has failed; nothing here takes more than a fraction of one."""
+
+State = dict[str, Any]
+
+
+class Runner:
+    """The child process with the Producer."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = str(Path(__file__).with_name("runner_child.py"))
+        command = [sys.executable, script, str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.settimeout(DEADLINE_S)
+        self._control = ours
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def ask(self, do: str, *fds: int, **fields: Any) -> State:
+        socket.send_fds(self._control, [json.dumps({"do": do, **fields}, ensure_ascii=False).encode()], fds)
+        return dict(json.loads(self._control.recv(1 << 17)))
+
+    def until(self, **state: Any) -> State:
+        """Wait until these fields of its state are so."""
+        try:
+            return self.ask("until", state=state)
+        except TimeoutError:
+            socket.send_fds(self._control, [b'{"do": "state"}'], [])
+            raise AssertionError(f"waited for {state}, but: {self._control.recv(1 << 17).decode()}") from None
+
+    def batches(
+        self,
+        first: int,
+        sizes: Sequence[int],
+        *,
+        epoch: int = 0,
+        shapes: Sequence[int] = (1, 2, 3),
+        structure: Callable[[int], tuple[int, int]] = lambda total: (1, 20),
+    ) -> State:
+        """Let it make these batches as slots become free. structure: total -> id, bytes."""
+        items = [
+            {
+                "kind": "batch",
+                "total": first + index,
+                "epoch": epoch,
+                "size": size,
+                "shapes": list(shapes),
+                "structure": structure(first + index),
+            }
+            for index, size in enumerate(sizes)
+        ]
+        return self.work(*items)
+
+    def work(self, *items: State) -> State:
+        group: list[State] = []
+        room = 64 << 10  # of a packet
+        for item in items:
+            room -= len(json.dumps(item))
+            if room < 0 and group:
+                self.ask("work", items=group)
+                group, room = [], 64 << 10
+            group.append(item)
+        return self.ask("work", items=group)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._control.close()
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+class Link:
+    """One kind of lane from `runner` to consumers that this test makes."""
+
+    def __init__(self, kind: str, runner: Runner, lander: Lander) -> None:
+        self.kind = kind
+        self.runner = runner
+        self.lander = lander
+        self.pumps: list[Pump] = []
+        self.consumers: list[Consumer] = []
+        self._name = f"penstock-test-{secrets.token_hex(8)}"
+        self._local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._local.bind("\0" + self._name)
+        self._tcp = socket.create_server(("127.0.0.1", 0))
+        for listener in (self._local, self._tcp):
+            listener.settimeout(DEADLINE_S)
+            listener.listen()
+
+    def connect(self, **hello: Any) -> Consumer:
+        """A consumer that has said Hello, with the runner attached to it."""
+        greeting = lane_pb2.Hello(protocol=LANE_PROTOCOL, **{"next_total": 1, **hello})
+        if self.kind == "local":
+            sock = connect_local(self._name, DEADLINE_S)
+            sock.send(greeting.SerializeToString())
+            theirs, _ = self._local.accept()
+            check_peer(theirs)
+            received = lane_pb2.Hello.FromString(theirs.recv(MAX_FRAME))
+        else:
+            greeting.target = f"127.0.0.1:{self._tcp.getsockname()[1]}"
+            sock = connect_local(self.lander.start(), DEADLINE_S)
+            sock.send(greeting.SerializeToString())
+            connection, _ = self._tcp.accept()
+            received = read_hello(connection, DEADLINE_S)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.pumps.append(Pump(connection, ours, received, "the test"))
+        self.runner.ask("attach", theirs.fileno(), hello=base64.b64encode(received.SerializeToString()).decode())
+        theirs.close()
+        if self.kind == "tcp":
+            self.pumps[-1].start()
+        consumer = Consumer(sock, f"the {self.kind} lane")
+        consumer.cuts = greeting.cuts
+        self.consumers.append(consumer)
+        return consumer
+
+    def close(self) -> None:
+        for consumer in self.consumers:
+            consumer.close()
+        for pump in self.pumps:
+            assert pump.stop(DEADLINE_S)
+        self._local.close()
+        self._tcp.close()
+
+
+def content(total: int, size: int) -> bytes:
+    """What the runner puts into batch `total`."""
+    return random.Random(total * 1_000_003 + size).randbytes(size)
+
+
+def digest(total: int) -> int:
+    """What the runner says of batch `total`."""
+    return total * 0x9E3779B97F4A7C15 % (1 << 64)
+
+
+def structure_bytes(structure: int, size: int) -> bytes:
+    """What the runner announces as this structure."""
+    return random.Random(-structure).randbytes(size)
+
+
+def next_frame(consumer: Consumer) -> lane_pb2.Frame:
+    """The next frame, within the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (frame := consumer.receive()) is None:
+        consumer.flush()
+        left = deadline - time.monotonic()
+        assert left > 0, f"{consumer.name}: nothing came"
+        select.select([consumer], [], [], left)
+    return frame
+
+
+def payload(consumer: Consumer, frame: lane_pb2.Frame) -> memoryview:
+    """The batch where it lies."""
+    ring = consumer.rings[frame.ring]
+    start = frame.slot * ring.slot_bytes
+    return ring.view[start : start + frame.nbytes]
+
+
+def take(consumer: Consumer, total: int, size: int, *, epoch: int = 0) -> tuple[int, int]:
+    """Receive batch `total`, check all of it, and return its place in the ring."""
+    frame = next_frame(consumer)
+    assert (frame.kind, frame.total, frame.epoch, frame.nbytes) == (lane_pb2.BATCH, total, epoch, size)
+    assert frame.digest == digest(total)
+    assert bytes(payload(consumer, frame)) == content(total, size)
+    return frame.ring, frame.slot
+
+
+def finish(consumer: Consumer, total: int, place: tuple[int, int]) -> None:
+    """The loop was handed batch `total` and has dropped it."""
+    consumer.delivered(total)
+    consumer.release(place)
+    consumer.flush()
+
+
+def count_rings(pid: int | str) -> int:
+    """Rings that a process has mapped."""
+    with open(f"/proc/{pid}/maps") as maps:
+        return sum("memfd:penstock-ring" in line for line in maps)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """For what happens in other processes and announces itself to nobody: ask again until the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        os.sched_yield()
+
+
+@pytest.fixture(scope="session")
+def _runners() -> Iterator[list[Runner]]:
+    """The runner in use; a test that kills it makes the next one start another."""
+    runners: list[Runner] = []
+    yield runners
+    for runner in runners:
+        runner.kill()
+
+
+@pytest.fixture(scope="session")
+def lander() -> Iterator[Lander]:
+    """One lander for all tests; whoever needs it after it was killed starts it again."""
+    lander = Lander()
+    yield lander
+    lander.stop()
+
+
+@pytest.fixture
+def runner(_runners: list[Runner]) -> Runner:
+    """A runner with a new Producer."""
+    if _runners and not _runners[0].alive:
+        with contextlib.suppress(OSError):
+            _runners.pop().kill()
+    if not _runners:
+        _runners.append(Runner())
+    _runners[0].ask("reset", max_batch_bytes=64 << 20)
+    return _runners[0]
+
+
+@pytest.fixture(params=["local", "tcp"])
+def link(request: pytest.FixtureRequest, runner: Runner, lander: Lander) -> Iterator[Link]:
+    """The lane under test, in both kinds."""
+    link = Link(request.param, runner, lander)
+    yield link
+    link.close()
+    if runner.alive:
+        runner.ask("reset", max_batch_bytes=64 << 20)
+
+
+@pytest.fixture
+def local_link(runner: Runner, lander: Lander) -> Iterator[Link]:
+    """The local lane, for what concerns only it."""
+    link = Link("local", runner, lander)
+    yield link
+    link.close()
+    if runner.alive:
+        runner.ask("reset", max_batch_bytes=64 << 20)

@@ -1,0 +1,511 @@
+"""What a consumer refuses: whatever a peer sends, it ends in a ProtocolError or LaneLostError and in nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.lanes.conftest import count_rings
+
+from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
+from penstock.proto.lane import MAX_FRAME, Consumer, check_peer
+from penstock.proto.ring import PAGE, Ring, slots_for
+from penstock.proto.v1 import lane_pb2
+
+Pair = tuple[socket.socket, Consumer]
+
+
+def make_pair() -> Pair:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return ours, Consumer(theirs, "slot 3 of box 0")
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    peer, consumer = make_pair()
+    yield peer, consumer
+    consumer.close()
+    peer.close()
+
+
+def say(peer: socket.socket, **frame: object) -> None:
+    peer.send(lane_pb2.Frame(**frame).SerializeToString())  # type: ignore[arg-type]
+
+
+def pass_ring(peer: socket.socket, fd: int, ring: int = 1, slot_bytes: int = PAGE, slots: int = 4) -> None:
+    say(peer, kind=lane_pb2.RING, ring=ring, slot_bytes=slot_bytes, slots=slots)
+    socket.send_fds(peer, [b"\0"], [fd])
+
+
+def memfd(size: int, *, sealed: bool) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def batch(peer: socket.socket, **frame: object) -> None:
+    say(peer, **{"kind": lane_pb2.BATCH, "total": 1, "ring": 1, "structure": 1, "nbytes": 8, **frame})
+
+
+def announce(peer: socket.socket) -> None:
+    ring = Ring.create(PAGE, 4)
+    pass_ring(peer, ring.fd)
+    ring.close_fd()
+    say(peer, kind=lane_pb2.STRUCTURE, structure=1, inline=b"abc", size=3)
+
+
+# ---- rings
+
+
+def test_a_ring_and_its_descriptor_may_come_apart(pair: Pair) -> None:
+    peer, consumer = pair
+    ring = Ring.create(PAGE, 4)
+    say(peer, kind=lane_pb2.RING, ring=5, slot_bytes=PAGE, slots=4)
+    for _ in range(3):
+        assert consumer.receive() is None, "it does not wait for the second packet"
+    assert consumer.rings == {}
+    socket.send_fds(peer, [b"\0"], [ring.fd])
+    assert consumer.receive() is None
+    assert list(consumer.rings) == [5]
+    ring.view[PAGE : PAGE + 3] = b"abc"
+    assert bytes(consumer.rings[5].view[PAGE : PAGE + 3]) == b"abc"
+    assert consumer.rings[5].fd == -1
+    ring.close_fd()
+
+
+def test_receive_any_shows_announcements_and_the_packet_itself(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    batch(peer, shapes=[1, 2])
+    kinds = []
+    while (frame := consumer.receive_any()) is not None:
+        assert frame == lane_pb2.Frame.FromString(bytes(consumer.packet))
+        kinds.append(frame.kind)
+    assert kinds == [lane_pb2.RING, lane_pb2.STRUCTURE, lane_pb2.BATCH]
+
+
+@pytest.mark.parametrize(
+    ("sealed", "size", "announced", "says"),
+    [
+        (False, 4 * PAGE, 4, "not sealed"),
+        (True, 4 * PAGE, 5, "announced as"),
+        (True, 3 * PAGE, 4, "announced as"),
+        (True, 4 * PAGE, 0, "announced as"),
+    ],
+)
+def test_an_unsealed_or_wrongly_announced_ring_is_never_mapped(
+    pair: Pair, sealed: bool, size: int, announced: int, says: str
+) -> None:
+    peer, consumer = pair
+    fd = memfd(size, sealed=sealed)
+    pass_ring(peer, fd, slots=announced)
+    os.close(fd)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProtocolError, match=says):
+        consumer.receive()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert consumer.rings == {}
+
+
+def test_slots_must_be_whole_pages(pair: Pair) -> None:
+    peer, consumer = pair
+    fd = memfd(4 * 1000, sealed=True)
+    pass_ring(peer, fd, slot_bytes=1000)
+    os.close(fd)
+    with pytest.raises(ProtocolError, match="announced as"):
+        consumer.receive()
+
+
+def test_a_file_or_a_socket_is_no_ring(pair: Pair) -> None:
+    peer, consumer = pair
+    pass_ring(peer, peer.fileno())
+    with pytest.raises(ProtocolError, match="no memfd"):
+        consumer.receive()
+
+
+def test_a_ring_that_cannot_be_written_is_refused(pair: Pair) -> None:
+    peer, consumer = pair
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4 * PAGE)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    pass_ring(peer, fd)
+    os.close(fd)
+    with pytest.raises(ProtocolError, match="cannot be mapped"):
+        consumer.receive()
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_ring_comes_with_exactly_one_descriptor(pair: Pair, count: int) -> None:
+    peer, consumer = pair
+    ring = Ring.create(PAGE, 4)
+    say(peer, kind=lane_pb2.RING, ring=1, slot_bytes=PAGE, slots=4)
+    socket.send_fds(peer, [b"\0"], [ring.fd] * count)
+    ring.close_fd()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProtocolError, match=f"{count} descriptors"):
+        consumer.receive()
+    assert len(os.listdir("/proc/self/fd")) == before, "what came too much is closed"
+
+
+def test_ring_numbers_only_rise(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    ring = Ring.create(PAGE, 4)
+    pass_ring(peer, ring.fd, ring=1)
+    ring.close_fd()
+    with pytest.raises(ProtocolError, match="ring 1 after 1"):
+        consumer.receive()
+
+
+def test_rings_without_batches_are_not_collected_for_ever(pair: Pair) -> None:
+    peer, consumer = pair
+    ring = Ring.create(PAGE, 4)
+    before = count_rings("self")
+    for number in range(1, 65):
+        pass_ring(peer, ring.fd, ring=number)
+        assert consumer.receive() is None
+    say(peer, kind=lane_pb2.RING, ring=65, slot_bytes=PAGE, slots=4)
+    with pytest.raises(ProtocolError, match="64 in use"):
+        consumer.receive()
+    consumer.close()
+    ring.close_fd()
+    assert count_rings("self") == before
+
+
+def test_the_peer_may_vanish_between_a_ring_and_its_descriptor(pair: Pair) -> None:
+    peer, consumer = pair
+    say(peer, kind=lane_pb2.RING, ring=1, slot_bytes=PAGE, slots=4)
+    assert consumer.receive() is None
+    peer.close()
+    with pytest.raises(LaneLostError):
+        consumer.receive()
+
+
+def test_slots_of_a_ring() -> None:
+    assert [slots_for(size) for size in (0, 4096, 1 << 18, 1 << 20, 2 << 20, 8 << 20)] == [32, 32, 32, 8, 4, 4]
+
+
+# ---- frames
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"ring": 2},
+        {"ring": 0},
+        {"slot": 4},
+        {"nbytes": PAGE + 1},
+        {"nbytes": (1 << 64) - 1},
+        {"nbytes": PAGE - 16, "size": 3},
+        {"size": (1 << 64) - 1},
+    ],
+)
+def test_a_batch_lies_within_a_slot_that_was_announced(pair: Pair, frame: dict[str, int]) -> None:
+    peer, consumer = pair
+    announce(peer)
+    batch(peer, nbytes=PAGE)
+    batch(peer, **frame)
+    assert consumer.receive() is not None
+    with pytest.raises(ProtocolError, match="no ring slot that was announced"):
+        consumer.receive()
+
+
+def test_a_batch_has_a_structure_that_was_announced(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    batch(peer, structure=2)
+    with pytest.raises(ProtocolError, match="structure 2, never announced"):
+        consumer.receive()
+
+
+def test_no_way_back_to_an_older_ring(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    ring = Ring.create(PAGE, 4)
+    pass_ring(peer, ring.fd, ring=2)
+    ring.close_fd()
+    for number in (1, 2, 1):
+        batch(peer, ring=number)
+    assert consumer.receive() is not None
+    assert consumer.receive() is not None
+    assert list(consumer.rings) == [2]
+    with pytest.raises(ProtocolError):
+        consumer.receive()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(1, b"abc", 2)],
+        [(1, b"abc", 6), (1, b"abcd", 6)],
+        [(1, b"abc", 6), (2, b"abc", 6)],
+        [(1, b"", 6)],
+        [(1, b"abc", 6), (1, b"", 6)],
+        [(1, b"abc", (4 << 20) + 1)],
+    ],
+)
+def test_pieces_of_a_structure_that_do_not_fit(pair: Pair, pieces: list[tuple[int, bytes, int]]) -> None:
+    peer, consumer = pair
+    for structure, inline, size in pieces:
+        say(peer, kind=lane_pb2.STRUCTURE, structure=structure, inline=inline, size=size)
+    with pytest.raises(ProtocolError, match="slot 3 of box 0"):
+        consumer.receive()
+    assert consumer.structures == {}
+
+
+@pytest.mark.parametrize("kind", [0, 7, 1000])
+def test_an_unknown_kind(pair: Pair, kind: int) -> None:
+    peer, consumer = pair
+    data = bytes([8, kind & 127 | 128, kind >> 7]) + b"\x10\x01"
+    peer.send(data)
+    with pytest.raises(ProtocolError, match="unknown kind"):
+        consumer.receive()
+
+
+def test_a_frame_that_does_not_fit_is_an_error_and_not_cut(pair: Pair) -> None:
+    peer, consumer = pair
+    frame = lane_pb2.Frame(kind=lane_pb2.END, inline=b"x" * MAX_FRAME).SerializeToString()
+    peer.send(frame)
+    with pytest.raises(ProtocolError, match=f"a frame of {len(frame)} bytes"):
+        consumer.receive()
+    say(peer, kind=lane_pb2.END, inline=b"x" * (MAX_FRAME - 6))  # as long as a frame may be
+    frame = consumer.receive()  # type: ignore[assignment]
+    assert frame is not None
+    assert len(consumer.packet) == MAX_FRAME
+
+
+def test_stale_frames_are_ignored_and_errors_are_not(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    batch(peer, cut=0)
+    say(peer, kind=lane_pb2.END, cut=0)
+    say(peer, kind=lane_pb2.ERROR, cut=0)
+    batch(peer, cut=1, total=9)
+    consumer.abandon(0)
+    frame = consumer.receive()
+    assert frame is not None
+    assert frame.kind == lane_pb2.ERROR
+    frame = consumer.receive()
+    assert frame is not None
+    assert frame.total == 9
+
+
+def test_a_stale_batch_is_not_looked_at_at_all(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    consumer.cuts = 3
+    batch(peer, cut=2, ring=77, slot=9, structure=5)  # of a ring that this connection never heard of
+    assert consumer.receive() is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=200), max_size=6))
+def test_random_bytes(packets: list[bytes]) -> None:
+    check_survival(packets)
+
+
+numbers = st.integers(0, 3) | st.integers(0, (1 << 32) - 1)
+large = st.integers(0, 3) | st.integers(0, (1 << 64) - 1)
+frames = st.builds(
+    lane_pb2.Frame,
+    kind=st.integers(0, 6),
+    total=large,
+    epoch=large,
+    ring=numbers,
+    slot=numbers,
+    structure=numbers,
+    nbytes=large | st.integers(0, 5000),
+    shapes=st.lists(large, max_size=3),
+    slot_bytes=large | st.just(PAGE),
+    slots=numbers,
+    inline=st.binary(max_size=4),
+    size=large,
+    cut=numbers,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(frames, max_size=8), st.binary(max_size=3))
+def test_random_frames(sent: list[lane_pb2.Frame], tail: bytes) -> None:
+    check_survival([data + tail for data in (frame.SerializeToString() for frame in sent) if data + tail])
+
+
+def check_survival(packets: list[bytes]) -> None:
+    """Whatever a peer with one good ring sends: frames that stay within that ring, or one of the two errors."""
+    peer, consumer = make_pair()
+    try:
+        announce(peer)
+        for packet in packets:
+            peer.send(packet)
+        peer.close()
+        with pytest.raises((ProtocolError, LaneLostError)):
+            read_all(consumer)
+    finally:
+        consumer.close()
+        peer.close()
+
+
+def read_all(consumer: Consumer) -> None:
+    while True:
+        frame = consumer.receive()
+        if frame is not None and frame.kind == lane_pb2.BATCH:
+            ring = consumer.rings[frame.ring]
+            assert (frame.slot + 1) * ring.slot_bytes <= len(ring.map)
+            assert frame.nbytes + 8 * frame.size <= ring.slot_bytes
+
+
+# ---- acks and the end
+
+
+def acks(peer: socket.socket) -> Iterator[lane_pb2.Ack]:
+    peer.setblocking(False)
+    while True:
+        try:
+            data = peer.recv(MAX_FRAME)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            continue  # shown once, before what was sent last
+        if not data:
+            return
+        yield lane_pb2.Ack.FromString(data)
+
+
+def test_nothing_to_say_says_nothing(pair: Pair) -> None:
+    peer, consumer = pair
+    consumer.release([])
+    consumer.open_epochs(0)
+    consumer.delivered(0)
+    assert consumer.flush()
+    consumer.flush()
+    assert list(acks(peer)) == [], "an empty packet would read as the end of the lane"
+
+
+def test_acks_gather_until_the_flush(pair: Pair) -> None:
+    peer, consumer = pair
+    for total in range(1, 5):
+        consumer.delivered(total)
+        consumer.release([1, total])
+    assert list(acks(peer)) == []
+    consumer.flush()
+    (ack,) = acks(peer)
+    assert (ack.delivered, list(ack.released)) == (4, [1, 1, 1, 2, 1, 3, 1, 4])
+
+
+def test_an_abandon_keeps_its_place_among_the_acks(pair: Pair) -> None:
+    peer, consumer = pair
+    consumer.delivered(4)
+    consumer.release([1, 4])
+    consumer.abandon(0)
+    consumer.delivered(5)
+    consumer.abandon(1)
+    consumer.flush()
+    first, second = acks(peer)
+    assert (first.delivered, list(first.released), first.abandon_epoch) == (4, [1, 4], 1)
+    assert (second.delivered, second.abandon_epoch) == (5, 2)
+
+
+def test_what_waits_for_room_keeps_its_order(pair: Pair) -> None:
+    peer, consumer = pair
+    consumer.release([1, 1] * 2000)
+    while consumer.flush():
+        consumer.release([1, 1] * 2000)
+    consumer.delivered(7)
+    consumer.abandon(0)
+    consumer.delivered(8)
+    consumer.release([2, 2] * 5000)
+    consumer.abandon(1)
+    consumer.delivered(9)
+    heard = []
+    for _ in range(1000):
+        heard += list(acks(peer))
+        if consumer.flush() and not consumer._unsent:
+            break
+    heard += list(acks(peer))
+    assert [(ack.delivered, ack.abandon_epoch) for ack in heard if ack.abandon_epoch] == [(7, 1), (8, 2)]
+    assert [ack.delivered for ack in heard if ack.delivered][-1] == 9
+    assert sum(list(ack.released).count(2) for ack in heard) == 10_000
+    assert all(len(ack.SerializeToString()) < MAX_FRAME // 2 for ack in heard)
+
+
+def test_a_vanished_peer_is_told_by_receive_not_by_flush(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    batch(peer)
+    peer.close()
+    for total in range(5):
+        consumer.delivered(total)
+        assert consumer.flush()
+    assert consumer.receive() is not None
+    for _ in range(2):
+        with pytest.raises(LaneLostError):
+            consumer.receive()
+
+
+def test_a_closed_lane_says_that_it_is_closed(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    consumer.close()
+    consumer.close()
+    assert [ack.close for ack in acks(peer)] == [True]
+    assert consumer.fileno() == -1
+    with pytest.raises(LaneClosedError):
+        consumer.receive()
+    consumer.delivered(3)
+    assert consumer.flush()
+
+
+def test_views_outlive_the_lane(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    batch(peer)
+    frame = consumer.receive()
+    assert frame is not None
+    view = consumer.rings[frame.ring].view[:8]
+    before = count_rings("self")
+    consumer.close()
+    view[:3] = b"abc"
+    assert bytes(view) == b"abc\0\0\0\0\0"
+    assert count_rings("self") == before
+    del view
+    assert count_rings("self") == before - 1
+
+
+# ---- who is there
+
+
+class FromUser:
+    """A socket whose other end runs as the given user."""
+
+    def __init__(self, uid: int) -> None:
+        self.uid = uid
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option, size) == (socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return b"".join(number.to_bytes(4, "little") for number in (4242, self.uid, 0))
+
+
+@pytest.mark.parametrize(("me", "peer"), [(1000, 1000), (1000, 0), (0, 0)])
+def test_this_user_and_root_may_connect(monkeypatch: pytest.MonkeyPatch, me: int, peer: int) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: me)
+    assert check_peer(FromUser(peer)) == 4242  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("me", "peer"), [(1000, 1001), (0, 1000), (1000, (1 << 32) - 2)])
+def test_no_other_user_may(monkeypatch: pytest.MonkeyPatch, me: int, peer: int) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: me)
+    with pytest.raises(ProtocolError, match=f"runs as user {peer}, not as {me}"):
+        check_peer(FromUser(peer))  # type: ignore[arg-type]
+
+
+def test_the_peers_pid_is_known(pair: Pair) -> None:
+    peer, _ = pair
+    assert check_peer(peer) == os.getpid()

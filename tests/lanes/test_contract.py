@@ -1,0 +1,518 @@
+"""What every lane keeps to, whatever lies between its two ends: run on the local lane and over TCP."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from tests.lanes.conftest import (
+    Link,
+    Runner,
+    content,
+    count_rings,
+    digest,
+    finish,
+    next_frame,
+    payload,
+    structure_bytes,
+    take,
+    wait_for,
+)
+
+from penstock.proto.errors import LaneClosedError, LaneLostError
+from penstock.proto.lane import long_shapes
+from penstock.proto.v1 import lane_pb2
+
+Place = tuple[int, int]
+
+
+# ---- batches
+
+
+def test_batches_come_in_order_with_their_exact_content(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [4096] * 300)
+    for total in range(1, 301):
+        finish(consumer, total, take(consumer, total, 4096))
+    state = runner.until(delivered=300, kept=0, lent=0)
+    assert state["free"] == state["slots"] == 32
+    assert state["rings"] == 1
+
+
+def test_what_a_frame_says_arrives_as_it_was_said(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [64], epoch=7, shapes=[0, 5, (1 << 63) + 1])
+    frame = next_frame(consumer)
+    assert (frame.total, frame.epoch, frame.nbytes, list(frame.shapes)) == (1, 7, 64, [0, 5, (1 << 63) + 1])
+    assert frame.digest == digest(1)
+    assert consumer.structures[frame.structure] == structure_bytes(1, 20)
+
+
+def test_sizes_may_change_from_batch_to_batch_and_be_zero(link: Link, runner: Runner) -> None:
+    sizes = [0, 1, 16383, 0, 16384, 16385, 70_000, 3, 4095, 300_000, 299_999, 0, 1 << 20, 12, (1 << 20) - 1] * 3
+    consumer = link.connect()
+    runner.batches(1, sizes)
+    for total, size in enumerate(sizes, 1):
+        finish(consumer, total, take(consumer, total, size))
+    runner.until(delivered=len(sizes), lent=0, rings=1)
+
+
+def test_a_larger_batch_starts_a_larger_ring_and_the_old_one_goes_when_it_is_drained(
+    link: Link, runner: Runner
+) -> None:
+    sizes = [1000, 5000, 5001, 30_000, 300_000, 2_000_000]
+    consumer = link.connect()
+    runner.batches(1, sizes)
+    places, views = [], []
+    for total, size in enumerate(sizes, 1):
+        places.append(take(consumer, total, size))
+        frame_view = consumer.rings[places[-1][0]].view
+        slot_bytes = consumer.rings[places[-1][0]].slot_bytes
+        assert slot_bytes % 4096 == 0
+        views.append(frame_view[places[-1][1] * slot_bytes :][:size])
+    assert len({ring for ring, _ in places}) == 5
+    if link.kind == "local":
+        assert runner.ask("state")["rings"] == 5
+    assert list(consumer.rings) == [places[-1][0]], "the consumer keeps no mapping of its own of an older ring"
+    for total, (view, size) in enumerate(zip(views, sizes, strict=True), 1):
+        assert bytes(view) == content(total, size), "an old ring's memory stays as long as it is looked at"
+    consumer.delivered(len(sizes))
+    for place in places:
+        consumer.release(place)
+    consumer.flush()
+    runner.until(rings=1, lent=0)
+    before = count_rings("self")
+    del view, frame_view
+    views.clear()
+    assert count_rings("self") == before - 4
+
+
+def test_many_dims_ride_behind_the_batch(link: Link, runner: Runner) -> None:
+    shapes = [7, (1 << 64) - 1, *range(3000)]
+    consumer = link.connect()
+    runner.batches(1, [10_000], shapes=shapes)
+    runner.batches(2, [100], shapes=shapes[:2048])
+    runner.batches(3, [30], shapes=shapes)
+    for total, size, dims in ((1, 10_000, shapes), (2, 100, shapes[:2048]), (3, 30, shapes)):
+        frame = next_frame(consumer)
+        assert (frame.total, bool(frame.size)) == (total, len(dims) > 2048)
+        assert list(long_shapes(frame, consumer.rings[frame.ring])) == dims
+        assert bytes(payload(consumer, frame)) == content(total, size)
+        finish(consumer, total, (frame.ring, frame.slot))
+
+
+def test_many_dims_in_every_batch_do_not_overtake_the_socket(link: Link, runner: Runner) -> None:
+    shapes = [(1 << 63) + index for index in range(2048)]  # 20 KiB a frame: a ring of them fills the socket
+    consumer = link.connect()
+    runner.batches(1, [16] * 80, shapes=shapes)
+    for total in range(1, 81):
+        finish(consumer, total, take(consumer, total, 16))
+    runner.until(delivered=80, lent=0)
+
+
+def test_structures_come_in_pieces_and_the_oldest_is_forgotten_first(link: Link, runner: Runner) -> None:
+    def structure(total: int) -> tuple[int, int]:
+        return total % 100 + 1, 100_000 if total % 25 == 0 else total % 7  # three pieces and more, and none at all
+
+    consumer = link.connect()
+    runner.batches(1, [32] * 250, structure=structure)
+    for total in range(1, 251):
+        frame = next_frame(consumer)
+        assert frame.total == total
+        number, size = structure(total)
+        assert frame.structure == number
+        if total > 200 and total % 25:  # the same id may have had another size 100 batches ago; it was announced again
+            assert len(consumer.structures[number]) < 100_000
+        assert consumer.structures[number] == structure_bytes(number, size)
+        assert len(consumer.structures) <= 64
+        finish(consumer, total, (frame.ring, frame.slot))
+    assert runner.until(delivered=250)["structures"] <= 128
+
+
+# ---- ends
+
+
+def test_the_end_of_a_pass_comes_behind_its_last_batch(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100] * 2)
+    runner.work({"kind": "end", "epoch": 0, "total": 2}, {"kind": "end", "epoch": 1, "total": 2})
+    runner.batches(3, [100], epoch=2)
+    for total in (1, 2):
+        finish(consumer, total, take(consumer, total, 100))
+    for epoch in (0, 1):
+        frame = next_frame(consumer)
+        assert (frame.kind, frame.epoch, frame.total) == (lane_pb2.END, epoch, 2)
+    finish(consumer, 3, take(consumer, 3, 100, epoch=2))
+    runner.until(delivered=3, kept=0, lent=0)
+
+
+@pytest.mark.parametrize("letter", ["x", "€", "𝄞"])
+def test_an_error_comes_behind_the_last_batch_and_is_cut_where_it_is_too_long(
+    link: Link, runner: Runner, letter: str
+) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100])
+    # No more than a packet of the test's control socket holds.
+    failure = {"message": letter * 9000, "traceback": "first " + letter * 9000 + " last"}
+    runner.work({"kind": "fail", "epoch": 0, "total": 1, **failure})
+    finish(consumer, 1, take(consumer, 1, 100))
+    frame = next_frame(consumer)
+    assert (frame.kind, frame.epoch, frame.total, frame.error.name) == (lane_pb2.ERROR, 0, 1, "InputFnError")
+    assert frame.error.message in letter * 9000
+    assert len(frame.error.message.encode()) > 8000
+    assert frame.error.remote_traceback.endswith(letter * 5000 + " last")
+    # Whoever comes back for the next batch hears it again: nothing else will ever come.
+    consumer.close(say_so=False)
+    runner.until(attached=False)
+    again = next_frame(link.connect(next_total=2))
+    assert (again.kind, again.error.name) == (lane_pb2.ERROR, "InputFnError")
+
+
+def test_the_producers_close_is_told_from_its_loss(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [50_000] * 3)
+    runner.work({"kind": "close"})
+    for total in (1, 2, 3):
+        take(consumer, total, 50_000)
+    assert next_frame(consumer).kind == lane_pb2.CLOSE
+    with pytest.raises(LaneLostError):
+        next_frame(consumer)
+
+
+def test_the_consumers_close_is_told_from_its_loss(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100])
+    take(consumer, 1, 100)
+    consumer.delivered(1)
+    consumer.close()
+    state = runner.until(attached=False)
+    assert state["closed"]
+    assert state["delivered"] == 1
+    with pytest.raises(LaneClosedError):
+        consumer.receive()
+    again = link.connect(next_total=2)
+    assert not runner.ask("state")["closed"]
+    again.close(say_so=False)
+    assert not runner.until(attached=False)["closed"]
+
+
+# ---- credits
+
+
+def test_a_producer_never_takes_a_slot_that_was_not_released(link: Link, runner: Runner) -> None:
+    size = 2 << 20
+    consumer = link.connect()
+    runner.batches(1, [size] * 12)
+    first = [take(consumer, total, size) for total in range(1, 5)]
+    state = runner.until(made=4, starved=True, free=0)
+    assert state["slots"] == 4
+    consumer.delivered(4)
+    consumer.flush()
+    if link.kind == "tcp":
+        # The runner may go on, but the lander has no slot to put it.
+        runner.until(made=8, starved=True)
+    else:
+        runner.until(delivered=4, made=4, starved=True, lent=4, kept=0)
+    assert consumer.receive() is None
+    for total, (ring_id, slot) in enumerate(first, 1):
+        ring = consumer.rings[ring_id]
+        assert ring.view[slot * ring.slot_bytes :][:size] == content(total, size)
+    consumer.release(first[2])
+    consumer.flush()
+    assert take(consumer, 5, size) == first[2], "the one slot that came back"
+    consumer.release([*first[0], *first[1], *first[3]])
+    finish(consumer, 5, first[2])
+    for total in range(6, 13):
+        finish(consumer, total, take(consumer, total, size))
+    runner.until(delivered=12, lent=0, free=4)
+
+
+def test_a_slot_named_twice_comes_back_once(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100] * 2)
+    places = [take(consumer, total, 100) for total in (1, 2)]
+    for _ in range(3):
+        finish(consumer, 1, places[0])
+        consumer.release([places[0][0] + 1, 0, places[0][0], 31, 99, 99])  # no ring, not lent, no ring
+    finish(consumer, 2, places[1])
+    state = runner.until(delivered=2, lent=0)
+    assert state["free"] == state["slots"] == 32
+    assert state["attached"]
+
+
+def test_acks_flow_while_nobody_reads_them(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100] * 3)
+    places = [take(consumer, total, 100) for total in (1, 2, 3)]
+    finish(consumer, 1, places[0])
+    runner.until(delivered=1)
+    runner.ask("deaf", deaf=True)
+    consumer.delivered(2)
+    blocked = 0
+    for epoch in range(1, 5001):
+        consumer.open_epochs(epoch)
+        blocked += not consumer.flush()
+    assert blocked or link.kind == "tcp"
+    assert len(consumer._unsent) <= 1, "what waits is one message, however much there is to say"
+    finish(consumer, 3, places[2])
+    runner.ask("deaf", deaf=False)
+    wait_for(consumer.flush, "the socket never had room again")
+    runner.until(delivered=3, open_epochs=5000, lent=1 if link.kind == "local" else 0)
+
+
+def test_wishes_for_snapshots_and_passes_arrive(link: Link, runner: Runner) -> None:
+    consumer = link.connect(ack=lane_pb2.Ack(open_epochs=2, wanted=[5, 50]))
+    runner.until(open_epochs=2, wanted=[[50, [5]]])
+    wanted = [number for step in range(6, 3006) for number in (step, 10 * step)]
+    consumer.want(wanted)  # far more than one packet holds
+    consumer.want([6, 60, 7, 60])
+    consumer.open_epochs(3)
+    consumer.flush()
+    state = runner.until(open_epochs=3)
+    assert state["wanted"][:3] == [[50, [5]], [60, [6, 7]], [70, [7]]]
+    assert len(state["wanted"]) == 3001
+
+
+# ---- coming back
+
+
+def test_who_comes_back_gets_what_was_not_delivered_and_nothing_is_computed_again(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [3000] * 6)
+    runner.work({"kind": "end", "epoch": 0, "total": 6})
+    places = [take(consumer, total, 3000) for total in range(1, 5)]
+    finish(consumer, 1, places[0])
+    runner.until(delivered=1, made=6)
+    consumer.close(say_so=False)
+    runner.until(attached=False)
+    # 2 was handed out too; that ack was lost with the connection.
+    consumer = link.connect(next_total=3)
+    for total in range(3, 7):
+        finish(consumer, total, take(consumer, total, 3000))
+    assert next_frame(consumer).kind == lane_pb2.END
+    state = runner.until(delivered=6, lent=0)
+    assert state["made"] == 6
+    assert state["free"] == 32
+
+
+def test_it_may_break_at_every_step(link: Link, runner: Runner) -> None:
+    runner.batches(1, [200, 90_000] * 6)
+    for total in range(1, 13):
+        consumer = link.connect(next_total=total)
+        finish(consumer, total, take(consumer, total, 200 if total % 2 else 90_000))
+        if total % 3 == 0:
+            runner.until(delivered=total)
+        consumer.close(say_so=False)
+        runner.until(attached=False)
+    link.connect(next_total=13)
+    state = runner.until(delivered=12, lent=0)
+    assert state["made"] == 12
+    assert state["free"] == state["slots"]
+
+
+def test_a_slot_that_was_handed_out_is_neither_sent_again_nor_filled_again(link: Link, runner: Runner) -> None:
+    size = 2 << 20
+    consumer = link.connect()
+    runner.batches(1, [size] * 8)
+    places = [take(consumer, total, size) for total in (1, 2, 3)]
+    consumer.delivered(2)
+    consumer.flush()
+    runner.until(delivered=2)
+    kept = []
+    for place in places[:2]:
+        view = consumer.rings[place[0]].view[place[1] * size :][:size]
+        view[:5] = b"mine!"  # the loop may write into what it was given
+        kept.append(view)
+    consumer.close(say_so=False)
+    runner.until(attached=False)
+    # The first is still looked at, the second has been dropped meanwhile.
+    held = [lane_pb2.Slot(ring=places[0][0], slot=places[0][1])]
+    consumer = link.connect(next_total=3, held=held)
+    for total in range(3, 9):
+        finish(consumer, total, take(consumer, total, size))
+    runner.until(made=8, delivered=8)
+    assert bytes(kept[0][:5]) == b"mine!"
+    assert bytes(kept[0][5:]) == content(1, size)[5:]
+    if link.kind == "local":
+        assert runner.ask("state")["lent"] == 1
+        consumer.release(places[0])
+        consumer.flush()
+    runner.until(lent=0, free=4)
+
+
+def test_a_consumer_that_wants_what_was_delivered_is_refused_by_name(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100] * 3)
+    for total in (1, 2):
+        finish(consumer, total, take(consumer, total, 100))
+    runner.until(delivered=2)
+    refused = link.connect(next_total=2)
+    frame = next_frame(refused)
+    assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "ProtocolError")
+    assert "batch 2" in frame.error.message
+    with pytest.raises(LaneLostError):
+        next_frame(refused)
+    again = link.connect(next_total=3)
+    take(again, 3, 100)
+
+
+# ---- leaving a pass
+
+
+def test_a_pass_left_in_full_flow(link: Link, runner: Runner) -> None:
+    size = 20_000
+    consumer = link.connect()
+    runner.batches(1, [size] * 200)
+    places = [take(consumer, total, size) for total in (1, 2, 3)]
+    consumer.delivered(2)
+    consumer.release(places[0])
+    runner.until(starved=True)
+    consumer.abandon(0)  # 3 was received and not handed out, 29 more are on their way, the rest is never made
+    state = runner.until(abandoned=[0], cuts=1, delivered=2, kept=0, todo=0)
+    assert state["made"] < 40
+    runner.batches(3, [size] * 100, epoch=1)
+    for total in range(3, 103):
+        finish(consumer, total, take(consumer, total, size, epoch=1))
+        if total == 50:
+            consumer.release(places[1])
+    state = runner.until(delivered=102, lent=0, kept=0)
+    assert state["free"] == state["slots"]
+
+
+@pytest.mark.parametrize("delivered", [0, 1, 7, 20])
+def test_what_follows_a_pass_that_was_left(link: Link, runner: Runner, delivered: int) -> None:
+    size, made = 20_000, 20
+    consumer = link.connect()
+    runner.batches(1, [size] * made)
+    runner.work({"kind": "end", "epoch": 0, "total": made})
+    runner.until(todo=0)
+    held = []
+    for total in range(1, delivered + 1):
+        held.append(take(consumer, total, size))
+        consumer.delivered(total)
+    if delivered < made:
+        take(consumer, delivered + 1, size)  # received, not handed out
+    consumer.abandon(0)
+    state = runner.until(abandoned=[0], cuts=1, delivered=delivered, kept=0)
+    if link.kind == "local":
+        assert state["lent"] == delivered
+        assert state["free"] == state["slots"] - delivered
+    else:
+        runner.until(lent=0, free=state["slots"])
+    runner.batches(delivered + 1, [size] * 60, epoch=1)
+    for place in held:
+        consumer.release(place)
+    for total in range(delivered + 1, delivered + 61):
+        finish(consumer, total, take(consumer, total, size, epoch=1))
+    state = runner.until(delivered=delivered + 60, lent=0, kept=0)
+    assert state["free"] == state["slots"]
+
+
+def test_two_passes_left_in_a_row_without_waiting(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100] * 5)
+    finish(consumer, 1, take(consumer, 1, 100))
+    consumer.abandon(0)
+    consumer.abandon(1)
+    runner.until(abandoned=[0, 1], cuts=2, lent=0)
+    runner.batches(2, [100] * 40, epoch=2)
+    for total in range(2, 42):
+        finish(consumer, total, take(consumer, total, 100, epoch=2))
+    state = runner.until(delivered=41, lent=0)
+    assert state["free"] == state["slots"]
+
+
+def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100] * 5)
+    finish(consumer, 1, take(consumer, 1, 100))
+    runner.until(delivered=1, made=5)
+    consumer.close(say_so=False)
+    runner.until(attached=False)
+    hello = {"next_total": 2, "cuts": 1, "ack": lane_pb2.Ack(abandon_epoch=1)}
+    consumer = link.connect(**hello)
+    state = runner.until(abandoned=[0], cuts=1, kept=0, lent=0)
+    assert state["free"] == state["slots"]
+    runner.batches(2, [100] * 2, epoch=1)
+    finish(consumer, 2, take(consumer, 2, 100, epoch=1))
+    consumer.close(say_so=False)
+    runner.until(attached=False)
+    consumer = link.connect(**{**hello, "next_total": 3})  # it says so again: heard already
+    finish(consumer, 3, take(consumer, 3, 100, epoch=1))
+    assert runner.until(delivered=3, lent=0)["abandoned"] == [0]
+
+
+def test_a_new_runner_meets_a_consumer_that_has_left_passes(link: Link, runner: Runner) -> None:
+    runner.batches(8, [100] * 3, epoch=2)  # it knows where it starts, and has worked ahead
+    consumer = link.connect(next_total=8, cuts=2, ack=lane_pb2.Ack(abandon_epoch=2))
+    for total in (8, 9, 10):
+        finish(consumer, total, take(consumer, total, 100, epoch=2))
+    runner.until(delivered=10, cuts=2, lent=0)
+
+
+def test_a_new_runner_that_started_in_a_pass_that_was_left(link: Link, runner: Runner) -> None:
+    runner.batches(8, [100] * 3, epoch=1)
+    consumer = link.connect(next_total=8, cuts=2, ack=lane_pb2.Ack(abandon_epoch=2))
+    runner.until(abandoned=[1], kept=0, lent=0)
+    runner.batches(8, [100], epoch=2)
+    finish(consumer, 8, take(consumer, 8, 100, epoch=2))
+
+
+def test_an_error_outlives_the_pass_in_which_it_came(link: Link, runner: Runner) -> None:
+    consumer = link.connect()
+    runner.batches(1, [100] * 2)
+    runner.work({"kind": "fail", "epoch": 0, "total": 2, "message": "it broke", "traceback": ""})
+    finish(consumer, 1, take(consumer, 1, 100))
+    consumer.abandon(0)
+    frame = next_frame(consumer)
+    assert (frame.kind, frame.error.message) == (lane_pb2.ERROR, "it broke")
+
+
+# ---- loss
+
+
+def test_everything_that_a_killed_runner_had_sent_is_still_read(link: Link, runner: Runner) -> None:
+    size = 200_000
+    consumer = link.connect()
+    runner.batches(1, [size] * 20)
+    runner.until(made=20)
+    finish(consumer, 1, take(consumer, 1, size))
+    runner.until(delivered=1)
+    runner.ask("deaf", deaf=True)
+    finish(consumer, 2, take(consumer, 2, size))  # an ack that it will not have read: the kernel resets the connection
+    runner.kill()
+    for total in range(3, 21):
+        finish(consumer, total, take(consumer, total, size))
+    with pytest.raises(LaneLostError, match=r"the (local|tcp) lane"):
+        next_frame(consumer)
+    with pytest.raises(LaneLostError):
+        consumer.receive()
+    consumer.delivered(20)
+    assert consumer.flush()
+
+
+def test_descriptors_and_memory_are_back_at_the_baseline(link: Link, runner: Runner) -> None:
+    def used() -> dict[str, int]:
+        lander = link.lander.pid if link.kind == "tcp" else None
+        pids = [pid for pid in (os.getpid(), runner.process.pid, lander) if pid is not None]
+        found = {f"rings of {pid}": count_rings(pid) for pid in pids}
+        return found | {f"descriptors of {pid}": len(os.listdir(f"/proc/{pid}/fd")) for pid in pids}
+
+    def lane(first: int) -> None:
+        consumer = link.connect(next_total=first)
+        runner.batches(first, [100, 70_000, 1 << 20, 50])
+        for total, size in zip(range(first, first + 4), (100, 70_000, 1 << 20, 50), strict=True):
+            finish(consumer, total, take(consumer, total, size))
+        runner.until(delivered=first + 3, lent=0)
+        consumer.close()
+        runner.until(attached=False)
+        for pump in link.pumps:
+            pump.join()
+
+    lane(1)
+    wait_for(lambda: count_rings(link.lander.pid or "self") == 0, "the lander kept a ring of a lane that is over")
+    before = used()
+    for first in (5, 9, 13):
+        lane(first)
+    # Some of what was counted before may still have been on its way out.
+    wait_for(lambda: all(count <= before[what] for what, count in used().items()), f"more than {before}")

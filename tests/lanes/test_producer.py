@@ -1,0 +1,423 @@
+"""The producer alone: slots, what it tells and to whom, and consumers that cannot be trusted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.lanes.conftest import count_rings
+
+from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
+from penstock.proto.lane import MAX_FRAME, Consumer, Producer, Slab
+from penstock.proto.ring import PAGE, Ring
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+pytestmark = pytest.mark.usefixtures("_nothing_is_left")
+
+
+@pytest.fixture
+def _nothing_is_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd")), count_rings("self")
+    yield
+    assert (len(os.listdir("/proc/self/fd")), count_rings("self")) == before
+
+
+@pytest.fixture
+def producer() -> Iterator[Producer]:
+    producer = Producer(1 << 20)
+    producer.know_structure(1, b"one")
+    yield producer
+    producer.close(0.0)
+
+
+def attach(producer: Producer, **hello: object) -> socket.socket:
+    """The raw other end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    producer.attach(theirs, lane_pb2.Hello(**{"next_total": 1, **hello}))  # type: ignore[arg-type]
+    ours.setblocking(False)
+    return ours
+
+
+def publish(producer: Producer, total: int, size: int = 100, epoch: int = 0, structure: int = 1) -> Slab:
+    slab = producer.reserve(size)
+    assert slab is not None
+    producer.publish(slab, total, epoch, structure, size, (size,), 0)
+    return slab
+
+
+def say(sock: socket.socket, producer: Producer, **ack: object) -> None:
+    sock.send(lane_pb2.Ack(**ack).SerializeToString())  # type: ignore[arg-type]
+    producer.take_acks()
+
+
+# ---- slots
+
+
+def test_a_batch_above_the_limit_is_refused_by_name(producer: Producer) -> None:
+    with pytest.raises(BatchTooLargeError, match="1048577 bytes is above max_batch_bytes=1048576"):
+        producer.reserve((1 << 20) + 1)
+    with pytest.raises(BatchTooLargeError):
+        producer.reserve(1 << 20, dims=3000)
+    assert producer.ring_slots == 0
+    slab = producer.reserve(1 << 20)
+    assert slab is not None
+    producer.return_unused(slab)
+
+
+def test_rings_at_least_double_and_stop_at_the_limit(producer: Producer) -> None:
+    sizes = []
+    for nbytes in (1, PAGE + 1, 2 * PAGE + 1, 600_000, 600_000 + PAGE, 1 << 20):
+        slab = producer.reserve(nbytes)
+        assert slab is not None
+        sizes.append(slab.ring.slot_bytes)
+        assert len(slab.view) == slab.ring.slot_bytes
+        producer.return_unused(slab)
+    assert sizes == [PAGE, 2 * PAGE, 4 * PAGE, 147 * PAGE, 256 * PAGE, 256 * PAGE]
+    assert count_rings("self") >= 1
+
+
+def test_returned_and_used_slots_are_counted(producer: Producer) -> None:
+    sock = attach(producer)
+    slabs = [producer.reserve(10) for _ in range(1)]
+    assert (producer.free_slots, producer.ring_slots) == (31, 32)
+    for slab in slabs:
+        assert slab is not None
+        producer.return_unused(slab)
+    assert producer.free_slots == 32
+    for total in range(1, 33):
+        publish(producer, total)
+    assert producer.reserve(10) is None
+    say(sock, producer, delivered=32)
+    assert producer.free_slots == 0
+    assert producer.reserve(10) is None
+    sock.close()
+
+
+def test_a_slot_reserved_before_the_ring_grew_can_still_be_returned(producer: Producer) -> None:
+    first = producer.reserve(10)
+    second = producer.reserve(PAGE + 1)
+    assert first is not None
+    assert second is not None
+    producer.return_unused(first)
+    producer.return_unused(second)
+    assert count_rings("self") >= 1
+    assert producer.free_slots == 32
+
+
+def test_a_reserved_slot_is_not_taken_for_free_when_a_consumer_comes(producer: Producer) -> None:
+    slab = producer.reserve(10)
+    assert slab is not None
+    sock = attach(producer, next_total=1000)
+    assert producer.free_slots == 31
+    producer.publish(slab, 1000, 0, 1, 10, (), 0)
+    assert producer.free_slots == 31
+    sock.close()
+
+
+def test_dims_that_were_not_reserved_are_refused(producer: Producer) -> None:
+    slab = producer.reserve(PAGE)
+    assert slab is not None
+    with pytest.raises(InvalidArgumentError, match="reserve with `dims`"):
+        producer.publish(slab, 1, 0, 1, PAGE, range(3000), 0)
+
+
+def test_a_structure_must_be_known(producer: Producer) -> None:
+    slab = producer.reserve(10)
+    assert slab is not None
+    with pytest.raises(InvalidArgumentError, match="structure 2 is not known"):
+        producer.publish(slab, 1, 0, 2, 10, (), 0)
+
+
+def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
+    publish(producer, 1)  # keeps its structure for a consumer that is still to come
+    for structure in range(2, 1000):
+        producer.know_structure(structure, b"x")
+        assert producer.knows_structure(structure)
+    assert producer.knows_structure(1)
+    assert len(producer._structures) <= 128
+    sock = attach(producer)
+    kinds = [lane_pb2.Frame.FromString(sock.recv(MAX_FRAME)).kind]
+    sock.recv(10)
+    kinds += [lane_pb2.Frame.FromString(sock.recv(MAX_FRAME)).kind for _ in range(2)]
+    assert kinds == [lane_pb2.RING, lane_pb2.STRUCTURE, lane_pb2.BATCH]
+    sock.close()
+
+
+# ---- consumers
+
+
+def test_ring_ids_of_two_producers_do_not_meet() -> None:
+    ids = set()
+    for _ in range(100):
+        producer = Producer(PAGE)
+        slab = producer.reserve(10)
+        assert slab is not None
+        ids.add(slab.ring_id)
+        producer.close()
+    assert len(ids) == 100
+    assert max(ids) < 1 << 32
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"x" * (MAX_FRAME + 1), b"\x08"])
+def test_a_consumer_that_talks_nonsense_is_dropped_and_nothing_else_is(
+    producer: Producer, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    sock = attach(producer)
+    publish(producer, 1)
+    sock.send(data)
+    with caplog.at_level(logging.WARNING):
+        producer.take_acks()
+    assert "what no consumer sends" in caplog.text
+    assert not producer.attached
+    assert producer.fileno() == -1
+    sock.close()
+    again = attach(producer)
+    consumer = Consumer(again, "again")
+    frame = consumer.receive()
+    assert frame is not None
+    assert frame.total == 1
+    consumer.close()
+
+
+def test_who_releases_what_was_not_delivered_is_dropped(producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
+    sock = attach(producer)
+    slab = publish(producer, 1)
+    say(sock, producer, released=[slab.ring_id, slab.slot])
+    assert "the slot of batch 1, which it had not delivered" in caplog.text
+    assert not producer.attached
+    assert producer.free_slots == 31
+    sock.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=60) | st.builds(
+    lambda **ack: lane_pb2.Ack(**ack).SerializeToString() or b"\x08\x00",
+    delivered=st.integers(0, 8) | st.integers(0, (1 << 64) - 1),
+    released=st.lists(st.integers(0, 33) | st.integers(0, (1 << 32) - 1), max_size=5),
+    open_epochs=st.integers(0, (1 << 64) - 1),
+    abandon_epoch=st.integers(0, (1 << 64) - 1),
+    wanted=st.lists(st.integers(0, (1 << 64) - 1), max_size=5),
+    close=st.booleans(),
+), max_size=6))  # fmt: skip
+def test_random_acks_break_no_books(packets: list[bytes]) -> None:
+    producer = Producer(PAGE)
+    producer._next_ring = 1  # so that random releases hit
+    producer.know_structure(1, b"one")
+    sock = attach(producer)
+    for total in range(1, 9):
+        publish(producer, total)
+    for packet in packets:
+        sock.send(packet)
+    producer.take_acks()
+    lent = sum(map(len, producer._lent.values()))
+    assert lent + producer.free_slots == 32
+    assert len(set(producer._free)) == producer.free_slots
+    assert len(producer._kept) <= lent
+    sock.close()
+    producer.close()
+
+
+def test_random_walk_of_a_whole_life() -> None:
+    """Everything at once, in process: growth, reconnects, passes left, held slots; content and books always right."""
+    rng = random.Random(7)
+    producer = Producer(1 << 18)
+    producer.know_structure(1, b"one")
+    consumer: Consumer | None = None
+    total = made = epoch = cuts = 0
+    sizes: dict[int, int] = {}
+    held: list[tuple[int, int, int, memoryview]] = []  # total, ring, slot, view
+    for _ in range(4000):
+        action = rng.random()
+        if consumer is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            hello = lane_pb2.Hello(next_total=total + 1, cuts=cuts)
+            hello.held.extend(lane_pb2.Slot(ring=ring, slot=slot) for _, ring, slot, _ in held)
+            if cuts:
+                hello.ack.abandon_epoch = epoch
+            producer.attach(theirs, hello)
+            consumer = Consumer(ours, "walk")
+            consumer.cuts = cuts
+        if action < 0.45:
+            producer.take_acks()
+            while producer.abandoned:
+                producer.abandoned.popleft()
+                made = producer.delivered
+            size = rng.choice([0, 10, 3000, 5000, rng.randrange(1 << 18)]) if rng.random() < 0.1 else 2000
+            slab = producer.reserve(size)
+            if slab is None:
+                if held:
+                    consumer.release(held.pop(rng.randrange(len(held)))[1:3])
+                continue
+            made += 1
+            sizes[made] = size
+            slab.view[:size] = bytes([made % 251]) * size
+            producer.publish(slab, made, epoch, 1, size, (), 0)
+        elif action < 0.9:
+            frame = consumer.receive()
+            if frame is None:
+                continue
+            assert (frame.total, frame.epoch, frame.nbytes) == (total + 1, epoch, sizes[total + 1])
+            start = frame.slot * consumer.rings[frame.ring].slot_bytes
+            view = consumer.rings[frame.ring].view[start : start + frame.nbytes]
+            assert bytes(view) == bytes([frame.total % 251]) * frame.nbytes
+            total += 1
+            consumer.delivered(total)
+            held.append((total, frame.ring, frame.slot, view))
+            while len(held) > 20 or (held and rng.random() < 0.6):
+                consumer.release(held.pop(rng.randrange(len(held)))[1:3])
+            consumer.flush()
+        elif action < 0.94:
+            consumer.close(say_so=False)
+            consumer = None
+        elif action < 0.97:
+            consumer.abandon(epoch)
+            epoch, cuts = epoch + 1, cuts + 1
+            producer.take_acks()
+        for number, _, _, view in held:
+            assert bytes(view[:50]) == bytes([number % 251]) * min(50, len(view)), "a held slot was written to"
+    assert total > 500
+    assert cuts > 50
+    if consumer is not None:
+        for _, ring, slot, _ in held:
+            consumer.release([ring, slot])
+        consumer.abandon(epoch)
+        producer.take_acks()
+        consumer.close()
+    held.clear()
+    del view, start
+    assert sum(map(len, producer._lent.values())) == 0
+    assert producer.free_slots == producer.ring_slots
+    producer.close()
+
+
+def test_the_last_acks_of_a_killed_consumer_are_read(producer: Producer) -> None:
+    sock = attach(producer)
+    for total in range(1, 4):
+        publish(producer, total)
+    sock.send(lane_pb2.Ack(delivered=2).SerializeToString())
+    sock.close()  # with frames unread: the kernel says ECONNRESET before it shows the ack
+    producer.take_acks()
+    assert (producer.delivered, producer.attached) == (2, False)
+    assert len(producer._kept) == 1
+
+
+def test_on_ack_hears_each_ack_after_it_took_effect(producer: Producer) -> None:
+    heard = []
+    producer.on_ack = lambda ack: heard.append((ack.delivered, producer.delivered))
+    sock = attach(producer)
+    for total in (1, 2):
+        publish(producer, total)
+        sock.send(lane_pb2.Ack(delivered=total).SerializeToString())
+    producer.take_acks()
+    assert heard == [(1, 1), (2, 2)]
+    sock.close()
+
+
+def test_what_found_no_room_goes_out_later_and_in_order(producer: Producer) -> None:
+    sock = attach(producer)
+    producer.know_structure(2, b"s" * (4 << 20))  # far more than a socket holds
+    publish(producer, 1, structure=2)
+    publish(producer, 2)
+    producer.end(0, 2)
+    assert producer.blocked
+    consumer = Consumer(sock, "slow")
+    got: list[int] = []
+    while len(got) < 3:
+        frame = consumer.receive()
+        if frame is None:
+            assert producer.blocked
+            producer.flush()
+        else:
+            got.append(frame.total)
+    assert got == [1, 2, 2]
+    assert consumer.structures == {2: b"s" * (4 << 20), 1: b"one"}
+    assert not producer.blocked
+    consumer.close()
+
+
+def test_close_waits_for_a_slow_consumer_but_not_for_ever() -> None:
+    producer = Producer(1 << 20)
+    sock = attach(producer)
+    while not producer.blocked:
+        producer.end(0, 0)
+    producer.close(0.0)  # so CLOSE finds no room
+    consumer = Consumer(sock, "slow")
+    with pytest.raises(LaneLostError):
+        while (frame := consumer.receive()) is not None:
+            assert frame.kind == lane_pb2.END
+    consumer.close()
+
+
+def test_close_of_a_lane_whose_consumer_vanished_does_not_wait() -> None:
+    producer = Producer(1 << 20)
+    sock = attach(producer)
+    while not producer.blocked:
+        producer.end(0, 0)
+    sock.close()
+    producer.close(1e6)
+
+
+def test_a_later_consumer_takes_the_place_of_the_earlier(producer: Producer) -> None:
+    first, second = attach(producer), None
+    publish(producer, 1)
+    second = attach(producer)
+    consumers = [Consumer(first, "first"), Consumer(second, "second")]
+    frame = consumers[0].receive()
+    assert frame is not None
+    with pytest.raises(LaneLostError):
+        consumers[0].receive()
+    frame = consumers[1].receive()
+    assert frame is not None
+    assert frame.total == 1
+    for consumer in consumers:
+        consumer.close()
+
+
+def test_nothing_is_attached_to_at_first(producer: Producer) -> None:
+    publish(producer, 1)
+    producer.end(0, 1)
+    producer.fail(0, 1, records_pb2.ErrorDetail(name="InputFnError"))
+    producer.flush()
+    producer.take_acks()
+    assert not producer.attached
+    assert not producer.blocked
+
+
+# ---- rings
+
+
+def test_a_ring_cannot_be_resized_once_it_is_made() -> None:
+    ring = Ring.create(10_000, 4)
+    assert ring.slot_bytes == 3 * PAGE
+    with pytest.raises(PermissionError):
+        os.ftruncate(ring.fd, PAGE)
+    with pytest.raises(PermissionError):
+        os.ftruncate(ring.fd, 100 * PAGE)
+    assert len(ring.map) == len(ring.view) == 12 * PAGE
+    ring.close_fd()
+    ring.close_fd()
+
+
+def test_every_page_of_a_ring_is_there_from_the_start() -> None:
+    ring = Ring.create(1 << 20, 4)
+    assert os.fstat(ring.fd).st_blocks * 512 == 4 << 20
+    ring.close_fd()
+
+
+def test_the_producers_socket_tells_of_acks(producer: Producer) -> None:
+    sock = attach(producer)
+    poll = select.poll()
+    poll.register(producer.fileno(), select.POLLIN)
+    assert poll.poll(0) == []
+    sock.send(lane_pb2.Ack(open_epochs=3).SerializeToString())
+    assert poll.poll(1000)
+    producer.take_acks()
+    assert producer.open_epochs == 3
+    sock.close()

@@ -1,0 +1,133 @@
+"""The framing over TCP, alone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.proto import tcp
+from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
+from penstock.proto.lane import MAX_FRAME
+from penstock.proto.v1 import lane_pb2
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(listener.getsockname())
+    theirs, _ = listener.accept()
+    listener.close()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+HELLO = lane_pb2.Hello(protocol=1, run="job/0", next_total=5, ticket="t" * 300)
+
+
+def test_a_hello_is_read_and_not_a_byte_more(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    ours.sendall(tcp.framed(HELLO.SerializeToString()) + b"rest")
+    assert tcp.read_hello(theirs, 10) == HELLO
+    assert theirs.recv(10) == b"rest"
+
+
+def test_a_hello_may_trickle(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    tcp.tune(ours)
+
+    def trickle() -> None:
+        for byte in tcp.framed(HELLO.SerializeToString()):
+            ours.send(bytes([byte]))
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    assert tcp.read_hello(theirs, 10) == HELLO
+    thread.join()
+
+
+def test_a_hello_that_does_not_come_whole(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    ours.sendall(tcp.framed(HELLO.SerializeToString())[:-1])
+    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the hello"):
+        tcp.read_hello(theirs, 0.05)
+
+
+@pytest.mark.parametrize("sent", [b"", b"ab", b"\x10\0\0\0abc"])
+def test_who_vanishes_before_the_hello(ends: tuple[socket.socket, socket.socket], sent: bytes) -> None:
+    ours, theirs = ends
+    ours.sendall(sent)
+    ours.close()
+    with pytest.raises(LaneLostError):
+        tcp.read_hello(theirs, 10)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0", b"\1\0\1\0" + b"x" * 65537, b"\2\0\0\0\xff\xff"]
+)
+def test_what_is_no_hello(ends: tuple[socket.socket, socket.socket], sent: bytes) -> None:
+    ours, theirs = ends
+    ours.sendall(sent)
+    with pytest.raises(ProtocolError):
+        tcp.read_hello(theirs, 10)
+
+
+def test_the_senders_end_tolerates_a_closed_window(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    tcp.tune(ours)
+    tcp.tune(theirs, user_timeout=True)
+    for sock in ends:
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+    assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.binary(max_size=300) | st.integers(0, MAX_FRAME).map(bytes), max_size=12),
+    st.lists(st.integers(1, 90_000), min_size=1, max_size=8),
+)
+def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], pieces: list[int]) -> None:
+    stream = b"".join(map(tcp.framed, messages))
+    inbox, taken, at, index = tcp.Inbox(2 * MAX_FRAME), [], 0, 0
+    while True:
+        while (message := inbox.take()) is not None:
+            taken.append(bytes(message))
+        if at == len(stream):
+            break
+        room = inbox.room(pieces[index % len(pieces)])
+        assert room
+        index += 1
+        size = min(len(room), len(stream) - at)
+        room[:size] = stream[at : at + size]
+        inbox.add(size)
+        at += size
+    assert taken == messages
+    assert len(inbox) == 0
+
+
+def test_payload_between_messages() -> None:
+    inbox = tcp.Inbox()
+    stream = tcp.framed(b"one") + b"payload" + tcp.framed(b"two")
+    inbox.room(1000)[: len(stream)] = stream
+    inbox.add(len(stream))
+    assert bytes(inbox.take() or b"") == b"one"
+    assert bytes(inbox.take_bytes(3)) == b"pay"
+    assert bytes(inbox.take_bytes(4)) == b"load"
+    assert bytes(inbox.take() or b"") == b"two"
+    assert inbox.take() is None
+    assert len(inbox.take_bytes(5)) == 0
+
+
+def test_a_message_longer_than_any_frame() -> None:
+    inbox = tcp.Inbox()
+    inbox.room(10)[:4] = tcp.HEAD.pack(MAX_FRAME + 1)
+    inbox.add(4)
+    with pytest.raises(ProtocolError, match="65537 bytes"):
+        inbox.take()

@@ -1,0 +1,79 @@
+"""Coordinator and worker daemons as processes of their own, as an operator starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+INPUTS = str(Path(__file__).parent.parent / "inputs")
+TOKEN = "a-token-for-tests-only-0123456789"
+
+
+class Cluster:
+    """A coordinator on a free port and any number of workers, with the users' modules on their path."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        self.environment = {**os.environ, "PYTHONPATH": INPUTS, "PENSTOCK_TOKEN": TOKEN}
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.coordinator, self.address = self._start_coordinator("127.0.0.1:0")
+
+    def _start_coordinator(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
+        arguments = ["--listen", listen, "--state-dir", str(self.state_dir)]
+        return self._start("penstock.appliance", *arguments)
+
+    def restart_coordinator(self) -> None:
+        """Start it again, on the same address and state."""
+        self.coordinator.wait(10)
+        self.coordinator, _ = self._start_coordinator(self.address)
+
+    def add_worker(self, slots: int, *, allow: str = "streams", name: str = "") -> subprocess.Popen[bytes]:
+        """Start a worker; returns when it is registered."""
+        arguments = ["--coordinator", self.address, "--slots", str(slots), "--allow", allow]
+        worker, _ = self._start("penstock.worker", *arguments, *(["--name", name] if name else []))
+        self.workers.append(worker)
+        return worker
+
+    def _start(self, module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
+        read, write = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
+                env=self.environment,
+                pass_fds=[write],
+            )
+        finally:
+            os.close(write)
+        with os.fdopen(read) as pipe:
+            said = pipe.readline().strip()
+        if not said:
+            raise RuntimeError(f"{module} did not start: exit status {process.wait(10)}")
+        return process, said
+
+    def stop(self) -> None:
+        """Stop everything, gently and then not."""
+        processes = [*self.workers, self.coordinator]
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+@contextmanager
+def running(state_dir: Path) -> Iterator[Cluster]:
+    """A cluster for as long as the block."""
+    cluster = Cluster(state_dir)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()

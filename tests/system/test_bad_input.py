@@ -1,0 +1,277 @@
+"""Bad input gets a clear error that names the thing and the remedy; nothing hangs, and the appliance lives on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import streams
+import torch
+
+from penstock.client import Appliance, DataExecutor, DataLoader, DataLoaderCheckpoint
+from penstock.proto import errors
+from penstock.proto.state import decode_state, encode_state
+
+
+def drain(appliance: Appliance, loader: DataLoader, steps: int | None = None) -> list[Any]:
+    return list(DataExecutor(loader, num_steps=steps, appliance=appliance))
+
+
+def still_works(appliance: Appliance) -> None:
+    assert len(drain(appliance, DataLoader(streams.counter, 3))) == 6
+
+
+def test_not_callable() -> None:
+    with pytest.raises(TypeError, match="callable"):
+        DataLoader([1, 2, 3])  # type: ignore[arg-type]
+
+
+def test_lambda_has_no_name_to_import() -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="lambda"):
+        DataLoader(lambda: [1])
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "says"), [(streams.returns_none, "returned None"), (streams.returns_number, "returned a int")]
+)
+def test_input_fn_that_returns_no_iterable(appliance: Appliance, input_fn: Any, says: str) -> None:
+    with pytest.raises(errors.InputFnError, match=says):
+        drain(appliance, DataLoader(input_fn))
+    still_works(appliance)
+
+
+def test_input_fn_that_raises_shows_the_remote_traceback(appliance: Appliance) -> None:
+    with pytest.raises(errors.InputFnError, match="no such dataset") as caught:
+        drain(appliance, DataLoader(streams.raises))
+    assert "in raises" in caught.value.remote_traceback
+    assert "box 0" in str(caught.value)
+    still_works(appliance)
+
+
+def test_error_at_batch_n_comes_after_the_batches_before_it(appliance: Appliance) -> None:
+    got = []
+    with pytest.raises(errors.InputFnError, match="broken sample") as caught:
+        got.extend(int(batch) for batch in DataExecutor(DataLoader(streams.raises_at, 4), appliance=appliance))
+    assert got == [0, 0, 1, 1, 2, 2]
+    text = str(caught.value)
+    assert "batch 4" in text
+    assert "slot 0" in text
+    assert "step 7" in text
+    assert "in raises_at" in caught.value.remote_traceback
+
+
+def test_unsupported_leaf_names_path_and_type(appliance: Appliance) -> None:
+    with pytest.raises(errors.UnsupportedLeafError, match=r"\['meta'\]\['when'\].*set"):
+        drain(appliance, DataLoader(streams.odd_leaf))
+
+
+def test_empty_input(appliance: Appliance) -> None:
+    with pytest.raises(errors.EmptyInputError, match="streams:empty yielded no batch"):
+        drain(appliance, DataLoader(streams.empty))
+    with pytest.raises(errors.EmptyInputError):
+        drain(appliance, DataLoader(streams.empty), steps=5)
+
+
+def test_a_loader_without_state_methods_cannot_be_saved_unless_replay_is_asked_for() -> None:
+    with Appliance(num_workers_per_box=1) as plain:
+        loader = DataLoader(streams.shuffled, 24)
+        executor = DataExecutor(loader, num_steps=4, appliance=plain)
+        for _ in executor:
+            pass
+        with pytest.raises(RuntimeError, match=r"replay=True"):
+            loader.state_dict()
+        assert not loader.is_restartable
+
+
+def test_persistent_workers_are_refused_by_name(appliance: Appliance) -> None:
+    loader = DataLoader(streams.persistent)
+    drain(appliance, loader, steps=3)
+    with pytest.raises(errors.NotRestartableError, match="persistent_workers"):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "says"),
+    [(streams.bad_state, "cannot reach its server"), (streams.odd_state, r"\['lock'\]")],
+)
+def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_stream(
+    appliance: Appliance, input_fn: Any, says: str
+) -> None:
+    loader = DataLoader(input_fn, 8)
+    executor = DataExecutor(loader, num_steps=12, appliance=appliance)
+    for _ in executor:
+        if executor.step == 3:
+            with pytest.raises(errors.PenstockError, match=says):
+                loader.state_dict()
+    assert executor.step == 12
+
+
+@pytest.mark.parametrize("input_fn", [streams.counts_late, streams.prefetches])
+def test_a_loader_that_restores_to_the_wrong_place_is_found_out(appliance: Appliance, input_fn: Any) -> None:
+    loader = DataLoader(input_fn, 100_000)
+    with pytest.raises(errors.ReplayMismatchError, match=input_fn.__name__) as caught:
+        drain(appliance, loader, steps=150_000)
+    assert "step" in str(caught.value)
+    assert "yield" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved(appliance: Appliance) -> dict[str, Any]:
+    """A state of streams.counter at step 5."""
+    loader = DataLoader(streams.counter, 10)
+    drain(appliance, loader, steps=5)
+    return loader.state_dict()
+
+
+def test_a_state_of_another_loader(saved: dict[str, Any]) -> None:
+    with pytest.raises(errors.StateMismatchError, match=r"streams:counter.*streams:shared"):
+        DataLoader(streams.shared).load_state_dict(saved)
+
+
+def test_a_state_of_another_shape(saved: dict[str, Any]) -> None:
+    loader = DataLoader(streams.counter, 10)
+    loader.load_state_dict(saved)
+    with (
+        Appliance(num_workers_per_box=3) as three,
+        pytest.raises(errors.StateMismatchError, match=r"2 workers.*3 workers"),
+    ):
+        drain(three, loader)
+
+
+def test_a_damaged_state(saved: dict[str, Any]) -> None:
+    ours = dict(saved["__penstock__"])
+    record = bytearray(ours["record"])
+    record[len(record) // 2] ^= 1
+    with pytest.raises(errors.StateCorruptError, match="checksum"):
+        DataLoader(streams.counter, 10).load_state_dict({"__penstock__": {**ours, "record": bytes(record)}})
+
+
+def test_a_newer_state(saved: dict[str, Any]) -> None:
+    newer = {"__penstock__": {**saved["__penstock__"], "format": 99}}
+    with pytest.raises(errors.StateVersionError, match="99"):
+        DataLoader(streams.counter, 10).load_state_dict(newer)
+
+
+def test_a_dict_that_is_no_state() -> None:
+    with pytest.raises(errors.StateMismatchError, match="__penstock__"):
+        DataLoader(streams.counter, 10).load_state_dict({"epoch": 3})
+
+
+def test_another_seed_than_the_states(saved: dict[str, Any]) -> None:
+    loader = DataLoader(streams.counter, 10)
+    loader.load_state_dict(saved)
+    with Appliance(num_workers_per_box=2, seed=8) as other, pytest.raises(errors.StateMismatchError, match="seed 7"):
+        drain(other, loader)
+
+
+def test_loading_while_an_executor_iterates(appliance: Appliance, saved: dict[str, Any]) -> None:
+    loader = DataLoader(streams.counter, 10)
+    for _ in DataExecutor(loader, num_steps=3, appliance=appliance):
+        with pytest.raises(RuntimeError, match="iterat"):
+            loader.load_state_dict(saved)
+    loader.load_state_dict(saved)
+    assert loader.state_dict() == saved
+
+
+def test_deaggregate_that_raises(appliance: Appliance) -> None:
+    loader = DataLoader(streams.bad_deaggregate)
+    drain(appliance, loader, steps=4)
+    again = DataLoader(streams.bad_deaggregate)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(errors.InputFnError, match="no such worker in the state"):
+        drain(appliance, again, steps=2)
+
+
+def test_strict_on_one_method_only(appliance: Appliance) -> None:
+    with pytest.raises((TypeError, errors.PenstockError), match="strict"):
+        drain(appliance, DataLoader(streams.half_strict), steps=2)
+
+
+@pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": -1}, {"num_steps": 3, "checkpoint_steps": -2}])
+def test_steps_below_one(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="steps"):
+        DataExecutor(DataLoader(streams.counter), **bad)
+
+
+def test_box_out_of_range() -> None:
+    with pytest.raises(ValueError, match="box"):
+        Appliance("127.0.0.1:1", box=2, num_boxes=2)
+
+
+def test_a_loader_that_is_not_wrapped() -> None:
+    with pytest.raises(TypeError, match=r"DataLoader\(input_fn\)"):
+        DataExecutor([torch.zeros(1)])  # type: ignore[arg-type]
+
+
+def test_coordinator_unreachable() -> None:
+    appliance = Appliance("127.0.0.1:9", token="t" * 32, timeout_s=1.0)
+    with appliance, pytest.raises(errors.CoordinatorUnavailableError, match=r"127\.0\.0\.1:9"):
+        drain(appliance, DataLoader(streams.counter))
+
+
+def test_a_batch_above_the_limit() -> None:
+    with Appliance(num_workers_per_box=1, max_batch_bytes=1 << 20) as small:
+        got = []
+        loader = DataLoader(streams.growing, [10, 200_000, 2_000_000])
+        with pytest.raises(errors.BatchTooLargeError, match=r"max_batch_bytes"):
+            got.extend(len(batch) for batch in DataExecutor(loader, appliance=small))
+        assert got == [10, 200_000]
+
+
+def test_strict_structure_names_both() -> None:
+    with Appliance(num_workers_per_box=1, strict_structure=True) as strict:
+        drain(strict, DataLoader(streams.growing, [10, 20]))
+
+
+def test_state_for_a_step_that_was_not_delivered_or_is_no_longer_kept() -> None:
+    with Appliance(num_workers_per_box=1, retention_steps=8) as short:
+        loader = DataLoader(streams.counter, 1000)
+        executor = DataExecutor(loader, num_steps=300, appliance=short)
+        for _ in executor:
+            pass
+        session = loader._session
+        assert session is not None
+        for step in (301, 5):
+            with pytest.raises(errors.StateUnavailableError, match="steps"):
+                session.run.fetch_state(step, 10.0)
+
+
+def test_get_worker_state_outside_of_state_dict() -> None:
+    from penstock.client import get_worker_state
+
+    with pytest.raises(RuntimeError, match="state_dict"):
+        get_worker_state()
+
+
+def test_the_state_before_the_first_step_is_that_of_a_local_instance(appliance: Appliance) -> None:
+    loader = DataLoader(streams.shared, 30)
+    state = loader.state_dict()
+    assert state["start"] == 0
+    again = DataLoader(streams.shared, 30)
+    again.load_state_dict(decode_state(encode_state(state)))  # type: ignore[arg-type]
+    assert [b["number"] for b in drain(appliance, again, steps=4)] == [0, 1, 2, 3]
+
+
+def test_two_executors_on_one_loader(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, 10)
+    for _ in DataExecutor(loader, num_steps=2, appliance=appliance):
+        with pytest.raises(RuntimeError, match="another executor"):
+            iter(DataExecutor(loader, appliance=appliance))
+
+
+def test_unsharded_input_on_several_workers_warns_once(appliance: Appliance) -> None:
+    loader = DataLoader(streams.unsharded)
+    with pytest.warns(UserWarning, match="current_assignment") as caught:
+        drain(appliance, loader, steps=3000)
+    assert len(caught) == 1
+
+
+def test_sharding_by_torchs_worker_info_is_a_look(appliance: Appliance) -> None:
+    rows = [row for batch in drain(appliance, DataLoader(streams.sharded_by_torch)) for row in batch.tolist()]
+    assert sorted(rows) == list(range(24))
+
+
+def test_records_of_a_state(appliance: Appliance) -> None:
+    checkpoint = DataLoaderCheckpoint(1, 2, 3, 2, 10, 5, 20)
+    assert checkpoint.global_worker_id == 5
+    assert checkpoint.total_num_workers == 6

@@ -1,0 +1,197 @@
+"""Several boxes, through a coordinator and workers that were started apart."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import streams
+from cluster import TOKEN, Cluster, running
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(4, name="w1")
+        cluster.add_worker(4, name="w2")
+        yield cluster
+
+
+def box(cluster: Cluster, number: int, boxes: int, workers: int, job: str, **options: Any) -> Appliance:
+    return Appliance(
+        cluster.address,
+        box=number,
+        num_boxes=boxes,
+        num_workers_per_box=workers,
+        job=job,
+        token=TOKEN,
+        timeout_s=60,
+        **options,
+    )
+
+
+def together(boxes: int, train: Callable[[int], Any]) -> list[Any]:
+    """Each box's loop in a thread of its own; their results in order."""
+    with ThreadPoolExecutor(boxes) as pool:
+        return list(pool.map(train, range(boxes)))
+
+
+@pytest.mark.parametrize("lane", ["auto", "tcp"])
+def test_two_boxes_save_at_one_step_and_resume(cluster: Cluster, lane: str) -> None:
+    job = f"two-{lane}"
+    meet = threading.Barrier(2, timeout=60)
+
+    def first(number: int) -> tuple[list[int], Any]:
+        loader, got = DataLoader(streams.shared, 40), []
+        with box(cluster, number, 2, 2, job, lane=lane) as appliance:
+            executor = DataExecutor(loader, num_steps=6, checkpoint_steps=6, appliance=appliance)
+            for batch in executor:
+                got.append(batch["number"])
+                meet.wait()
+            return got, loader.state_dict()
+
+    (one, state), (two, same) = together(2, first)
+    assert one == [0, 1, 4, 5, 8, 9]
+    assert two == [2, 3, 6, 7, 10, 11]
+    assert state == same
+    assert state["done"] == [3, 3, 3, 3]
+
+    def second(number: int) -> list[int]:
+        loader = DataLoader(streams.shared, 40)
+        loader.load_state_dict(state)
+        with box(cluster, number, 2, 2, job, lane=lane) as appliance:
+            return [batch["number"] for batch in DataExecutor(loader, appliance=appliance)]
+
+    assert together(2, second) == [
+        [n for n in range(40) if n % 4 < 2 and n not in one],
+        [n for n in range(40) if n % 4 >= 2 and n not in two],
+    ]
+
+    def third(number: int) -> list[int]:
+        loader = DataLoader(streams.shared, 40)
+        loader.load_state_dict(state)
+        with box(cluster, number, 3, 1, f"{job}-three", lane=lane) as appliance:
+            return [batch["number"] for batch in DataExecutor(loader, appliance=appliance)]
+
+    rest = [number for part in together(3, third) for number in part]
+    assert sorted(one + two + rest) == list(range(40))
+
+
+def test_rank_0_alone_asks_while_the_other_is_ahead_or_behind(cluster: Cluster) -> None:
+    for lead in (-3, 3):
+        reached, asked = threading.Event(), threading.Event()
+
+        def train(number: int, lead: int = lead, reached: Any = reached, asked: Any = asked) -> Any:
+            loader = DataLoader(streams.shared, 80)
+            with box(cluster, number, 2, 2, f"lead{lead}") as appliance:
+                executor = DataExecutor(loader, num_steps=15, appliance=appliance)
+                state = None
+                for _ in executor:
+                    if number == 0 and executor.step == 8:
+                        assert reached.wait(30)
+                        state = loader.state_dict()
+                        asked.set()
+                    if number == 1 and executor.step == 8 + lead:
+                        reached.set()
+                        assert asked.wait(30)
+                return state
+
+        state, _ = together(2, train)
+        assert state["done"] == [4, 4, 4, 4]
+
+
+def test_a_second_client_of_the_same_attempt_on_one_box(cluster: Cluster) -> None:
+    with (
+        box(cluster, 0, 1, 1, "twice", attempt="a") as one,
+        box(cluster, 0, 1, 1, "twice", attempt="a") as other,
+    ):
+        assert next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=one)))
+        with pytest.raises(errors.BoxTakenError, match="box 0"):
+            next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=other)))
+
+
+def test_a_restarted_trainer_supersedes_its_predecessor_at_once(cluster: Cluster) -> None:
+    with box(cluster, 0, 1, 8, "again", attempt="a") as one, box(cluster, 0, 1, 8, "again", attempt="b") as two:
+        old = iter(DataExecutor(DataLoader(streams.counter, 10_000), num_steps=90_000, appliance=one))
+        next(old)
+        # All eight slots that the workers have are the predecessor's.
+        assert next(iter(DataExecutor(DataLoader(streams.counter, 10_000), num_steps=2, appliance=two)))
+        with pytest.raises(errors.SupersededError, match="attempt"):
+            for _ in old:
+                pass
+
+
+def test_reopening_with_another_shape_and_no_state(cluster: Cluster) -> None:
+    with box(cluster, 0, 1, 1, "shape") as one:
+        next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=one)))
+    with box(cluster, 0, 1, 2, "shape") as two, pytest.raises(errors.RunShapeError, match=r"1.*2"):
+        next(iter(DataExecutor(DataLoader(streams.counter), num_steps=3, appliance=two)))
+
+
+def test_no_worker_free_says_how_many_slots_are_missing(cluster: Cluster) -> None:
+    with (
+        Appliance(cluster.address, num_workers_per_box=11, job="many", token=TOKEN, timeout_s=8) as greedy,
+        pytest.raises(errors.NoWorkersError, match=r"3.*11"),
+    ):
+        list(DataExecutor(DataLoader(streams.counter), num_steps=30, appliance=greedy))
+
+
+def test_input_fn_under_no_allowed_prefix(cluster: Cluster) -> None:
+    import json
+
+    with box(cluster, 0, 1, 1, "prefix") as appliance, pytest.raises(errors.InputFnNotAllowedError) as caught:
+        next(iter(DataExecutor(DataLoader(json.loads, "[1]"), appliance=appliance)))
+    text = str(caught.value)
+    assert "'json'" in text
+    assert "streams" in text
+    assert "--allow json" in text
+
+
+def test_input_fn_that_the_worker_cannot_import(
+    cluster: Cluster, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "streams_elsewhere.py").write_text("def data():\n    return [1]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import streams_elsewhere
+
+    with box(cluster, 0, 1, 1, "import") as appliance, pytest.raises(errors.PenstockError, match="streams_elsewhere"):
+        next(iter(DataExecutor(DataLoader(streams_elsewhere.data), appliance=appliance)))
+
+
+def test_a_wrong_token(cluster: Cluster) -> None:
+    with (
+        Appliance(cluster.address, job="token", token="wrong-token-wrong-token-wrong") as appliance,
+        pytest.raises(errors.AuthenticationError),
+    ):
+        next(iter(DataExecutor(DataLoader(streams.counter), appliance=appliance)))
+
+
+def test_a_drained_worker_hands_its_slots_on(cluster: Cluster) -> None:
+    def train(job: str, at_step_40: Callable[[], None]) -> list[Any]:
+        got = []
+        with box(cluster, 0, 1, 2, job, seed=5) as appliance:
+            executor = DataExecutor(DataLoader(streams.stateful, 400), num_steps=120, appliance=appliance)
+            for batch in executor:
+                got.append(batch.tolist())
+                if executor.step == 40:
+                    at_step_40()
+        return got
+
+    def drain() -> None:
+        staying = cluster.add_worker(2, name="staying")
+        for worker in cluster.workers:
+            if worker is not staying:
+                worker.terminate()
+        for worker in cluster.workers:
+            if worker is not staying:
+                assert worker.wait(20) == 0
+
+    whole = train("undrained", lambda: None)
+    with pytest.warns(UserWarning, match="drains"):
+        assert train("drained", drain) == whole

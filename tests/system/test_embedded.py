@@ -1,0 +1,195 @@
+"""Embedded mode as scripts use it: whole programs, started as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS / "inputs")}
+
+SCRIPT = """
+import sys
+import torch
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.worker import current_assignment
+
+def data(batches):
+    me = current_assignment()
+    return [torch.tensor(n) for n in range(me.global_worker_id, batches, me.total_num_workers)]
+
+def main():
+    with Appliance(num_workers_per_box=2) as appliance:
+        got = [int(b) for b in DataExecutor(DataLoader(data, 6), appliance=appliance)]
+        print("got", got, flush=True)
+"""
+GUARD = """
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env={**ENVIRONMENT, **options.pop("extra", {})},  # type: ignore[dict-item]
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that descend from a program started with this mark in its environment."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture
+def mark() -> str:
+    """Inherited by everything that the program under test starts, and by nothing else."""
+    return uuid.uuid4().hex
+
+
+def left_after(mark: str, seconds: float) -> dict[int, str]:
+    """What is still there when the time is over."""
+    until = time.monotonic() + seconds
+    while (left := marked(mark)) and time.monotonic() < until:
+        for pid in left:
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            select.select([fd], [], [], max(0.0, until - time.monotonic()))
+            os.close(fd)
+    return left
+
+
+def test_an_input_fn_in_the_main_script(tmp_path: Path, mark: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + GUARD)
+    done = run(sys.executable, str(script), extra={"TEST_MARK": mark})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "got [0, 1, 2, 3, 4, 5]"
+    assert done.stderr == ""
+    assert not left_after(mark, 5)
+
+
+def test_a_main_script_without_a_guard_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + "\nmain()\n")
+    done = run(sys.executable, str(script))
+    assert done.returncode != 0
+    assert 'if __name__ == "__main__"' in done.stderr
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_a_main_that_is_no_file_says_so_and_never_hangs(how: str) -> None:
+    program = SCRIPT + "\nmain()\n"
+    done = run(sys.executable, "-c", program) if how == "-c" else run(sys.executable, "-", input=program)
+    assert done.returncode != 0
+    assert "module" in done.stderr.splitlines()[-1]
+
+
+def test_python_minus_c_with_an_importable_input_fn() -> None:
+    program = (
+        "import streams\nfrom penstock.client import DataLoader\n"
+        "print([b['number'] for b in DataLoader(streams.counter, 3)])"
+    )
+    done = run(sys.executable, "-c", program)
+    assert done.stdout.strip() == "[1, 2, 3]", done.stderr
+
+
+def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path, mark: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace(
+            "for b in DataExecutor(DataLoader(data, 6), appliance=appliance)]", "for b in forever(appliance)]"
+        )
+        + """
+def forever(appliance):
+    for batch in DataExecutor(DataLoader(data, 6), num_steps=10**9, appliance=appliance):
+        print("step", flush=True)
+        yield batch
+"""
+        + GUARD
+    )
+    temporary = set(os.listdir(tempfile.gettempdir()))
+    environment = {**ENVIRONMENT, "TEST_MARK": mark}
+    with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"step\n"
+        assert len(marked(mark)) >= 3
+        trainer.send_signal(signal.SIGKILL)
+    assert not left_after(mark, 10)
+    assert not {name for name in set(os.listdir(tempfile.gettempdir())) - temporary if "penstock" in name}
+
+
+RANKS = """
+import os
+import streams
+import torch.distributed as dist
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+def main():
+    dist.init_process_group("gloo")
+    with Appliance(num_workers_per_box=2) as appliance:
+        loader = DataLoader(streams.shared, 40)
+        executor = DataExecutor(loader, num_steps=6, appliance=appliance)
+        got = [batch["number"] for batch in executor]
+        states = [None, None]
+        dist.all_gather_object(states, loader.state_dict())
+        print(dist.get_rank(), got, states[0] == states[1], states[0]["done"], flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_under_torchrun_local_rank_0_embeds_once_and_the_others_join(tmp_path: Path, mark: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANKS)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    done = run(sys.executable, *launch, extra={"TEST_MARK": mark})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[-2:] == [
+        "0 [0, 1, 4, 5, 8, 9] True [3, 3, 3, 3]",
+        "1 [2, 3, 6, 7, 10, 11] True [3, 3, 3, 3]",
+    ]
+    assert not left_after(mark, 10)
+
+
+def test_over_several_hosts_it_says_what_to_start(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + GUARD)
+    ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    done = run(sys.executable, str(script), extra=ranks)
+    assert done.returncode != 0
+    assert "penstock coordinator" in done.stderr
+    assert "penstock worker" in done.stderr
+
+
+def test_what_user_code_prints_reaches_the_daemons_log_with_its_place() -> None:
+    program = "import streams\nfrom penstock.client import DataLoader\nprint(len(list(DataLoader(streams.talks))))"
+    done = run(sys.executable, "-c", program, extra={"PENSTOCK_JOB": "chatter"})
+    assert done.stdout.strip() == "4"
+    assert "[chatter/0 box 0 slot 0] hello from the input" in done.stderr

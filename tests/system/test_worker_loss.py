@@ -1,0 +1,111 @@
+"""A runner is killed: the training loop notices nothing but time, and gets the batches of a run without the fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+import torch
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def runners() -> set[int]:
+    """Process groups of this process's runners: children of the zygote, a grandchild of ours."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            leads_its_group = stat[2] == entry.name
+            if leads_its_group and b"PENSTOCK_RUNNER=1" in environment and b"zygote" in _command(entry):
+                found.add(int(entry.name))
+    return found
+
+
+def _command(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize("batch", [1, 2, 9, 40])
+def test_a_runner_that_kills_itself_is_replaced_and_nothing_is_lost(
+    appliance: Appliance, tmp_path: Path, batch: int
+) -> None:
+    marker = tmp_path / "died"
+    marker.touch()
+    whole = list(map(plain, DataExecutor(DataLoader(streams.dies_at, batch, str(marker)), appliance=appliance)))
+    assert len(whole) == 80
+    marker.unlink()
+    loader = DataLoader(streams.dies_at, batch, str(marker))
+    with pytest.warns(UserWarning, match="SIGKILL"):
+        got = [plain(b) for b in DataExecutor(loader, appliance=appliance)]
+    assert marker.exists()
+    assert got == whole
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "arguments"),
+    [
+        (streams.shuffled, (400, 0, True)),
+        (streams.stateful, (400, 0, True)),
+        (streams.stateful, (400, 2, True)),
+        (streams.shared, (200,)),
+    ],
+)
+def test_runners_killed_from_outside_at_several_points(
+    appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]
+) -> None:
+    whole = list(map(plain, DataExecutor(DataLoader(input_fn, *arguments), num_steps=150, appliance=appliance)))
+    before = runners()
+    loader = DataLoader(input_fn, *arguments)
+    executor = DataExecutor(loader, num_steps=150, appliance=appliance)
+
+    def train() -> list[Any]:
+        got = []
+        for batch in executor:
+            got.append(plain(batch))
+            if executor.step in (3, 60, 120):
+                victims = runners() - before
+                assert victims
+                os.kill(min(victims), signal.SIGKILL)
+        return got
+
+    with pytest.warns(UserWarning, match="recovered"):
+        assert train() == whole
+    assert executor.stats.recoveries >= 1
+
+
+def test_a_state_taken_after_a_recovery_is_as_good(appliance: Appliance, tmp_path: Path) -> None:
+    marker = tmp_path / "died"
+    marker.touch()
+    whole = list(map(plain, DataExecutor(DataLoader(streams.dies_at, 6, str(marker)), appliance=appliance)))
+    marker.unlink()
+    loader = DataLoader(streams.dies_at, 6, str(marker))
+    with pytest.warns(UserWarning, match="SIGKILL"):
+        got = [plain(b) for b in DataExecutor(loader, num_steps=21, appliance=appliance)]
+    again = DataLoader(streams.dies_at, 6, str(marker))
+    again.load_state_dict(loader.state_dict())
+    got += [plain(b) for b in DataExecutor(again, appliance=appliance)]
+    assert got == whole
+
+
+def test_a_loader_whose_runner_always_dies_is_given_up_with_a_name(appliance: Appliance) -> None:
+    with pytest.warns(UserWarning, match="recovered"), pytest.raises(errors.WorkerLostError, match="SIGKILL"):
+        list(DataExecutor(DataLoader(streams.dies_at, 5, "/nonexistent/marker"), appliance=appliance))
