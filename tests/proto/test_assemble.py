@@ -245,6 +245,7 @@ def test_one_release_for_each_of_many_batches() -> None:
     assert sorted(released) == list(range(100))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_releases_nothing() -> None:
     slot = Slot([torch.ones(2), np.ones(2)])
     child = os.fork()

@@ -92,14 +92,15 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
         # check_same_thread: store.py is used from one thread at a time, which is not the one that opened it.
         db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=5.0)
         try:
-            db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            (found,) = db.execute("PRAGMA user_version").fetchone()
+            if found == 0:  # only then: on a database that is there it would be a write, and that one may be damaged
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             if path is not None:
                 (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
                 if mode != "wal":
                     raise JournalError(f"{path}: SQLite cannot use its write-ahead log here (got {mode!r})")
             db.execute("PRAGMA synchronous=FULL")
             db.execute("PRAGMA journal_size_limit=67108864")
-            (found,) = db.execute("PRAGMA user_version").fetchone()
             if found > SCHEMA:
                 raise JournalError(
                     f"{path} was written by a newer Penstock (schema {found}, this one knows {SCHEMA}): run that "
@@ -129,8 +130,8 @@ class Journal:
         if self._path is not None and self._path.with_name("snapshots.db").exists() and _is_blank(self._path):
             # The journal is made first: where snapshots are, it was. SQLite would take an empty file for a new one.
             raise JournalError(
-                f"{self._path} is missing or empty, although snapshots.db beside it says that there was one: restore it "
-                "from a copy, or move the whole directory away to start anew"
+                f"{self._path} is missing or empty, although snapshots.db beside it says that there was one: restore "
+                "it from a copy, or move the whole directory away to start anew"
             )
         script = "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
         for table, (keys, values) in _TABLES.items():

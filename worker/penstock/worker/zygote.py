@@ -36,6 +36,7 @@ def die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Serve fork requests on the inherited control socket until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal reaches us too; the daemon, who drains, stops us
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     parent = int(sys.argv[2])
     die_with_parent(parent)

@@ -1,0 +1,479 @@
+"""Channels, servers and errors between the two, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from penstock.proto import channel
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
+from penstock.proto.channel import (
+    CHUNK,
+    PROTOCOL,
+    SERVICE,
+    VERSION,
+    Served,
+    connect_aio,
+    detail_of,
+    error_of,
+    host_id,
+    read_token,
+    server_aio,
+)
+from penstock.proto.errors import (
+    CATALOGUE,
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    DeadlineError,
+    InvalidArgumentError,
+    LaneClosedError,
+    PenstockError,
+    PortTakenError,
+    ProtocolError,
+    StateCorruptError,
+    VersionSkewError,
+    error_named,
+)
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import coordinator_pb2_grpc as rpc
+
+TOKEN = "token"
+Context = Any
+
+
+class Scripted(rpc.CoordinatorServicer):
+    """A coordinator that does what the request's job says."""
+
+    def __init__(self) -> None:
+        self.held = threading.Event()
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunReply:
+        if request.job == "bug":
+            raise ZeroDivisionError("by nought")
+        if request.job:
+            raise error_named(request.job, "what it says", "Traceback: far away")
+        return pb.OpenRunReply(run=request.loader.arguments_blob or "inline")
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> pb.WatchRunReply:
+        self.held.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def GetBlob(self, request: pb.GetBlobRequest, context: Context) -> AsyncIterator[pb.BlobPart]:
+        yield pb.BlobPart(data=b"part")
+        if request.blob == "broken":
+            raise InvalidArgumentError("in mid-stream")
+
+    async def PutBlob(self, parts: AsyncIterator[pb.BlobPart], context: Context) -> pb.PutBlobReply:
+        whole = b"".join([part.data async for part in parts])
+        return pb.PutBlobReply(blob=blob_name(whole))
+
+    async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: Context) -> pb.PutSnapshotReply:
+        async for _ in parts:
+            return pb.PutSnapshotReply(refused="no room")  # while the peer still sends
+        raise AssertionError
+
+    async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: Context) -> AsyncIterator[pb.SnapshotPart]:
+        yield pb.SnapshotPart(header=pb.SnapshotHeader(size=3))
+        yield pb.SnapshotPart(data=b"xy")
+
+
+@contextlib.asynccontextmanager
+async def serving(listen: str = "127.0.0.1:0") -> AsyncIterator[tuple[Served, Scripted]]:
+    servicer = Scripted()
+    served = await server_aio(listen, TOKEN, lambda server: rpc.add_CoordinatorServicer_to_server(servicer, server))
+    try:
+        yield served, servicer
+    finally:
+        await served.stop(0)
+
+
+Trial = Callable[[Served, Scripted, AsyncCoordinatorClient], Awaitable[None]]
+
+
+def trial(body: Trial, *, token: str = TOKEN, deadline_s: float = 20.0, listen: str = "127.0.0.1:0") -> None:
+    async def run() -> None:
+        async with (
+            serving(listen) as (served, servicer),
+            AsyncCoordinatorClient(served.address, token, deadline_s=deadline_s) as client,
+        ):
+            await body(served, servicer, client)
+
+    asyncio.run(run())
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_every_error_of_the_catalogue_crosses_with_its_traceback() -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        blocking = CoordinatorClient(served.address, TOKEN)
+        for name, entry in CATALOGUE.items():
+            request = pb.OpenRunRequest(job=name)
+            with pytest.raises(entry.error) as caught:
+                await client.open_run(request)
+            with pytest.raises(entry.error) as caught_blocking:
+                await asyncio.to_thread(blocking.open_run, request)
+            for error in (caught.value, caught_blocking.value):
+                assert (type(error), error.message) == (entry.error, "what it says")
+                assert error.remote_traceback == "Traceback: far away"
+                cause = error.__cause__
+                assert isinstance(cause, grpc.RpcError | grpc.aio.AioRpcError)
+                assert cause.code() is grpc.StatusCode[entry.status]  # type: ignore[union-attr]
+                assert cause.details() == "what it says"  # type: ignore[union-attr]
+        blocking.close()
+
+    trial(body)
+
+
+def test_a_bug_on_the_server_arrives_with_the_server_s_traceback() -> None:
+    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+        with pytest.raises(PenstockError) as caught:
+            await client.open_run(pb.OpenRunRequest(job="bug"))
+        assert caught.value.message == "ZeroDivisionError: by nought"
+        assert 'raise ZeroDivisionError("by nought")' in caught.value.remote_traceback
+        assert "in OpenRun" in caught.value.remote_traceback
+
+    trial(body)
+
+
+def test_an_error_in_mid_stream_is_an_error_not_an_end() -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        with pytest.raises(InvalidArgumentError, match="in mid-stream"):
+            await client.get_blob("broken")
+        with CoordinatorClient(served.address, TOKEN) as blocking, pytest.raises(InvalidArgumentError):
+            await asyncio.to_thread(blocking.get_blob, "broken")
+
+    trial(body)
+
+
+def test_details_keep_both_ends_of_what_is_too_long() -> None:
+    long = "the cause\n" + "é" * 200_000 + "\nthe place"
+    detail = detail_of(InvalidArgumentError("m" * 100_000, remote_traceback=long))
+    assert detail.ByteSize() < channel.METADATA_MAX * 3 // 4  # base64 on top, and other metadata beside
+    assert detail.remote_traceback.startswith("the cause\n")
+    assert detail.remote_traceback.endswith("\nthe place")
+    assert "bytes left out" in detail.remote_traceback
+    assert type(error_of(detail)) is InvalidArgumentError
+
+
+def test_the_longest_error_crosses() -> None:
+    class Wordy(Scripted):
+        async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunReply:
+            raise InvalidArgumentError("ü" * 100_000, remote_traceback="ü" * 200_000)
+
+    async def run() -> None:
+        served = await server_aio("127.0.0.1:0", TOKEN, lambda s: rpc.add_CoordinatorServicer_to_server(Wordy(), s))
+        async with AsyncCoordinatorClient(served.address, TOKEN) as client:
+            with pytest.raises(InvalidArgumentError, match="üü"):
+                await client.open_run(pb.OpenRunRequest())
+        await served.stop(0)
+
+    asyncio.run(run())
+
+
+def test_an_error_derived_from_ours_travels_under_the_name_of_ours() -> None:
+    class Closer(DeadlineError):
+        pass
+
+    assert detail_of(Closer("late")).name == "DeadlineError"
+
+
+# ------------------------------------------------------------------------------------------------------ who may call
+
+
+def test_a_wrong_or_missing_token_is_refused_whatever_the_kind_of_call() -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: client.open_run(pb.OpenRunRequest()),
+            lambda: client.get_blob("x"),
+            lambda: client.put_blob(b"x" * 3 * CHUNK),
+        ]
+        for call in calls:
+            with pytest.raises(
+                AuthenticationError, match=r"the token is wrong: both ends need the same PENSTOCK_TOKEN"
+            ):
+                await call()
+        async with connect_aio(served.address) as bare:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rpc.CoordinatorStub(bare).Status(pb.StatusRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert str(caught.value.details()).startswith("no token was sent")
+
+    trial(body, token="other")
+
+
+def test_another_protocol_is_refused_with_both_versions_and_the_remedy() -> None:
+    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+        client._metadata = (client._metadata[0], ("penstock-protocol", "7"), ("penstock-version", "9.9.9"))
+        with pytest.raises(VersionSkewError) as caught:
+            await client.open_run(pb.OpenRunRequest())
+        assert caught.value.message == (
+            f"the caller (Penstock 9.9.9) speaks protocol 7, the coordinator (Penstock {VERSION}) protocol {PROTOCOL}: "
+            "install the same release on both ends"
+        )
+        client._metadata = client._metadata[:1]
+        with pytest.raises(VersionSkewError, match="speaks no protocol number"):
+            await client.open_run(pb.OpenRunRequest())
+
+    trial(body)
+
+
+def test_health_needs_no_token_and_turns_before_the_end() -> None:
+    async def run() -> None:
+        async with serving() as (served, _), connect_aio(served.address) as bare:
+            stub = health_pb2_grpc.HealthStub(bare)
+            for service in ("", SERVICE):
+                reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
+            await served.health.enter_graceful_shutdown()
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+            assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("token", ["", "two words", "tökn", "line\nbreak"])
+def test_a_token_that_fits_no_header_is_refused_at_once(token: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="one word of printable ASCII"):
+        CoordinatorClient("127.0.0.1:1", token)
+
+
+# ------------------------------------------------------------------------------------------------------ absent peers
+
+
+def test_nobody_there_names_the_address() -> None:
+    async def run() -> None:
+        async with serving() as (served, _):
+            address = served.address
+        async with AsyncCoordinatorClient(address, TOKEN) as client:
+            with pytest.raises(CoordinatorUnavailableError, match=rf"the coordinator at {address} cannot be reached"):
+                await client.status()
+        with CoordinatorClient(address, TOKEN) as blocking, pytest.raises(CoordinatorUnavailableError, match=address):
+            blocking.get_blob("x")
+
+    asyncio.run(run())
+
+
+def test_a_deadline_names_address_call_and_seconds() -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        expected = f"the coordinator at {served.address} did not answer WatchRun within 0.5 s"
+        with pytest.raises(DeadlineError) as caught:
+            await client.watch_run(pb.WatchRunRequest(hold_s=0.25))
+        assert caught.value.message == expected
+        with CoordinatorClient(served.address, TOKEN, deadline_s=0.25) as blocking, pytest.raises(DeadlineError):
+            await asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=0.25))
+
+    trial(body, deadline_s=0.25)
+
+
+def test_we_closed_it_is_told_from_the_peer_vanished() -> None:
+    async def body(served: Served, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
+        waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
+        await asyncio.to_thread(servicer.held.wait, 10)
+        await client.close()
+        with pytest.raises(LaneClosedError, match=r"was closed on this side during WatchRun"):
+            await waiting
+        with pytest.raises(LaneClosedError, match="is closed: no Status"):
+            await client.status()
+
+        servicer.held.clear()
+        blocking = CoordinatorClient(served.address, TOKEN)
+        pending = asyncio.create_task(asyncio.to_thread(blocking.watch_run, pb.WatchRunRequest(hold_s=60)))
+        await asyncio.to_thread(servicer.held.wait, 10)
+        blocking.close()
+        with pytest.raises(LaneClosedError, match="was closed on this side during WatchRun"):
+            await pending
+        with pytest.raises(LaneClosedError, match="is closed: no Status"):
+            await asyncio.to_thread(blocking.status)
+
+        servicer.held.clear()
+        third = AsyncCoordinatorClient(served.address, TOKEN)
+        waiting = asyncio.ensure_future(third.watch_run(pb.WatchRunRequest(hold_s=60)))
+        await asyncio.to_thread(servicer.held.wait, 10)
+        await served.stop(0)
+        with pytest.raises(CoordinatorUnavailableError, match=served.address):
+            await waiting
+        await third.close()
+
+    trial(body)
+
+
+def test_a_cancelled_task_stays_cancelled() -> None:
+    async def body(_: Served, servicer: Scripted, client: AsyncCoordinatorClient) -> None:
+        waiting = asyncio.ensure_future(client.watch_run(pb.WatchRunRequest(hold_s=60)))
+        await asyncio.to_thread(servicer.held.wait, 10)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    trial(body)
+
+
+def test_a_call_that_an_older_coordinator_lacks_says_so() -> None:
+    async def run() -> None:
+        served = await server_aio("127.0.0.1:0", TOKEN, lambda server: None)
+        async with AsyncCoordinatorClient(served.address, TOKEN) as client:
+            with pytest.raises(
+                VersionSkewError, match=f"does not know the call Status, which Penstock {VERSION} makes"
+            ):
+                await client.status()
+        await served.stop(0)
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK, CHUNK + 1, 9_000_001])
+def test_values_of_any_size_go_in_parts(size: int) -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        data = b"\xab" * size
+        assert await client.put_blob(data) == blob_name(data)
+        with CoordinatorClient(served.address, TOKEN) as blocking:
+            assert await asyncio.to_thread(blocking.put_blob, data) == blob_name(data)
+
+    trial(body)
+
+
+def test_large_loader_arguments_go_ahead_as_a_blob() -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        with CoordinatorClient(served.address, TOKEN) as blocking:
+            request = pb.OpenRunRequest()
+            request.loader.arguments = b"a" * 5_000_000
+            assert (await asyncio.to_thread(blocking.open_run, request)).run == blob_name(request.loader.arguments)
+            assert len(request.loader.arguments) == 5_000_000  # the caller's message is his own
+            request.loader.arguments = b"a" * 100
+            assert (await asyncio.to_thread(blocking.open_run, request)).run == "inline"
+        assert await client.loader_arguments(request.loader) == b"a" * 100
+
+    trial(body)
+
+
+def test_a_message_above_the_cap_is_an_error_that_says_so() -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        with pytest.raises(
+            InvalidArgumentError, match=rf"RegisterWorker to the coordinator at {served.address} is too"
+        ):
+            await client.register(pb.RegisterWorkerRequest(worker="w" * 5_000_000))
+
+    trial(body)
+
+
+def test_an_answer_that_comes_before_the_last_part_is_heard() -> None:
+    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+        for _ in range(20):
+            reply = await client.put_snapshot(pb.SnapshotHeader(), b"x" * 8_000_000)
+            assert reply.refused == "no room"
+
+    trial(body)
+
+
+def test_what_comes_is_checked_against_what_was_declared() -> None:
+    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+        with pytest.raises(ProtocolError, match="GetSnapshots: 3 bytes declared, 2 came"):
+            await client.get_snapshots(pb.GetSnapshotsRequest())
+        with pytest.raises(StateCorruptError, match="blob other came as 4 bytes with the digest"):
+            await client.get_blob("other")
+
+    trial(body)
+    gather: Gather[pb.SnapshotHeader] = Gather("Get", lambda header: header.size)
+    with pytest.raises(ProtocolError, match="Get: data before any header"):
+        gather.add(None, b"x")
+    gather.add(pb.SnapshotHeader(size=1), b"")
+    with pytest.raises(ProtocolError, match="Get: more than the 1 bytes declared"):
+        gather.add(None, b"xy")
+
+
+# ---------------------------------------------------------------------------------------------------------- addresses
+
+
+def test_an_abstract_unix_socket_serves_as_well() -> None:
+    async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
+        assert served.address.startswith("unix-abstract:")
+        assert (await client.open_run(pb.OpenRunRequest())).run == "inline"
+        with pytest.raises(PortTakenError, match="is in use by another process"):
+            await server_aio(served.address, TOKEN, lambda server: None)
+
+    trial(body, listen=f"unix-abstract:penstock-test-{host_id()}")
+
+
+def test_a_taken_port_is_named() -> None:
+    async def body(served: Served, _: Scripted, __: AsyncCoordinatorClient) -> None:
+        with pytest.raises(PortTakenError, match=f"{served.address} is in use by another process: choose another port"):
+            await server_aio(served.address, TOKEN, lambda server: None)
+
+    trial(body)
+
+
+@pytest.mark.parametrize(
+    ("listen", "words"),
+    [
+        ("0.0.0.0:0", "wait for TLS, or say --insecure"),
+        ("[::]:0", "can be reached from other machines"),
+        ("example.org:80", "can be reached from other machines"),
+        ("no-port", 'neither "host:port" nor "unix-abstract:name"'),
+        ("host:99999", "neither"),
+        ("unix-abstract:", "neither"),
+    ],
+)
+def test_addresses_that_are_refused(listen: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        asyncio.run(server_aio(listen, TOKEN, lambda server: None))
+
+
+def test_an_address_of_another_machine_is_no_port_taken() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"cannot listen on 192\.0\.2\.1:0: .*assign requested address"):
+        asyncio.run(server_aio("192.0.2.1:0", TOKEN, lambda server: None, insecure=True))
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:0", "localhost:0", "0.0.0.0:0"])
+def test_addresses_that_are_taken_and_told_with_their_port(listen: str) -> None:
+    async def run() -> None:
+        served = await server_aio(listen, TOKEN, lambda server: None, insecure=listen.startswith("0"))
+        host, _, port = served.address.rpartition(":")
+        assert host == listen.rpartition(":")[0]
+        assert int(port) > 0
+        await served.stop(0)
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------ token, host id
+
+
+def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    with pytest.raises(AuthenticationError, match="no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE"):
+        read_token()
+    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(file))
+    assert read_token() == "from-file"
+    monkeypatch.setenv("PENSTOCK_TOKEN", "from-environment")
+    assert read_token() == "from-environment"
+    assert read_token(file=file) == "from-file"
+    assert read_token("given", file) == "given"
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "tökn"])
+def test_a_token_file_that_cannot_serve_is_fatal_and_named(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(AuthenticationError, match=str(file)):
+        read_token(file=file)
+
+
+def test_host_id_is_one_for_this_machine_and_network() -> None:
+    assert host_id() == host_id()
+    assert str(Path("/proc/sys/kernel/random/boot_id").read_text().strip()) in host_id()

@@ -1,0 +1,468 @@
+"""The lander as a process, between consumers of this process and bare TCP sockets that play the daemon."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload, wait_for
+
+from penstock.client.landing import Lander
+from penstock.proto import tcp
+from penstock.proto.errors import LaneLostError, PenstockError
+from penstock.proto.lane import MAX_FRAME, Consumer, connect_local
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+SLOT = 1 << 20
+
+
+class Rig:
+    """One lane through the lander; `far` is the daemon's end."""
+
+    def __init__(self, lander: Lander, **hello: object) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(DEADLINE_S)
+        self.near = connect_local(lander.start(), DEADLINE_S)
+        target = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.hello = lane_pb2.Hello(**{"next_total": 1, "target": target, **hello})  # type: ignore[arg-type]
+        self.near.send(self.hello.SerializeToString())
+        self.far, _ = self.listener.accept()
+        tcp.tune(self.far)
+        self.received = tcp.read_hello(self.far, DEADLINE_S)
+        self.far.settimeout(DEADLINE_S)
+        self.consumer = Consumer(self.near, "the lander")
+        self.consumer.cuts = self.hello.cuts
+
+    def begin(self, slot_bytes: int = SLOT) -> None:
+        self.far.sendall(stream(ring(slot_bytes), STRUCTURE))
+
+    def ack(self) -> lane_pb2.Ack:
+        """The next ack at the daemon's end."""
+        (size,) = tcp.HEAD.unpack(self.far.recv(4, socket.MSG_WAITALL))
+        return lane_pb2.Ack.FromString(self.far.recv(size, socket.MSG_WAITALL))
+
+    def expect(self, total: int, size: int) -> tuple[int, int]:
+        frame = next_frame(self.consumer)
+        assert (frame.kind, frame.total, frame.nbytes) == (lane_pb2.BATCH, total, size)
+        assert bytes(payload(self.consumer, frame)) == content(total, size)
+        return frame.ring, frame.slot
+
+    def close(self) -> None:
+        self.consumer.close()
+        self.far.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def rig(lander: Lander) -> Iterator[Rig]:
+    rig = Rig(lander)
+    yield rig
+    rig.close()
+
+
+def ring(slot_bytes: int, number: int = 1) -> lane_pb2.Frame:
+    return lane_pb2.Frame(kind=lane_pb2.RING, ring=number, slot_bytes=slot_bytes, slots=4)
+
+
+def batch(total: int, size: int, **fields: int) -> lane_pb2.Frame:
+    return lane_pb2.Frame(
+        **{"kind": lane_pb2.BATCH, "total": total, "ring": 1, "structure": 1, "nbytes": size, **fields}  # type: ignore[arg-type]
+    )
+
+
+STRUCTURE = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"one", size=3)
+
+
+def stream(*frames: lane_pb2.Frame) -> bytes:
+    """Frames with their payloads, as a pump sends them."""
+    return b"".join(
+        tcp.framed(frame.SerializeToString())
+        + (content(frame.total, frame.nbytes) if frame.kind == lane_pb2.BATCH else b"")
+        for frame in frames
+    )
+
+
+# ---- the way in
+
+
+def test_the_hello_goes_on_without_what_is_the_landers_own(lander: Lander) -> None:
+    rig = Rig(
+        lander,
+        run="job/0",
+        ticket="secret",
+        next_total=17,
+        cuts=2,
+        held=[lane_pb2.Slot(ring=1, slot=2)],
+        ack=lane_pb2.Ack(open_epochs=3, released=[1, 2], abandon_epoch=2, delivered=16),
+    )
+    expected = lane_pb2.Hello()
+    expected.CopyFrom(rig.hello)
+    expected.ClearField("target")
+    expected.ClearField("held")
+    expected.ack.ClearField("released")
+    assert rig.received == expected
+    rig.close()
+
+
+def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
+    sizes = [0, 1, 100, 16383, 16384, 16385, 40_000, 5, 300_000, 0, SLOT, SLOT - 1, 3]
+    rng = random.Random(3)
+    for longest in (1, 7, 5000, 100_000, 1 << 22):
+        rig = Rig(lander)
+        rig.begin()
+        used = [size for size in sizes if size <= 200 * longest]
+        data = stream(*(batch(total, size) for total, size in enumerate(used, 1)))
+        at = total = 0
+        while at < len(data):
+            size = rng.randint(1, longest)
+            rig.far.sendall(data[at : at + size])
+            at += size
+            while (frame := rig.consumer.receive()) is not None:
+                total += 1
+                check(rig, frame, total, used[total - 1])
+        while total < len(used):
+            total += 1
+            check(rig, next_frame(rig.consumer), total, used[total - 1])
+        rig.close()
+
+
+def check(rig: Rig, frame: lane_pb2.Frame, total: int, size: int) -> None:
+    assert (frame.total, frame.nbytes) == (total, size)
+    assert bytes(payload(rig.consumer, frame)) == content(total, size)
+    rig.consumer.delivered(total)
+    rig.consumer.release([frame.ring, frame.slot])
+    rig.consumer.flush()
+
+
+def test_it_hears_its_consumer_while_it_waits_for_the_network(rig: Rig) -> None:
+    rig.begin()
+    data = stream(batch(1, 100_000), batch(2, 200_000))
+    rig.far.sendall(data[:150_000])  # in the middle of the second
+    place = rig.expect(1, 100_000)
+    rig.consumer.delivered(1)
+    rig.consumer.release(place)
+    rig.consumer.open_epochs(4)
+    rig.consumer.want([7, 8])
+    rig.consumer.flush()
+    ack = rig.ack()
+    assert (ack.delivered, ack.open_epochs, list(ack.wanted), list(ack.released)) == (1, 4, [7, 8], [])
+    rig.far.sendall(data[150_000:])
+    rig.expect(2, 200_000)
+
+
+def test_without_a_free_slot_it_reads_nothing_more_and_still_hears_its_consumer(rig: Rig) -> None:
+    rig.begin(4 << 20)
+    size = 3 << 20
+    data = stream(*(batch(total, size) for total in range(1, 12)))
+    rig.far.setblocking(False)
+    sent, places = 0, []
+    for total in range(1, 5):
+        while rig.consumer.receive() is None:
+            sent += push(rig.far, data[sent:])
+        frame = rig.consumer._frame
+        places.append((frame.ring, frame.slot))
+        assert frame.total == total
+    # The ring is full: now the window closes, for the lander does not take bytes it has no place for.
+    while pushed := push(rig.far, data[sent:]):
+        sent += pushed
+    assert sent < 10 * size
+    rig.far.settimeout(DEADLINE_S)
+    rig.consumer.delivered(2)
+    rig.consumer.flush()
+    assert rig.ack().delivered == 2
+    assert rig.consumer.receive() is None
+    rig.far.setblocking(False)
+    for total in range(5, 12):
+        rig.consumer.delivered(total - 1)
+        rig.consumer.release(places.pop(0))
+        rig.consumer.flush()
+        while (frame_or_none := rig.consumer.receive()) is None:
+            sent += push(rig.far, data[sent:])
+        assert frame_or_none.total == total
+        assert bytes(payload(rig.consumer, frame_or_none)) == content(total, size)
+        places.append((frame_or_none.ring, frame_or_none.slot))
+
+
+def push(sock: socket.socket, data: bytes) -> int:
+    try:
+        return sock.send(data[: 1 << 20])
+    except BlockingIOError:
+        os.sched_yield()
+        return 0
+
+
+def test_a_pass_left_while_a_batch_of_it_comes_in(rig: Rig) -> None:
+    rig.begin()
+    data = stream(batch(1, 50_000), batch(2, 50_000), batch(3, 50_000))
+    rig.far.sendall(data[:80_000])
+    rig.expect(1, 50_000)
+    rig.consumer.delivered(1)
+    rig.consumer.abandon(0)
+    ack = rig.ack()
+    assert (ack.delivered, ack.abandon_epoch) == (1, 1)
+    # The pump does not stop in the middle of a frame; what it sends now has been overwritten, and nobody may see it.
+    rig.far.sendall(b"?" * (len(data) - 80_000 - 50_100) + data[-50_100:])
+    for total in range(2, 40):
+        rig.far.sendall(stream(batch(total, 50_000, cut=1, epoch=1)))
+        place = rig.expect(total, 50_000)
+        rig.consumer.delivered(total)
+        rig.consumer.release(place)
+        rig.consumer.flush()
+
+
+def test_a_ring_of_each_lane_has_its_own_number(lander: Lander) -> None:
+    rigs = [Rig(lander), Rig(lander)]
+    for rig in rigs:
+        rig.begin()
+        rig.far.sendall(stream(batch(1, 10)))
+    places = {rig.expect(1, 10)[0] for rig in rigs}
+    assert len(places) == 2
+    for rig in rigs:
+        rig.close()
+
+
+# ---- ends
+
+
+def test_what_the_daemon_says_reaches_the_consumer(rig: Rig) -> None:
+    error = records_pb2.ErrorDetail(name="AuthenticationError", message="no such ticket")
+    rig.far.sendall(stream(lane_pb2.Frame(kind=lane_pb2.ERROR, error=error)))
+    rig.far.close()
+    frame = next_frame(rig.consumer)
+    assert (frame.kind, frame.error) == (lane_pb2.ERROR, error)
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+
+
+def test_what_came_whole_before_the_connection_broke_is_handed_on(rig: Rig) -> None:
+    rig.begin()
+    rig.far.sendall(stream(*(batch(total, 1000) for total in range(1, 20)))[:-1])
+    rig.far.close()
+    for total in range(1, 19):
+        rig.expect(total, 1000)
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+
+
+def test_more_than_the_consumers_socket_holds_is_handed_on_after_the_end(rig: Rig) -> None:
+    rig.begin()
+    ends = [lane_pb2.Frame(kind=lane_pb2.END, epoch=epoch, inline=b"x" * 1000) for epoch in range(2000)]
+    rig.far.sendall(stream(*ends))
+    rig.far.close()
+    for epoch in range(2000):
+        assert next_frame(rig.consumer).epoch == epoch
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "no-such-host.invalid"])
+def test_a_daemon_that_is_not_there_is_a_lost_lane(lander: Lander, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]  # nobody's, once it is closed
+    sock = connect_local(lander.start(), DEADLINE_S)
+    sock.send(lane_pb2.Hello(target=f"{host}:{port}").SerializeToString())
+    consumer = Consumer(sock, "the lander")
+    with pytest.raises(LaneLostError):
+        next_frame(consumer)
+    consumer.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff",
+        lane_pb2.Hello(target="nowhere").SerializeToString(),
+        lane_pb2.Hello(target=":1").SerializeToString(),
+        lane_pb2.Hello(target="host:99999").SerializeToString(),
+        lane_pb2.Hello(run="r").SerializeToString(),
+        lane_pb2.Hello(target="h:1", ticket="x" * MAX_FRAME).SerializeToString(),
+        b"",
+    ],
+)
+def test_what_is_no_hello_is_not_answered(lander: Lander, data: bytes) -> None:
+    sock = connect_local(lander.start(), DEADLINE_S)
+    sock.send(data)
+    assert sock.recv(10) == b""
+    sock.close()
+
+
+def test_the_last_acks_of_a_consumer_go_out_before_the_end(rig: Rig) -> None:
+    rig.begin()
+    rig.far.sendall(stream(batch(1, 100), batch(2, 100)))
+    rig.expect(1, 100)
+    rig.consumer.delivered(1)
+    rig.consumer.close()  # with a frame unread
+    acks = [rig.ack()]
+    while not acks[-1].close:
+        acks.append(rig.ack())
+    assert acks[0].delivered == 1
+    assert rig.far.recv(1) == b""
+
+
+def test_a_consumer_that_vanishes_closes_nothing(rig: Rig) -> None:
+    rig.begin()
+    rig.far.sendall(stream(batch(1, 100)))
+    rig.expect(1, 100)
+    rig.consumer.close(say_so=False)
+    assert rig.far.recv(1) == b"", "the pump sees an end, and no Ack.close"
+
+
+# ---- streams that cannot be
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "above the limit"),
+        (tcp.framed(b"\xff\xff"), "cannot be read"),
+        (stream(ring(SLOT), STRUCTURE, batch(1, SLOT + 1)), "in no ring"),
+        (stream(ring(SLOT), STRUCTURE, batch(1, 10, ring=2)), "in no ring"),
+        (stream(ring(SLOT), STRUCTURE, batch(1, 10, size=1 << 40)), "in no ring"),
+        (stream(ring(SLOT), batch(1, 10)), "never announced"),
+        (stream(ring(SLOT), STRUCTURE, batch(1, 10, structure=2)), "never announced"),
+        (stream(lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"", size=3)), "pieces"),
+        (stream(lane_pb2.Frame(total=5)), "unknown kind"),
+    ],
+)
+def test_a_stream_that_cannot_be_what_it_claims_is_an_error_with_a_name(rig: Rig, data: bytes, says: str) -> None:
+    rig.far.sendall(data)
+    frame = next_frame(rig.consumer)
+    assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "ProtocolError")
+    assert says in frame.error.message
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+
+
+def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> None:
+    rig.begin(slot_bytes=1 << 40)
+    rig.far.sendall(tcp.framed(batch(1, 1 << 39).SerializeToString()))
+    frame = next_frame(rig.consumer)
+    assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "BatchTooLargeError")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.binary(max_size=30)
+        | st.builds(
+            lambda **fields: tcp.framed(lane_pb2.Frame(**fields).SerializeToString()),
+            kind=st.integers(0, 6),
+            ring=st.integers(0, 2),
+            total=st.integers(0, 3),
+            slot=st.integers(0, 3),
+            structure=st.integers(0, 2),
+            nbytes=st.integers(0, 40) | st.integers(0, (1 << 64) - 1),
+            slot_bytes=st.integers(0, 9000) | st.integers(0, (1 << 64) - 1),
+            slots=st.integers(0, (1 << 32) - 1),
+            inline=st.binary(max_size=3),
+            size=st.integers(0, 3) | st.integers(0, (1 << 64) - 1),
+            cut=st.integers(0, 2),
+        ),
+        max_size=8,
+    )
+)
+def test_random_streams_end_their_lane_and_no_other(lander: Lander, pieces: list[bytes]) -> None:
+    pid = lander.pid
+    rig = Rig(lander)
+    rig.far.sendall(stream(ring(4096), STRUCTURE, batch(1, 10)) + b"".join(pieces))
+    rig.far.close()
+    rig.expect(1, 10)
+    with pytest.raises(LaneLostError):
+        drain(rig.consumer)
+    rig.close()
+    assert lander.pid == pid
+
+
+def drain(consumer: Consumer) -> None:
+    while True:
+        next_frame(consumer)
+
+
+def test_lanes_do_not_wait_for_each_other(lander: Lander) -> None:
+    stuck, half, free = rigs = [Rig(lander) for _ in range(3)]
+    for rig in rigs:
+        rig.begin()
+    stuck.far.setblocking(False)
+    data = stream(*(batch(total, SLOT) for total in range(1, 200)))
+    while push(stuck.far, data):
+        pass
+    half.far.sendall(stream(batch(1, SLOT))[: SLOT // 2])
+    for total in range(1, 100):
+        free.far.sendall(stream(batch(total, 70_000)))
+        place = free.expect(total, 70_000)
+        free.consumer.delivered(total)
+        free.consumer.release(place)
+        free.consumer.flush()
+    for rig in rigs:
+        rig.close()
+
+
+# ---- the process
+
+
+def test_it_is_one_process_without_torch_or_numpy(lander: Lander) -> None:
+    name, pid = lander.start(), lander.pid
+    assert lander.start() == name
+    assert lander.pid == pid
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "python" in maps
+    assert [word for word in ("torch", "numpy", "grpc") if word in maps] == []
+    assert len(os.listdir(f"/proc/{pid}/task")) == 1
+
+
+def test_one_that_was_killed_is_started_again(lander: Lander) -> None:
+    name, pid = lander.start(), lander.pid
+    assert pid is not None
+    rig = Rig(lander)
+    os.kill(pid, 9)
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+    assert rig.far.recv(1) == b""
+    rig.close()
+    wait_for(lambda: lander.pid is None, "a killed process still runs")
+    assert lander.start() != name
+    assert lander.pid not in (None, pid)
+
+
+def test_it_leaves_when_its_lifeline_does() -> None:
+    lifeline = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    lander = Lander()
+    name = lander.start(lifeline.pid)
+    pid = lander.pid
+    assert pid is not None
+    rig = Rig(lander)
+    lifeline.communicate(b"\n")
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+    rig.close()
+    wait_for(lambda: lander.pid is None, "it outlived its lifeline")
+    with pytest.raises(ConnectionRefusedError):
+        connect_local(name, 1)
+    lander.stop()
+
+
+def test_stop_ends_it_and_may_be_said_twice() -> None:
+    lander = Lander()
+    lander.stop()
+    name = lander.start()
+    lander.stop()
+    lander.stop()
+    assert lander.pid is None
+    with pytest.raises(ConnectionRefusedError):
+        connect_local(name, 1)
+
+
+def test_one_that_cannot_listen_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "x" * 200)
+    lander = Lander()
+    with pytest.raises(PenstockError, match="ended with code 1 before it listened"):
+        lander.start()
+    assert lander.pid is None

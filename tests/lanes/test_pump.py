@@ -1,0 +1,285 @@
+"""The pump between a producer of this process and a bare TCP socket that plays the lander."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.lanes.conftest import DEADLINE_S, content, count_rings, wait_for
+
+from penstock.proto import tcp
+from penstock.proto.lane import MAX_FRAME, Producer
+from penstock.proto.v1 import lane_pb2
+from penstock.worker.pump import Pump
+
+
+class Rig:
+    """A producer, the pump, and the far end of its TCP connection."""
+
+    def __init__(self, **hello: int) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.far = socket.create_connection(listener.getsockname())
+        near, _ = listener.accept()
+        listener.close()
+        self.far.settimeout(DEADLINE_S)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        greeting = lane_pb2.Hello(**{"next_total": 1, **hello})  # type: ignore[arg-type]
+        self.producer = Producer(1 << 26)
+        self.producer.know_structure(1, b"one")
+        self.producer.attach(theirs, greeting)
+        self.ended = threading.Event()
+        self.pump = Pump(near, ours, greeting, "slot 0", on_end=lambda _: self.ended.set())
+        self.total = 0
+        self._inbox = tcp.Inbox()
+
+    def start(self) -> Rig:
+        self.pump.start()
+        return self
+
+    def publish(self, *sizes: int) -> None:
+        for size in sizes:
+            self.total += 1
+            slab = self.producer.reserve(size)
+            assert slab is not None
+            slab.view[:size] = content(self.total, size)
+            self.producer.publish(slab, self.total, 0, 1, size, (size,), 0)
+
+    def read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = self.far.recv(size - len(data))
+            assert piece, "the connection ended"
+            data += piece
+        return data
+
+    def frame(self) -> tuple[lane_pb2.Frame, bytes]:
+        """The next frame over TCP, and its payload."""
+        (size,) = tcp.HEAD.unpack(self.read(4))
+        frame = lane_pb2.Frame.FromString(self.read(size))
+        return frame, self.read(frame.nbytes + 8 * frame.size) if frame.kind == lane_pb2.BATCH else b""
+
+    def batches(self, last: int) -> None:
+        """Read up to batch `last`, checking all of it."""
+        while True:
+            frame, payload = self.frame()
+            if frame.kind == lane_pb2.BATCH:
+                assert payload == content(frame.total, frame.nbytes)
+                if frame.total == last:
+                    return
+
+    def say(self, **ack: object) -> None:
+        self.far.sendall(tcp.framed(lane_pb2.Ack(**ack).SerializeToString()))  # type: ignore[arg-type]
+
+    def acks(self) -> None:
+        """Wait for an ack at the producer."""
+        assert select.select([self.producer], [], [], DEADLINE_S)[0]
+        self.producer.take_acks()
+
+    def close(self) -> None:
+        self.far.close()
+        self.producer.close(0)
+        assert self.pump.stop(DEADLINE_S)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig().start()
+    yield rig
+    rig.close()
+
+
+def test_frames_go_out_as_they_are_each_payload_behind_its_frame(rig: Rig) -> None:
+    rig.publish(100, 0, 70_000)
+    rig.producer.end(0, 3)
+    kinds = []
+    while not kinds or kinds[-1] != lane_pb2.END:
+        frame, payload = rig.frame()
+        kinds.append(frame.kind)
+        if frame.kind == lane_pb2.RING:
+            assert frame.slot_bytes in (4096, 73728)
+        if frame.kind == lane_pb2.BATCH:
+            assert payload == content(frame.total, frame.nbytes)
+    batch, ring = lane_pb2.BATCH, lane_pb2.RING
+    assert kinds == [ring, lane_pb2.STRUCTURE, batch, batch, ring, batch, lane_pb2.END]
+
+
+def test_it_hears_acks_while_the_network_takes_nothing(rig: Rig) -> None:
+    rig.publish(*[16 << 20] * 4)  # far more than the kernel buffers
+    rig.say(open_epochs=5, wanted=[1, 2])
+    rig.acks()
+    assert (rig.producer.open_epochs, rig.producer.wanted) == (5, {2: [1]})
+    rig.say(delivered=1)  # nonsense, but it is passed on
+    rig.acks()
+    assert rig.producer.delivered == 1
+    rig.batches(4)
+
+
+def test_a_slot_comes_back_when_its_batch_was_delivered_and_not_before(rig: Rig) -> None:
+    rig.publish(*[100] * 32)
+    assert rig.producer.reserve(100) is None
+    rig.batches(32)
+    rig.say(delivered=7, released=[1, 2, 3, 4])  # of the lander's ring: nobody's business here
+    rig.acks()
+    assert rig.producer.free_slots == 7
+    rig.say(delivered=32)
+    rig.acks()
+    assert rig.producer.free_slots == 32
+    rig.publish(100)
+    rig.batches(33)
+
+
+def test_a_pass_that_is_left(rig: Rig) -> None:
+    rig.publish(*[100] * 10)
+    rig.batches(10)
+    rig.say(delivered=4, abandon_epoch=1)
+    rig.acks()
+    producer = rig.producer
+    while not producer.abandoned:
+        rig.acks()
+    assert (list(producer.abandoned), producer.delivered, producer.free_slots) == ([0], 4, 32)
+    rig.total = 4
+    rig.publish(*[100] * 32)
+    rig.say(delivered=5)
+    rig.acks()
+    assert producer.free_slots == 1, "no slot of the pass that was left comes back a second time"
+    rig.batches(36)
+
+
+def test_stale_frames_are_known_from_the_hellos_count() -> None:
+    rig = Rig(cuts=3).start()
+    rig.publish(100)
+    frame, _ = rig.frame()
+    while frame.kind != lane_pb2.BATCH:
+        frame, _ = rig.frame()
+    assert frame.cut == 3
+    assert rig.pump._runner.cuts == 3
+    rig.close()
+
+
+def test_all_that_a_lost_runner_had_sent_goes_out_and_then_the_end(rig: Rig) -> None:
+    sizes = [16 << 20] * 4
+    rig.publish(*sizes)
+    rig.producer.detach()
+    rig.batches(4)
+    assert rig.far.recv(1) == b""
+    assert not rig.ended.is_set(), "it stays for the last acks: closing now could destroy what is on its way"
+    rig.far.close()
+    assert rig.ended.wait(DEADLINE_S)
+    assert "the peer vanished" in rig.pump.reason
+
+
+def test_the_runners_close_is_passed_on(rig: Rig) -> None:
+    rig.producer.close()
+    frame, _ = rig.frame()
+    assert frame.kind == lane_pb2.CLOSE
+    assert rig.far.recv(1) == b""
+
+
+@pytest.mark.parametrize("words", [{}, {"delivered": 2}, {"delivered": 2, "close": True}])
+def test_the_last_acks_of_a_lost_lander_reach_the_runner(rig: Rig, words: dict[str, object]) -> None:
+    rig.publish(*[16 << 20] * 4)  # unread when it leaves: the kernel resets the connection
+    if words:
+        rig.say(**words)
+    rig.far.close()
+    assert rig.ended.wait(DEADLINE_S)
+    while rig.producer.attached:
+        rig.acks()
+    assert rig.producer.closed is bool(words.get("close"))
+    assert rig.producer.delivered == words.get("delivered", 0)
+    assert rig.pump.reason
+
+
+def test_a_lander_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.publish(100)
+    rig.far.sendall(tcp.framed(b"\xff\xff"))
+    assert rig.ended.wait(DEADLINE_S)
+    assert rig.pump.reason.startswith("ProtocolError: an ack over TCP that cannot be read")
+    assert "ProtocolError" in caplog.text
+    while rig.producer.attached:
+        rig.acks()
+    assert not rig.producer.closed
+    assert rig.producer._kept
+
+
+def test_a_runner_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    assert rig.producer._sock is not None
+    rig.producer._sock.send(lane_pb2.Frame(kind=lane_pb2.BATCH, ring=77).SerializeToString())
+    assert rig.ended.wait(DEADLINE_S)
+    assert "no ring slot that was announced" in rig.pump.reason
+    assert "no ring slot" in caplog.text
+    assert rig.far.recv(1) == b""
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.binary(max_size=40), max_size=5), st.binary(max_size=20))
+def test_random_bytes_over_tcp(messages: list[bytes], tail: bytes) -> None:
+    logging.disable(logging.WARNING)
+    rig = Rig().start()
+    try:
+        rig.publish(*[100] * 8)
+        rig.far.sendall(b"".join(map(tcp.framed, messages)) + tail)
+        rig.far.shutdown(socket.SHUT_WR)
+        assert rig.ended.wait(DEADLINE_S)
+        rig.producer.take_acks()
+        producer = rig.producer
+        assert sum(map(len, producer._lent.values())) + producer.free_slots == 32
+    finally:
+        rig.close()
+        logging.disable(logging.NOTSET)
+
+
+def test_stop_leaves_both_sides_at_once() -> None:
+    rig = Rig().start()
+    rig.publish(*[16 << 20] * 4)
+    assert rig.pump.stop(DEADLINE_S)
+    assert rig.pump.stop(DEADLINE_S)
+    assert rig.ended.is_set()
+    assert rig.pump.reason == "stopped"
+    while rig.producer.attached:
+        rig.acks()
+    assert not rig.producer.closed
+    rig.close()
+
+
+def test_stop_before_the_start() -> None:
+    rig = Rig()
+    assert rig.pump.stop()
+    assert rig.far.recv(1) == b""
+    rig.close()
+
+
+def test_a_runner_that_floods_it_with_announcements_fills_no_memory(rig: Rig) -> None:
+    sock = rig.producer._sock
+    assert sock is not None
+    piece = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"x" * 60_000, size=60_000).SerializeToString()
+    sock.setblocking(False)
+    sent = 0
+    while select.select([], [sock], [], 1.0)[1]:  # until nobody has taken anything for a while
+        try:
+            sock.send(piece)
+            sent += 1
+        except BlockingIOError:
+            break
+    assert len(piece) < MAX_FRAME
+    assert len(rig.pump._out) <= 4096 + 64
+
+
+def test_nothing_is_left_behind() -> None:
+    def used() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/fd")), count_rings("self"), threading.active_count()
+
+    before = used()
+    for size in (100, 1 << 20):
+        rig = Rig().start()
+        rig.publish(size)
+        rig.batches(1)
+        rig.close()
+        del rig
+    wait_for(lambda: used() == before, f"{used()} instead of {before}")
