@@ -316,3 +316,38 @@ def slow(seconds: float, batches: int = 20) -> Iterator[torch.Tensor]:
         if place.global_worker_id == 0:
             time.sleep(seconds)
         yield torch.tensor(number)
+
+
+def surroundings() -> Iterator[dict[str, Any]]:
+    """What a runner's process is like, as user code finds it."""
+    import random
+    import sys
+
+    place = current_assignment()
+    yield {
+        "numbers": [random.random(), float(np.random.rand()), float(torch.rand(()))],
+        "hash": hash("penstock"),
+        "hash_seed": os.environ["PYTHONHASHSEED"],
+        "torch_threads": torch.get_num_threads(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "cuda": os.environ["CUDA_VISIBLE_DEVICES"],
+        "grpc": "grpc" in sys.modules,
+        "environment": sorted(os.environ),
+        "place": [place.box, place.num_boxes, place.slot, place.num_workers_per_box, place.seed, place.first_step],
+        "leads_group": os.getpgrp() == os.getpid(),
+        "pid": os.getpid(),
+    }
+
+
+def forks_and_dies(marker: str) -> Iterator[torch.Tensor]:
+    """Leaves a child that holds all its descriptors, and is killed."""
+    current_assignment()
+    for number in range(10):
+        if number == 4 and not os.path.exists(marker):
+            child = os.fork()
+            if child == 0:
+                time.sleep(600)
+            with open(marker, "w") as file:
+                file.write(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield torch.tensor(number)

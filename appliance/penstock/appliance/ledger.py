@@ -157,8 +157,12 @@ class Ledger:
         return ""
 
     def add_blob(self, name: str, size: int, now: float) -> None:
-        if name not in self._blobs:
-            self.used += size
+        """It is on disk; one that was there already is only younger now."""
+        known = self._blobs.get(name)
+        if known is not None:
+            known.touched = now
+            return
+        self.used += size
         self._blobs[name] = _Blob(size, now)
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
 from penstock.appliance.states import Gathered
 from penstock.appliance.store import Store
-from penstock.proto.calls import pieces
+from penstock.proto.calls import blob_name, pieces
 from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import (
     DeadlineError,
@@ -269,20 +268,20 @@ class Service(CoordinatorServicer):
     # ---------------------------------------------------------------------------------------------- blobs, operators
 
     async def PutBlob(self, parts: AsyncIterator[pb.BlobPart], context: _Context) -> pb.PutBlobReply:
-        received: list[bytes] = []
-        size, digest, hint = 0, hashlib.sha256(), ""
-        async for part in parts:
-            hint = hint or part.run_hint
-            size += len(part.data)
+        first = await anext(parts, pb.BlobPart())
+        name, size = first.blob, first.size
+        if not self._ledger.has_blob(name):
             refused = self._ledger.why_blob_refused(size)
             if refused:
-                raise InvalidArgumentError(f"a blob for run {hint or '?'} cannot be kept: {refused}")
-            digest.update(part.data)
-            received.append(part.data)
-        name = digest.hexdigest()
-        if not self._ledger.has_blob(name):
+                raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
+            transfer = Transfer("PutBlob", size)
             with self._ledger.expecting(size):
-                await self._on_disk(self._store.put_blob, name, b"".join(received))
+                async for part in parts:
+                    transfer.add(part.data)
+                data = transfer.all()
+                if await self._on_disk(blob_name, data) != name:
+                    raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
+                await self._on_disk(self._store.put_blob, name, data)
         self._registry.blob_stored(name, size)
         return pb.PutBlobReply(blob=name)
 

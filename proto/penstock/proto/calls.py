@@ -62,7 +62,7 @@ def pieces(data: bytes) -> Iterator[bytes]:
 
 
 def blob_parts(data: bytes, run_hint: str) -> Iterator[pb.BlobPart]:
-    yield pb.BlobPart(run_hint=run_hint)
+    yield pb.BlobPart(run_hint=run_hint, blob=blob_name(data), size=len(data))
     for piece in pieces(data):
         yield pb.BlobPart(data=piece)
 
@@ -217,7 +217,9 @@ class CoordinatorClient(_Base):
         return gather.all()
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        """Keeps the bytes at the coordinator for the run "job/ordinal"; returns their name (for Resume.blob)."""
+        """Keeps the bytes at the coordinator for the run "job/ordinal"; returns their name (for Resume.blob).
+
+        Boxes that put the same bytes send them once, if the first has ended when the others begin."""
         with self._guarded("PutBlob", deadline_s):
             parts = blob_parts(data, run_hint)
             return self._stub.PutBlob(parts, timeout=deadline_s, metadata=self._metadata).blob

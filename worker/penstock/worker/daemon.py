@@ -81,6 +81,8 @@ class Daemon:
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        """Slots that are being stopped: never cancelled, so that their runners are reaped."""
         self.stopping = asyncio.Event()
 
     # ---- its life
@@ -115,7 +117,9 @@ class Daemon:
         self._doors.close()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *(slot.stop() for slot in self._slots.values()), return_exceptions=True)
+        for key in list(self._slots):
+            self._stop_slot(key)
+        await asyncio.gather(*self._tasks, *self._ending, return_exceptions=True)
         for starting in self._zygotes.values():
             if starting.done() and not starting.cancelled() and starting.exception() is None:
                 starting.result().close()
@@ -192,7 +196,7 @@ class Daemon:
     def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         wanted = {key_of(assignment): assignment for assignment in reply.assignments}
         for key in [key for key in self._slots if key not in wanted]:
-            self._spawn(self._slots.pop(key).stop())
+            self._stop_slot(key)
         for key, assignment in wanted.items():
             if key not in self._slots:
                 self._start_slot(key, assignment)
@@ -216,6 +220,11 @@ class Daemon:
             slot.fail(detail_of(error), lost=False)
             return
         slot.start()
+
+    def _stop_slot(self, key: SlotKey) -> None:
+        task = asyncio.ensure_future(self._slots.pop(key).stop())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
         """Let go what belongs to runs that have no slot here any more; zygotes a little later, for the next attempt."""

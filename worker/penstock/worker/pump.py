@@ -45,8 +45,8 @@ BUFFERS_A_CALL = 128
 """Buffers given to one sendmsg: two for each batch. The kernel takes up to 1,024."""
 FRAMES_A_TURN = 64
 """Frames read from the runner before the others get their turn: more than a ring has slots."""
-MAX_OUT = 4096
-"""Buffers on their way out above which the runner is not read: far more than ring slots alone can be."""
+MAX_OUT = 512
+"""Buffers on their way out above which the runner is not read: more than ring slots alone can be."""
 
 
 class Pump(threading.Thread):

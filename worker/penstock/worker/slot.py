@@ -118,7 +118,7 @@ class Slot:
             assert self._child is not None
             self._spawn(self._upload())
             self._spawn(self._check_once())
-            status = await self._child.exited
+            status = await asyncio.shield(self._child.exited)
             if not self._stopping and self.phase != coordinator_pb2.FAILED:
                 self._lose(_how_it_ended(status, self.name, self.ledger))
         except asyncio.CancelledError:

@@ -25,6 +25,7 @@ from penstock.worker.control import Channel, Message
 __all__ = ["die_with_parent", "main"]
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
@@ -36,41 +37,59 @@ def die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Serve fork requests on the inherited control socket until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal reaches us too; the daemon, who drains, stops us
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    parent = int(sys.argv[2])
-    die_with_parent(parent)
+    die_with_parent(int(sys.argv[2]))
+    # What a runner leaves behind comes here to be reaped, and not to whatever is process 1 of a container.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     import torch
-
     from penstock.worker import runner, scratch  # noqa: F401  # what every child needs, loaded once
 
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
+    deaths, wake = os.pipe()
+    for fd in (deaths, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     channel.send("up")
-    children: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, id)
+    children: dict[int, int] = {}  # pid -> the daemon's number for it
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
+    poll.register(deaths, select.POLLIN)
     try:
         while True:
             for fd, _ in poll.poll():
-                if fd in children:
-                    poll.unregister(fd)
-                    pid, number = children.pop(fd)
-                    os.close(fd)
-                    _, status = os.waitpid(pid, 0)
-                    channel.send("exited", id=number, status=os.waitstatus_to_exitcode(status))
-                else:
-                    while (message := channel.receive(wait=False)) is not None:
-                        pid = _fork(message, channel)
-                        pidfd = os.pidfd_open(pid)
-                        children[pidfd] = pid, message.fields["id"]
-                        poll.register(pidfd, select.POLLIN)
-                        channel.send("forked", id=message.fields["id"], pid=pid)
+                if fd == deaths:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(deaths, 4096)
+                    _reap(children, channel)
+                    continue
+                while (message := channel.receive(wait=False)) is not None:
+                    number = message.fields["id"]
+                    pid = _fork(message, channel)
+                    children[pid] = number
+                    channel.send("forked", id=number, pid=pid)
     except LaneLostError:
-        for pid, _ in children.values():
+        for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+
+
+def _reap(children: dict[int, int], channel: Channel) -> None:
+    """Collect all that have died: our children, whose end is told, and what they orphaned."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        if pid in children:
+            # Its group goes with it, before anybody can take the number: the pid is reserved while the group lives.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            channel.send("exited", id=children.pop(pid), status=os.waitstatus_to_exitcode(status))
 
 
 def _fork(message: Message, channel: Channel) -> int:
@@ -78,6 +97,8 @@ def _fork(message: Message, channel: Channel) -> int:
     me = os.getpid()
     pid = os.fork()
     if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         channel.sock.close()
         _child(me, message.fields["role"], control, output, ledger)
     for fd in (control, output, ledger):

@@ -1037,18 +1037,26 @@ class BlobPart(_message.Message):
 
     RUN_HINT_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    BLOB_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     run_hint: _builtins.str
     """first part: job/ordinal that the blob is for"""
     data: _builtins.bytes
+    blob: _builtins.str
+    """first part: its name; a coordinator that has it answers without waiting for the data"""
+    size: _builtins.int
+    """first part"""
     def __init__(
         self,
         *,
         run_hint: _builtins.str = ...,
         data: _builtins.bytes = ...,
+        blob: _builtins.str = ...,
+        size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "run_hint", b"run_hint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "data", b"data", "run_hint", b"run_hint", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,244 @@
+"""The coordinator as a process: how it starts, how it ends, and what a kill -9 leaves behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.errors import CoordinatorUnavailableError, SupersededError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+TOKEN = "token"
+DEADLINE_S = 20.0
+
+
+def line_from(fd: int) -> str:
+    """What comes through the pipe until it is closed."""
+    read = b""
+    while select.select([fd], [], [], DEADLINE_S)[0]:
+        piece = os.read(fd, 4096)
+        if not piece:
+            return read.decode()
+        read += piece
+    raise AssertionError(f"nothing more came within {DEADLINE_S} s after {read!r}")
+
+
+class Coordinator:
+    """python -m penstock.appliance."""
+
+    def __init__(self, *arguments: str, token: str = TOKEN, listen: str = "127.0.0.1:0") -> None:
+        reading, writing = os.pipe()
+        began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.appliance", "--listen", listen, "--ready-fd", str(writing), *arguments],
+            pass_fds=[writing],
+            env={**os.environ, "PENSTOCK_TOKEN": token},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(writing)
+        self.address = line_from(reading).strip()
+        self.took_s = time.monotonic() - began
+        os.close(reading)
+
+    def client(self) -> CoordinatorClient:
+        return CoordinatorClient(self.address, TOKEN)
+
+    def kill(self, how: int = signal.SIGKILL) -> int:
+        self.process.send_signal(how)
+        return self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def started() -> Iterator[list[Coordinator]]:
+    """Coordinators put here are gone after the test."""
+    coordinators: list[Coordinator] = []
+    yield coordinators
+    for coordinator in coordinators:
+        coordinator.close()
+
+
+def start(started: list[Coordinator], *arguments: str, **options: str) -> Coordinator:
+    started.append(Coordinator(*arguments, **options))
+    return started[-1]
+
+
+def opening(**fields: object) -> pb.OpenRunRequest:
+    request = pb.OpenRunRequest(job="job", num_boxes=1, num_workers_per_box=1, client_id="c", host_id="host-a")
+    request.loader.input_fn = "m:f"
+    request.MergeFrom(pb.OpenRunRequest(**fields))  # type: ignore[arg-type]
+    return request
+
+
+def test_it_is_up_within_half_a_second_or_so(started: list[Coordinator]) -> None:
+    best = min(start(started).took_s for _ in range(3))
+    assert best < 0.6 * float(os.environ.get("PYTEST_SLOW", "2")), best  # 0.2 s on an idle machine
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_in_order(started: list[Coordinator], how: signal.Signals) -> None:
+    coordinator = start(started)
+    with coordinator.client() as client:
+        assert client.status().version
+        assert coordinator.kill(how) == 0
+        with pytest.raises(CoordinatorUnavailableError, match=coordinator.address):
+            client.status()
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_what_was_acknowledged_survives_kill_9(started: list[Coordinator], tmp_path: Path, when: str) -> None:
+    arguments = ["--state-dir", str(tmp_path / "state")]
+    first = start(started, *arguments)
+    with first.client() as client:
+        old = client.open_run(opening())
+        blob = client.put_blob(b"b" * 2_000_000, "job/0")
+        new = client.open_run(opening(client_id="new"))
+        assert (old.attempt, new.attempt, new.seed) == (1, 2, old.seed)
+        if when == "between":  # a call under way when it dies
+            for number in range(50):
+                client.open_run(opening(job=f"other-{number}"))
+    first.kill(signal.SIGTERM if when == "before" else signal.SIGKILL)
+    second = start(started, *arguments, listen=first.address)
+    assert second.address == first.address
+    with second.client() as client:
+        assert client.open_run(opening(client_id="new")) == new
+        with pytest.raises(SupersededError, match="superseded by attempt 2"):
+            client.open_run(opening())
+        assert client.get_blob(blob) == b"b" * 2_000_000
+        assert client.open_run(opening(client_id="third")).attempt == 3
+        assert len(client.status().runs) == (51 if when == "between" else 1)
+
+
+def test_snapshots_and_generations_survive_kill_9(started: list[Coordinator], tmp_path: Path) -> None:
+    import asyncio
+
+    from penstock.proto.calls import AsyncCoordinatorClient
+
+    arguments = ["--state-dir", str(tmp_path / "state"), "--worker-lease-s", "20", "--client-lease-s", "20"]
+    header = pb.SnapshotHeader(run="job/0", attempt=1, generation=2, total=4)
+    query = pb.GetSnapshotsRequest(run="job/0", attempt=1, generation=2)
+    beat = pb.HeartbeatRequest(worker="w", session="s")
+
+    async def before(address: str) -> str:
+        async with AsyncCoordinatorClient(address, TOKEN) as client:
+            await client.open_run(opening())
+            await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
+            (given,) = (await client.heartbeat(beat)).assignments
+            lost = pb.SlotReport(run="job/0", attempt=1, generation=given.generation, phase=pb.FAILED, lost=True)
+            moved = await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[lost]))
+            assert [(a.generation, a.recovery) for a in moved.assignments] == [(2, False)]
+            assert (await client.put_snapshot(header, b"s" * 5_000_000)).refused == ""
+            return moved.assignments[0].ticket
+
+    async def after(address: str, ticket: str) -> None:
+        async with AsyncCoordinatorClient(address, TOKEN) as client:
+            assert (await client.heartbeat(beat)).register_again
+            await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
+            (given,) = (await client.heartbeat(beat)).assignments
+            assert (given.generation, given.ticket) == (2, ticket)
+            ((found, data),) = await client.get_snapshots(query)
+            assert (found.total, data) == (4, b"s" * 5_000_000)
+
+    first = start(started, *arguments)
+    ticket = asyncio.run(before(first.address))
+    first.kill()
+    asyncio.run(after(start(started, *arguments).address, ticket))
+
+
+def test_it_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
+    """A parent that starts a coordinator with a lifeline, tells us about it, and is killed."""
+    parent = (
+        "import os, subprocess, sys, time\n"
+        "r, w = os.pipe()\n"
+        "command = [sys.executable, '-m', 'penstock.appliance', '--lifeline-pid', str(os.getpid()), '--ready-fd', str(w)]\n"
+        "child = subprocess.Popen(command, pass_fds=[w])\n"
+        "address = os.read(r, 1000).decode().strip()\n"
+        "os.kill(child.pid, 2)\n"  # Ctrl-C reaches the group: with a lifeline it is the parent's business
+        "print(child.pid, address, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PENSTOCK_TOKEN": TOKEN}
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pid, address = process.stdout.readline().split()
+        with CoordinatorClient(address, TOKEN) as client:
+            assert client.status().version
+        watch = os.pidfd_open(int(pid))
+        process.kill()
+        assert select.select([watch], [], [], DEADLINE_S)[0], "the coordinator outlived its parent"
+        os.close(watch)
+
+
+def test_without_its_parent_it_does_not_even_start() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(DEADLINE_S)
+    for pid in (gone.pid, 1):  # ended; alive, but not our parent
+        coordinator = Coordinator("--lifeline-pid", str(pid))
+        assert coordinator.address == ""
+        assert coordinator.process.wait(DEADLINE_S) == 0
+        coordinator.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "words"),
+    [
+        (["--listen", "0.0.0.0:0"], TOKEN, "wait for TLS, or say --insecure"),
+        (["--listen", "nonsense"], TOKEN, "neither"),
+        ([], "", "no token: set PENSTOCK_TOKEN"),
+        ([], "two words", "one word of printable ASCII"),
+        (["--state-dir", "/proc/penstock"], TOKEN, "the state directory /proc/penstock cannot be used"),
+    ],
+)
+def test_what_it_cannot_start_with_is_one_line_and_exit_status_2(arguments: list[str], token: str, words: str) -> None:
+    coordinator = Coordinator(*arguments, token=token)
+    assert coordinator.address == ""
+    assert coordinator.process.wait(DEADLINE_S) == 2
+    assert coordinator.process.stderr is not None
+    said = coordinator.process.stderr.read()
+    assert said.startswith("penstock coordinator: ")
+    assert words in said
+    assert said.count("\n") == 1
+    coordinator.close()
+
+
+def test_a_taken_port_and_a_taken_directory_are_named(started: list[Coordinator], tmp_path: Path) -> None:
+    first = start(started, "--state-dir", str(tmp_path))
+    for second, words in (
+        (start(started, listen=first.address), f"{first.address} is in use by another process"),
+        (start(started, "--state-dir", str(tmp_path)), f"{tmp_path} is in use by another coordinator (process "),
+    ):
+        assert second.process.wait(DEADLINE_S) == 2
+        assert second.process.stderr is not None
+        said = second.process.stderr.read()
+        assert words in said
+        assert said.count("\n") == 1
+
+
+def test_a_coordinator_needs_no_torch() -> None:
+    code = (
+        "import sys, penstock.appliance.server, penstock.appliance.__main__, penstock.proto.calls; "
+        "print([name for name in ('torch', 'numpy', 'typer', 'pydantic') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_token_is_in_no_argument(started: list[Coordinator]) -> None:
+    coordinator = start(started, token="a-very-secret-token")
+    assert b"a-very-secret" not in Path(f"/proc/{coordinator.process.pid}/cmdline").read_bytes()

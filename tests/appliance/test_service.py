@@ -1,0 +1,561 @@
+"""The coordinator over real sockets, with the real clients: long polls, transfers, states, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.appliance.limits import Limits
+from penstock.appliance.server import IN_MEMORY, serve
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
+from penstock.proto.channel import CHUNK
+from penstock.proto.errors import (
+    BoxOutOfRangeError,
+    DeadlineError,
+    InputFnError,
+    InvalidArgumentError,
+    PenstockError,
+    ProtocolError,
+    StateUnavailableError,
+    SupersededError,
+    UnknownRunError,
+)
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+TOKEN = "token"
+DEADLINE_S = 20.0
+LIMITS = replace(Limits(), worker_lease_s=20.0, client_lease_s=20.0)
+"""Leases that no test on a busy machine outlives by accident."""
+
+
+@contextlib.asynccontextmanager
+async def coordinator(state_dir: str | Path = IN_MEMORY, limits: Limits = LIMITS) -> AsyncIterator[str]:
+    """A coordinator in this loop; yields its address."""
+    stop = asyncio.Event()
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        serve("127.0.0.1:0", state_dir, TOKEN, ready=address.set_result, stop=stop, limits=limits)
+    )
+    running.add_done_callback(lambda _: address.done() or address.cancel())
+    try:
+        yield await address
+    finally:
+        stop.set()
+        await running
+
+
+Say = Callable[[pb.StateRequest], tuple[pb.StateAnswer, bytes]]
+
+
+def plain_state(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+    data = f"{request.box}.{request.slot}:{request.epoch}.{request.position.total}".encode()
+    return pb.StateAnswer(samples_streamed=request.position.total), data
+
+
+@dataclass
+class Daemon:
+    """A worker without runners: all that it is given is ready at once; states are what `say` makes of requests."""
+
+    client: AsyncCoordinatorClient
+    name: str
+    say: Say = plain_state
+    slots: int = 8
+    reply: pb.HeartbeatReply = field(default_factory=pb.HeartbeatReply)
+    answered: set[str] = field(default_factory=set)
+    asked: list[pb.StateRequest] = field(default_factory=list)
+    beats: int = 0
+
+    async def run(self) -> None:
+        await self.client.register(
+            pb.RegisterWorkerRequest(
+                worker=self.name, session="s", slots=self.slots, host_id="host-a", tcp_address="t:1"
+            )
+        )
+        while True:
+            reports = [
+                pb.SlotReport(
+                    run=a.run, attempt=a.attempt, box=a.box, slot=a.slot, generation=a.generation, phase=pb.READY
+                )
+                for a in self.reply.assignments
+            ]
+            self.beats += 1
+            self.reply = await self.client.heartbeat(
+                pb.HeartbeatRequest(
+                    worker=self.name, session="s", slots=reports, seen_version=self.reply.version, hold_s=30
+                )
+            )
+            for request in self.reply.state_requests:
+                if request.request not in self.answered:
+                    self.answered.add(request.request)
+                    self.asked.append(request)
+                    answer, data = self.say(request)
+                    answer.request, answer.worker, answer.session = request.request, self.name, "s"
+                    await self.client.put_state(answer, data)
+
+
+@contextlib.asynccontextmanager
+async def daemon(address: str, name: str = "w", say: Say = plain_state, slots: int = 8) -> AsyncIterator[Daemon]:
+    async with AsyncCoordinatorClient(address, TOKEN) as client:
+        worker = Daemon(client, name, say, slots)
+        task = asyncio.create_task(worker.run())
+        try:
+            yield worker
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def opening(box: int = 0, **fields: object) -> pb.OpenRunRequest:
+    request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, client_id=f"c{box}")
+    request.host_id, request.loader.input_fn, request.loader.options.retention_steps = "host-a", "m:f", 100
+    request.MergeFrom(pb.OpenRunRequest(**fields))  # type: ignore[arg-type]
+    return request
+
+
+def watching(box: int = 0, steps: int = 0, slots: int = 2, **fields: object) -> pb.WatchRunRequest:
+    request = pb.WatchRunRequest(run="job/0", attempt=1, box=box, client_id=f"c{box}")
+    if steps:
+        position = Position.start(slots)
+        for _ in range(steps):
+            position.deliver()
+        request.delivered.CopyFrom(position.to_proto())
+    request.MergeFrom(pb.WatchRunRequest(**fields))  # type: ignore[arg-type]
+    return request
+
+
+async def until_ready(client: AsyncCoordinatorClient, **fields: object) -> pb.WatchRunReply:
+    """Watches, as a client does, until all slots of the box are ready."""
+    reply = pb.WatchRunReply()
+    async with asyncio.timeout(DEADLINE_S):
+        while not reply.slots or any(slot.phase != pb.READY for slot in reply.slots):
+            reply = await client.watch_run(watching(seen_version=reply.version, hold_s=30, **fields))  # type: ignore[arg-type]
+    return reply
+
+
+Body = Callable[[AsyncCoordinatorClient, str], Awaitable[None]]
+
+
+def trial(body: Body, limits: Limits = LIMITS, state_dir: str | Path = IN_MEMORY) -> None:
+    async def run() -> None:
+        async with coordinator(state_dir, limits) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+            await body(client, address)
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------------------------------------------------- long polls
+
+
+def test_a_run_comes_up_and_long_polls_wake() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        reply = await client.open_run(opening())
+        assert (reply.run, reply.attempt, reply.lease_s) == ("job/0", 1, 20)
+        first = await client.watch_run(watching())
+        assert first.missing_slots == 2
+        held = asyncio.create_task(client.watch_run(watching(seen_version=first.version, hold_s=30)))
+        async with daemon(address) as worker:
+            async with asyncio.timeout(4):  # far less than the hold: somebody woke it
+                assert (await held).missing_slots == 0
+                ready = await until_ready(client)
+            assert ready.slots[0].tcp_address == "t:1"
+            await client.close_run(pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
+            async with asyncio.timeout(4):
+                while worker.reply.assignments:
+                    await client.status()
+            assert worker.beats < 10  # it was woken, and did not spin
+
+    trial(body)
+
+
+def test_a_hold_ends_well_before_the_lease() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        seen = (await client.watch_run(watching())).version
+        async with asyncio.timeout(1.5):
+            again = await client.watch_run(watching(seen_version=seen, hold_s=60))
+        assert again.version == seen
+
+    trial(body, replace(LIMITS, client_lease_s=0.9))
+
+
+def test_a_superseded_client_is_told_in_its_long_poll() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        seen = (await client.watch_run(watching())).version
+        held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
+        await client.open_run(opening(client_id="new"))
+        async with asyncio.timeout(4):
+            with pytest.raises(SupersededError, match="superseded by attempt 2, opened by box 0, client new"):
+                await held
+
+    trial(body)
+
+
+def test_leases_end_by_themselves() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address) as worker:
+            await until_ready(client)
+            generations = {a.slot: a.generation for a in worker.reply.assignments}
+            assert generations == {0: 1, 1: 1}
+            async with asyncio.timeout(DEADLINE_S):  # the client says nothing any more
+                while worker.reply.assignments:
+                    await client.status()
+            async with asyncio.timeout(DEADLINE_S):  # and comes back
+                while {a.generation for a in worker.reply.assignments} != {2}:
+                    await client.watch_run(watching())
+
+    trial(body, replace(LIMITS, client_lease_s=0.5))
+
+
+def test_errors_cross_as_what_they_are() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        with pytest.raises(BoxOutOfRangeError, match="with num_boxes=1 the boxes are 0 to 0"):
+            await client.open_run(opening(1))
+        with pytest.raises(UnknownRunError, match="knows no run 'job/0'"):
+            await client.watch_run(watching())
+        assert (await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))).register_again
+        with CoordinatorClient(address, TOKEN) as blocking:
+            with pytest.raises(InvalidArgumentError, match="needs a job"):
+                await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
+            await asyncio.to_thread(blocking.open_run, opening())
+            await asyncio.to_thread(blocking.watch_run, watching())
+            assert (await asyncio.to_thread(blocking.status)).runs[0].run == "job/0"
+            await asyncio.to_thread(blocking.close_run, pb.CloseRunRequest(run="job/0", attempt=1, client_id="c0"))
+
+    trial(body)
+
+
+# ----------------------------------------------------------------------------------------------- snapshots and blobs
+
+
+def header(total: int, **fields: Any) -> pb.SnapshotHeader:
+    found = pb.SnapshotHeader(run="job/0", attempt=1, box=0, slot=0, generation=1, epoch=0, total=total)
+    found.MergeFrom(pb.SnapshotHeader(**fields))
+    return found
+
+
+def query(generation: int = 1) -> pb.GetSnapshotsRequest:
+    return pb.GetSnapshotsRequest(run="job/0", attempt=1, box=0, slot=0, generation=generation)
+
+
+def test_snapshots_of_any_size_come_back_oldest_first() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address):
+            await until_ready(client)
+            values = {0: b"", 3: b"x" * 6_000_000, 5: b"y" * (CHUNK + 1)}
+            for total in (3, 0, 5):
+                reply = await client.put_snapshot(header(total), values[total])
+                assert reply.refused == ""
+            found = await client.get_snapshots(query())
+            assert [(head.total, head.generation, data) for head, data in found] == [
+                (total, 1, values[total]) for total in (0, 3, 5)
+            ]
+
+    trial(body)
+
+
+def test_snapshots_of_the_fenced_are_refused() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address):
+            await until_ready(client)
+            with pytest.raises(SupersededError, match=r"generation 7 of box 0 slot 0 .* has been replaced by 1"):
+                await client.put_snapshot(header(3, generation=7), b"x" * 3_000_000)
+            with pytest.raises(SupersededError):
+                await client.get_snapshots(query(7))
+            with pytest.raises(UnknownRunError, match="has no box 0 slot 9"):
+                await client.put_snapshot(header(3, slot=9), b"x")
+
+    trial(body)
+
+
+def test_over_budget_is_refused_politely_and_what_is_there_stays() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address):
+            await until_ready(client)
+            reply = await client.put_snapshot(header(0), b"x" * 1_000_000)
+            assert (reply.refused, reply.free_bytes) == ("", 2_000_000)
+            refusal = await client.put_snapshot(header(1), b"x" * 2_500_000)
+            assert refusal.refused.startswith("a snapshot of 2500000 bytes: 1000000 of 2700000 bytes of the snapshot")
+            assert refusal.free_bytes == 2_000_000
+            assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
+
+    trial(body, replace(LIMITS, budget=3_000_000))
+
+
+def test_what_delivery_has_left_behind_is_dropped_from_disk() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        request = opening(num_workers_per_box=1)
+        request.num_workers_per_box = 1
+        request.loader.options.retention_steps = 2
+        await client.open_run(request)
+        async with daemon(address):
+            await until_ready(client, slots=1)
+            for total in range(6):
+                await client.put_snapshot(header(total), b"x")
+            await client.watch_run(watching(steps=5, slots=1))
+            for steps in (6, 7):
+                await client.watch_run(watching(steps=steps, slots=1))
+            async with asyncio.timeout(DEADLINE_S):
+                while [head.total for head, _ in await client.get_snapshots(query())] != [4, 5]:
+                    await asyncio.sleep(0)
+
+    trial(body)
+
+
+def test_parts_that_do_not_add_up_are_a_protocol_error() -> None:
+    async def parts(size: int, *pieces: bytes) -> AsyncIterator[pb.SnapshotPart]:
+        yield pb.SnapshotPart(header=header(3, size=size))
+        for piece in pieces:
+            yield pb.SnapshotPart(data=piece)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address):
+            await until_ready(client)
+            put = client._stub.PutSnapshot
+            for size, words in ((2, "more than the 2 bytes declared"), (9, "9 bytes declared, 4 came")):
+                with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
+                    await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=client._metadata)
+            assert await client.get_snapshots(query()) == []
+
+    trial(body)
+
+
+def test_blobs_are_kept_by_content() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        data = b"state" * 1_000_000
+        name = await client.put_blob(data, "job/0")
+        assert name == blob_name(data) == await client.put_blob(data)
+        assert await client.get_blob(name) == data
+        with CoordinatorClient(address, TOKEN) as blocking:
+            assert await asyncio.to_thread(blocking.put_blob, b"") == blob_name(b"")
+            assert await asyncio.to_thread(blocking.get_blob, name) == data
+        with pytest.raises(StateUnavailableError, match="has no blob 'nothing'"):
+            await client.get_blob("nothing")
+        with pytest.raises(
+            InvalidArgumentError, match=r"a blob for run job/0 cannot be kept: 2000000 bytes: 5000000 of 6000000 b"
+        ):
+            await client.put_blob(b"z" * 2_000_000, "job/0")
+        base = Position.start(2, step=7).to_proto()
+        await client.open_run(opening(resume=records_pb2.Resume(blob=name), base=base))
+
+    trial(body, replace(LIMITS, budget=6_000_000))
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+def asking(box: int, step: int, deadline_s: float = DEADLINE_S, **progress: object) -> pb.FetchStateRequest:
+    request = pb.FetchStateRequest(run="job/0", attempt=1, step=step, deadline_s=deadline_s)
+    request.progress.CopyFrom(watching(box, step, **progress))  # type: ignore[arg-type]
+    return request
+
+
+def test_all_ranks_get_one_state_and_the_workers_are_asked_once() -> None:
+    def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        answer, data = plain_state(request)
+        return answer, data * 1_000_000
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        async with daemon(address, "w1", large, slots=2) as one, daemon(address, "w2", large, slots=2) as two:
+            for box in (0, 1):
+                await client.open_run(opening(box, num_boxes=2))
+            with CoordinatorClient(address, TOKEN) as blocking:
+                states = await asyncio.gather(
+                    client.fetch_state(asking(0, 5)),
+                    client.fetch_state(asking(1, 5)),
+                    asyncio.to_thread(blocking.fetch_state, asking(0, 5)),
+                )
+            assert states[0] == states[1] == states[2]
+            places = [(r.box, r.local_worker_id, r.worker_step) for r, _ in states[0].records]
+            assert places == [(0, 0, 3), (0, 1, 2), (1, 0, 3), (1, 1, 2)]
+            assert states[0].records[2][1] == b"1.0:0.3" * 1_000_000
+            assert {box: position.step for box, position in states[0].positions.items()} == {0: 5, 1: 5}
+            assert len(one.asked) + len(two.asked) == 4
+            assert await client.fetch_state(pb.FetchStateRequest(run="job/0", newest=True, deadline_s=1)) == states[0]
+
+    trial(body)
+
+
+def test_workers_whose_passes_ended_earlier_are_asked_again() -> None:
+    def short(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        """Slot 1 of box 1 has two batches a pass, slot 0 four; box 0 has not ended."""
+        length = (4, 2)[request.slot]
+        if request.box == 1 and request.epoch == 0 and request.position.total > length:
+            return pb.StateAnswer(ended=True, ended_epoch=0, ended_total=length), b""
+        return plain_state(request)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        async with daemon(address, say=short):
+            for box in (0, 1):
+                await client.open_run(opening(box, num_boxes=2))
+            state = await client.fetch_state(asking(0, 8))
+            assert [data for _, data in state.records] == [b"0.0:0.4", b"0.1:0.4", b"1.0:1.5", b"1.1:1.3"]
+            assert (state.positions[1].epoch, state.positions[1].step) == (1, 8)
+
+    trial(body)
+
+
+def test_a_state_is_awaited_while_its_slot_is_recovered() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        asked = asyncio.Event()
+
+        def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+            asked.set()
+            raise asyncio.CancelledError  # it dies of it
+
+        async with daemon(address, "old", silent):
+            await until_ready(client)
+            state = asyncio.create_task(client.fetch_state(asking(0, 4)))
+            async with asyncio.timeout(DEADLINE_S):
+                await asked.wait()
+            await client.deregister(pb.DeregisterWorkerRequest(worker="old", session="s"))
+            async with daemon(address, "new") as new:
+                found = await state
+                assert {request.generation for request in new.asked} == {2}
+        assert [data for _, data in found.records] == [b"0.0:0.2", b"0.1:0.2"]
+
+    trial(body)
+
+
+def test_a_deadline_names_who_is_waited_for() -> None:
+    def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        raise asyncio.CancelledError
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening(0, num_boxes=2))
+        async with daemon(address, say=silent, slots=1):
+            await client.watch_run(watching())
+            async with asyncio.timeout(DEADLINE_S):
+                while (await client.watch_run(watching())).slots[0].phase != pb.READY:
+                    await asyncio.sleep(0)
+            with pytest.raises(DeadlineError) as caught:
+                await client.fetch_state(asking(0, 2, deadline_s=0.3))
+            assert caught.value.message == (
+                "the state of run job/0 at step 2 was not complete after 0.3 s; waited for box 0 slot 1 (no worker has "
+                "it), box 1 (it has not opened the run), box 0 slot 0 on worker w"
+            )
+
+    trial(body)
+
+
+def test_errors_of_a_state_reach_every_asker() -> None:
+    def broken(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        detail = records_pb2.ErrorDetail(name="InputFnError", message="boom", remote_traceback="over there")
+        return pb.StateAnswer(error=detail), b""
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address, say=broken):
+            await until_ready(client)
+            answers = await asyncio.gather(
+                *(client.fetch_state(asking(0, 2)) for _ in range(3)), return_exceptions=True
+            )
+            for error in answers:
+                assert isinstance(error, InputFnError)
+                assert error.message.startswith("state of run job/0 at step 2: box 0 slot ")
+                assert error.message.endswith(" on worker w: boom")
+                assert error.remote_traceback == "over there"
+            request = asking(0, 2)
+            request.step = 3
+            with pytest.raises(StateUnavailableError, match="at step 3 cannot be had: steps 0 to 2 can"):
+                await client.fetch_state(request)
+
+    trial(body)
+
+
+def test_an_asker_that_goes_away_leaves_nothing_behind() -> None:
+    def silent(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        raise AssertionError("nobody runs this")
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
+        heartbeat = pb.HeartbeatRequest(worker="w", session="s")
+        for a in (await client.heartbeat(heartbeat)).assignments:
+            heartbeat.slots.add(
+                run=a.run, attempt=a.attempt, box=a.box, slot=a.slot, generation=a.generation, phase=pb.READY
+            )
+        await client.heartbeat(heartbeat)
+        asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
+        async with asyncio.timeout(DEADLINE_S):
+            while not (await client.heartbeat(heartbeat)).state_requests:
+                await asyncio.sleep(0)
+        asker.cancel()
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.heartbeat(heartbeat)).state_requests:
+                await asyncio.sleep(0)
+
+    trial(body)
+
+
+# ----------------------------------------------------------------------------------------------------------- restarts
+
+
+def test_a_stop_answers_long_polls_and_a_start_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+            await client.open_run(opening(has_seed=True, seed=5))
+            async with daemon(address):
+                await until_ready(client)
+                await client.put_snapshot(header(3), b"three")
+            seen = (await client.watch_run(watching())).version
+            held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
+            await client.status()
+            stopped = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - stopped < 3
+        with pytest.raises(PenstockError):
+            await held
+        async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:
+            assert (await client.open_run(opening(has_seed=True, seed=5))).attempt == 1
+            async with daemon(address) as worker:
+                assert {slot.generation for slot in (await until_ready(client)).slots} == {1}
+                assert [data for _, data in await client.get_snapshots(query())] == [b"three"]
+                assert worker.beats < 10
+
+    asyncio.run(run())
+
+
+def test_nothing_but_our_numbers_is_believed() -> None:
+    """Empty and absurd messages leave a coordinator that answers."""
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        huge = 2**32 - 1
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: client.open_run(opening(num_boxes=huge, num_workers_per_box=huge)),
+            lambda: client.open_run(opening(base=records_pb2.BoxPosition(step=1, live=[huge], slots=[{}, {}]))),  # type: ignore[list-item]
+            lambda: client.watch_run(pb.WatchRunRequest()),
+            lambda: client.register(pb.RegisterWorkerRequest()),
+            lambda: client.put_snapshot(pb.SnapshotHeader(), b""),
+            lambda: client.get_snapshots(pb.GetSnapshotsRequest()),
+            lambda: client.fetch_state(pb.FetchStateRequest()),
+        ]
+        for call in calls:
+            with pytest.raises(PenstockError) as caught:
+                await call()
+            assert "Traceback" not in caught.value.remote_traceback, caught.value
+        await client.close_run(pb.CloseRunRequest())
+        await client.deregister(pb.DeregisterWorkerRequest())
+        await client.put_state(pb.StateAnswer())
+        await client.open_run(opening())
+        bad = watching(steps=1)
+        bad.delivered.live[:] = [5]
+        with pytest.raises(InvalidArgumentError, match="position with live slots"):
+            await client.watch_run(bad)
+        assert (await client.status()).runs[0].run == "job/0"
+
+    trial(body)

@@ -1,0 +1,153 @@
+"""The command as a user runs it: real processes, free ports, a deadline on every wait."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+INPUTS = str(Path(__file__).parents[1] / "inputs")
+TOKEN = "a-token-for-tests-only-0123456789"
+DEADLINE_S = 60.0
+
+
+class Finished(subprocess.CompletedProcess[str]):
+    """A command that has ended."""
+
+    @property
+    def error(self) -> str:
+        """Its one line on standard error."""
+        lines = self.stderr.splitlines()
+        assert lines, "nothing on standard error"
+        return lines[-1]
+
+
+@dataclass
+class Started:
+    """A daemon that runs, and the line that it printed when it was ready."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    line: str = ""
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send the signal to it and everything in its session, as a terminal would; its exit code."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+        return self.process.wait(DEADLINE_S)
+
+
+@dataclass
+class Shell:
+    """Runs `penstock` in an environment of its own."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    started: list[Started] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        # Warnings are errors in what we start, too.
+        self.environment = {**kept, "PYTHONPATH": INPUTS, "PENSTOCK_TOKEN": TOKEN, "PYTHONWARNINGS": "error"}
+
+    def run(self, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str | None) -> Finished:
+        """To its end. A variable that is None is removed."""
+        done = subprocess.run(
+            [PENSTOCK, *arguments],
+            env=self.env(environment),
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+        )
+        return Finished(done.args, done.returncode, done.stdout, done.stderr)
+
+    def start(self, *arguments: str, **environment: str | None) -> Started:
+        """A daemon, once it has printed its line."""
+        started = self.begin(*arguments, **environment)
+        assert started.process.stdout is not None
+        ready, _, _ = select.select([started.process.stdout], [], [], DEADLINE_S)
+        started.line = started.process.stdout.readline().decode().strip() if ready else ""
+        if not started.line:
+            started.stop(signal.SIGKILL)
+            raise AssertionError(f"penstock {' '.join(arguments)} did not get ready:\n{started.log.read_text()}")
+        return started
+
+    def begin(self, *arguments: str, **environment: str | None) -> Started:
+        """A daemon, whether it gets ready or not."""
+        log = self.folder / f"log{len(self.started)}"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [PENSTOCK, *arguments],
+                env=self.env(environment),
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                start_new_session=True,
+            )
+        started = Started(process, log)
+        self.started.append(started)
+        return started
+
+    def env(self, changes: dict[str, str | None]) -> dict[str, str]:
+        both = {**self.environment, **changes}
+        return {name: value for name, value in both.items() if value is not None}
+
+    def close(self) -> None:
+        for started in reversed(self.started):
+            started.stop()
+            assert started.process.stdout is not None
+            started.process.stdout.close()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """One for this test; what it started is stopped after it."""
+    shell = Shell(tmp_path)
+    yield shell
+    shell.close()
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """A shell with a coordinator that all tests of a module share, in PENSTOCK_COORDINATOR."""
+    shell = Shell(tmp_path_factory.mktemp("coordinator"))
+    started = shell.start("coordinator", "--listen", "127.0.0.1:0", "--state-dir", "state")
+    shell.environment["PENSTOCK_COORDINATOR"] = started.line
+    yield shell
+    shell.close()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Waits for something to become true, by asking again and again: what is asked is a process, and takes its time."""
+    import time
+
+    def wait(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not true():
+            assert time.monotonic() < deadline, "it did not become true in time"
+
+    return wait
+
+
+def columns(text: str, title: str) -> list[Sequence[str]]:
+    """The rows of a plain table, split where two blanks are."""
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(title))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.strip():
+            break
+        rows.append([cell.strip() for cell in line.split("  ") if cell.strip()])
+    return rows

@@ -1,0 +1,150 @@
+"""The command itself: help, exit codes, one line for an error, and nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from penstock.deploy import exits
+from penstock.deploy.exits import CODES, CommandError, exit_code, guarded
+from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
+
+REPO = Path(__file__).parents[2]
+COMMANDS = ("coordinator", "worker", "status", "state", "doctor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_shows_its_options_and_the_exit_codes(shell: Any, command: str) -> None:
+    done = shell.run(command, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"Usage: penstock {command} ")
+    for code in CODES:
+        assert f"{code.number:>3}  {code.meaning}" in done.stdout
+
+
+def test_help_names_all_commands_and_no_command_is_a_usage_error(shell: Any) -> None:
+    done = shell.run("--help")
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", done.stdout, re.MULTILINE)
+    assert shell.run().returncode == 2
+    assert shell.run("no-such-command").returncode == 2
+
+
+def test_version(shell: Any) -> None:
+    assert re.fullmatch(r"penstock \d+\.\d+\.\d+\S*\n", shell.run("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"],
+)
+def test_nothing_imports_torch_before_it_is_needed(module: str) -> None:
+    code = f"import penstock.deploy.{module}, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["penstock.appliance.server", "penstock.worker.daemon"])
+def test_daemons_never_import_torch(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_every_error_has_one_exit_code() -> None:
+    named = [name for code in CODES for name in code.errors]
+    assert sorted(named) == sorted(CATALOGUE)
+    assert len({code.number for code in CODES}) == len(CODES)
+    for entry in CATALOGUE.values():
+        assert exit_code(entry.error("x")) not in (0, 1)
+
+
+def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
+    manual = (REPO / "docs" / "cli.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \| ([^|]+?) \|", manual, re.MULTILINE))
+    assert rows == {str(code.number): code.meaning for code in CODES}
+    for command in COMMANDS:
+        assert f"## penstock {command}" in manual
+
+
+def test_the_manual_has_all_settings() -> None:
+    from penstock.deploy.settings import CoordinatorSettings, PeerSettings, Section, WorkerSettings, flag, variable
+
+    manual = (REPO / "docs" / "cli.md").read_text()
+    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, WorkerSettings]
+    for section in sections:
+        for field in section.model_fields:
+            assert f"`{variable(section, field)}`" in manual
+            assert f"`{flag(field)}" in manual
+
+
+def code_of(error: BaseException | None) -> int:
+    def command() -> None:
+        if error is not None:
+            raise error
+
+    with pytest.raises(typer.Exit) as ended:
+        guarded(command)()
+    return ended.value.exit_code
+
+
+def test_an_error_of_ours_is_one_line_and_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(StateUnavailableError("no step 7:\n steps 8 to 9", remote_traceback="Traceback: far away")) == 20
+    assert capsys.readouterr().err == "penstock: no step 7: steps 8 to 9\n"
+
+
+def test_debug_shows_the_traceback_and_the_remote_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exits, "_debug", True)
+    assert code_of(PenstockError("it broke", remote_traceback="Traceback: far away")) == 10
+    shown = capsys.readouterr().err
+    assert "in command" in shown
+    assert "Traceback: far away" in shown
+    assert shown.endswith("penstock: it broke\n")
+
+
+def test_other_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(None) == 0
+    assert code_of(CommandError("not here", 16)) == 16
+    assert capsys.readouterr().err == "penstock: not here\n"
+    assert code_of(KeyboardInterrupt()) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def command() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        guarded(command)()
+
+
+def test_ctrl_c_is_quiet(shell: Any) -> None:
+    """`status` at an address that never answers: a listener whose backlog takes the connection and says nothing."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        command = shell.begin("status", "--coordinator", f"127.0.0.1:{listener.getsockname()[1]}")
+        listener.settimeout(60)
+        connection, _ = listener.accept()  # it is waiting for an answer now
+        with connection:
+            assert command.stop(signal.SIGINT) == 130
+    assert command.log.read_text() == ""
+
+
+def test_a_closed_pipe_is_quiet(coordinator: Any) -> None:
+    done = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$0" status --json | true', str(Path(sys.executable).with_name("penstock"))],
+        env=coordinator.env({}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""

@@ -1,0 +1,194 @@
+"""`penstock coordinator` and `penstock worker` as processes: how they start, how they end, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.proto.calls import CoordinatorClient
+
+LOCAL = ("--listen", "127.0.0.1:0")
+
+
+def test_coordinator_makes_a_token_that_only_it_can_read_and_never_shows_it(shell: Any, tmp_path: Path) -> None:
+    started = shell.start("coordinator", *LOCAL, "--state-dir", "state", "--ready-file", "ready", PENSTOCK_TOKEN=None)
+    file = tmp_path / "state" / "token"
+    token = file.read_text().strip()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(token) > 30
+    assert (tmp_path / "ready").read_text() == f"{started.line}\n"
+    with CoordinatorClient(started.line, token) as client:
+        client.status()
+    given = {"PENSTOCK_TOKEN": None, "PENSTOCK_TOKEN_FILE": str(file), "PENSTOCK_COORDINATOR": started.line}
+    assert shell.run("status", **given).returncode == 0
+    assert shell.run("status", "--token-file", str(file), PENSTOCK_COORDINATOR=started.line).returncode == 0
+    assert started.stop() == 0
+    log = started.log.read_text()
+    assert f"made one in state/token; give workers and training jobs PENSTOCK_TOKEN_FILE={file}" in log
+    assert "listen=127.0.0.1:0 (--listen)" in log
+    assert token not in log
+    again = shell.start("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)
+    assert file.read_text().strip() == token
+    with CoordinatorClient(again.line, token) as client:
+        client.status()
+
+
+def test_coordinator_refuses_a_token_file_of_its_own_that_others_can_read(shell: Any, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "token").write_text("secret-secret-secret")
+    (tmp_path / "state" / "token").chmod(0o644)
+    done = shell.run("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)
+    assert done.returncode == 12
+    assert "can be read by others: chmod 600" in done.error
+    assert "secret-secret" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_coordinator_ends_as_told(shell: Any, number: signal.Signals) -> None:
+    started = shell.start("coordinator", *LOCAL, "--state-dir", "state")
+    assert started.stop(number) == 0
+    assert started.log.read_text().endswith("ended as told\n")
+
+
+def test_coordinator_in_memory_needs_a_token(shell: Any, tmp_path: Path) -> None:
+    started = shell.start("coordinator", *LOCAL, "--state-dir", ":memory:")
+    assert shell.run("status", "--coordinator", started.line).returncode == 0
+    assert not (tmp_path / ":memory:").exists()
+    done = shell.run("coordinator", *LOCAL, "--state-dir", ":memory:", PENSTOCK_TOKEN=None)
+    assert done.returncode == 2
+    assert "set PENSTOCK_TOKEN, or give --token-file" in done.error
+
+
+def test_port_taken(shell: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        done = shell.run("coordinator", "--listen", address, "--state-dir", "state")
+        assert done.returncode == 13
+        assert done.error == (
+            f"penstock: {address} is in use by another process: choose another port, or 0 for any free one"
+        )
+        assert "E0000" not in done.stderr  # gRPC's own report
+        assert done.stdout == ""
+        lanes = shell.run("worker", "--slots", "1", "--allow", "streams", "--listen", address)
+        assert lanes.returncode == 13
+        assert address in lanes.error
+
+
+@pytest.mark.parametrize("arguments", [("coordinator", "--state-dir", "state"), ("worker", "--slots=1", "--allow=x")])
+def test_an_unsafe_bind_is_refused(shell: Any, arguments: tuple[str, ...]) -> None:
+    done = shell.run(*arguments, "--listen", "192.0.2.1:0")
+    assert done.returncode == 16
+    assert "192.0.2.1:0 can be reached from other machines" in done.error
+    assert "--insecure" in done.error
+
+
+def test_an_unsafe_bind_can_be_insisted_on(shell: Any) -> None:
+    started = shell.start("coordinator", "--listen", "0.0.0.0:0", "--insecure", "--state-dir", "state")
+    port = started.line.rpartition(":")[2]
+    assert shell.run("status", "--coordinator", f"127.0.0.1:{port}").returncode == 0
+
+
+def test_a_state_directory_in_use(shell: Any) -> None:
+    shell.start("coordinator", *LOCAL, "--state-dir", "state")
+    done = shell.run("coordinator", *LOCAL, "--state-dir", "state")
+    assert done.returncode == 14
+    assert "in use by another coordinator" in done.error
+
+
+def test_a_state_directory_that_cannot_be(shell: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for token in (None, "given-given-given"):
+        done = shell.run("coordinator", *LOCAL, "--state-dir", "file/state", PENSTOCK_TOKEN=token)
+        assert done.returncode == 14
+        assert "file/state" in done.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("worker", "--slots", "0", "--allow", "x"), "--slots 0: it should be greater than or equal to 1"),
+        (("worker", "--slots", "1"), "--allow is missing"),
+        (("worker", "--allow", "x"), "--slots is missing"),
+        (("coordinator",), "--state-dir is missing"),
+    ],
+)
+def test_missing_and_bad_settings_are_usage_errors(shell: Any, arguments: tuple[str, ...], says: str) -> None:
+    done = shell.run(*arguments)
+    assert done.returncode == 2
+    assert says in done.error
+    assert "Traceback" not in done.stderr
+
+
+def test_worker_registers_and_leaves(coordinator: Any) -> None:
+    started = coordinator.start(
+        "worker", "--slots", "3", "--allow", "streams", "--allow", "other", "--name", "w-leaves"
+    )
+    assert started.line == "w-leaves"
+    (worker,) = _workers(coordinator, "w-leaves")
+    assert (worker["slots"], worker["slots_used"], worker["live"], worker["draining"]) == (3, 0, True, False)
+    assert started.stop() == 0
+    assert "allow=streams,other (--allow)" in started.log.read_text()
+    assert all(worker["draining"] or not worker["live"] for worker in _workers(coordinator, "w-leaves"))
+
+
+def _workers(coordinator: Any, name: str) -> list[dict[str, Any]]:
+    found = json.loads(coordinator.run("status", "--json").stdout)
+    return [worker for worker in found["workers"] if worker["worker"] == name]
+
+
+def test_worker_with_a_wrong_token(coordinator: Any) -> None:
+    done = coordinator.run("worker", "--slots", "1", "--allow", "streams", PENSTOCK_TOKEN="another-token")
+    assert done.returncode == 12
+    assert "the token is wrong" in done.error
+
+
+def test_worker_waits_for_its_coordinator_and_ends_when_told(
+    shell: Any, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    started = shell.begin("worker", "--slots", "1", "--allow", "streams", PENSTOCK_COORDINATOR=_closed_port())
+    until(lambda: "waiting for the coordinator" in started.log.read_text())
+    assert started.process.poll() is None
+    assert started.stop(signal.SIGINT) == 0
+    assert "Traceback" not in started.log.read_text()
+
+
+def _closed_port() -> str:
+    """An address that nobody listens on, and that nobody else is given while the socket lives."""
+    closed = socket.socket()
+    closed.bind(("127.0.0.1", 0))
+    _held.append(closed)
+    return f"127.0.0.1:{closed.getsockname()[1]}"
+
+
+_held: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> Any:
+    yield
+    while _held:
+        _held.pop().close()
+
+
+def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
+    address = _closed_port()
+    done = coordinator.run("status", "--coordinator", address)
+    assert done.returncode == 11
+    assert done.error.startswith(f"penstock: the coordinator at {address} cannot be reached (Status): ")
+    assert len(done.stderr.splitlines()) == 1
+    wrong = coordinator.run("status", PENSTOCK_TOKEN="another-token")
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (12, 1)
+    assert "the token is wrong" in wrong.error
+    missing = coordinator.run("status", PENSTOCK_TOKEN=None)
+    assert missing.returncode == 12
+    assert "PENSTOCK_TOKEN_FILE" in missing.error
+    unreadable = coordinator.run("status", "--token-file", "no/such/file")
+    assert unreadable.returncode == 12
+    assert "no/such/file cannot be read" in unreadable.error

@@ -1,0 +1,118 @@
+"""Settings: flags over variables over defaults; what cannot be meant is an error that says where it came from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.deploy.settings import CoordinatorSettings, PeerSettings, WorkerSettings, describe, resolve
+from penstock.proto.errors import InvalidArgumentError
+
+
+def test_flag_over_variable_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(PeerSettings).coordinator == "127.0.0.1:7070"
+    monkeypatch.setenv("PENSTOCK_COORDINATOR", "node1:7070")
+    assert resolve(PeerSettings).coordinator == "node1:7070"
+    assert resolve(PeerSettings, coordinator="node2:7070").coordinator == "node2:7070"
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_COORDINATOR", "")
+    assert resolve(PeerSettings).coordinator == "127.0.0.1:7070"
+
+
+def test_all_of_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_COORDINATOR_STATE_DIR", "/var/lib/penstock")
+    monkeypatch.setenv("PENSTOCK_COORDINATOR_LEASE", "5")
+    settings = resolve(CoordinatorSettings, listen="[::1]:0", insecure=None)
+    assert settings.model_dump() == {
+        "listen": "[::1]:0",
+        "state_dir": Path("/var/lib/penstock"),
+        "insecure": False,
+        "lease": 5.0,
+        "client_lease": 10.0,
+    }
+
+
+def test_all_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "4")
+    monkeypatch.setenv("PENSTOCK_WORKER_ALLOW", "mypackage, other.data,")
+    settings = resolve(WorkerSettings, name="w1")
+    assert (settings.slots, settings.prefixes, settings.name) == (4, ["mypackage", "other.data"], "w1")
+    assert settings.listen == "127.0.0.1:0"
+
+
+def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "4")
+    flags = {"allow": "mypackage", "slots": None}
+    assert describe(resolve(WorkerSettings, **flags), **flags) == (
+        "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), name=- (default), "
+        "insecure=False (default)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "says"),
+    [
+        (PeerSettings, {"coordinator": "node1"}, '--coordinator node1: an address is "HOST:PORT"'),
+        (PeerSettings, {"coordinator": "node1:70700"}, '--coordinator node1:70700: an address is "HOST:PORT"'),
+        (PeerSettings, {"coordinator": "node1:0"}, "with the port that the coordinator printed"),
+        (PeerSettings, {"coordinator": "::1:7070"}, "[::1]:7070"),
+        (CoordinatorSettings, {}, "--state-dir is missing (or the variable PENSTOCK_COORDINATOR_STATE_DIR)"),
+        (CoordinatorSettings, {"state_dir": "x", "lease": 0.1}, "--lease 0.1: it should be greater than or equal"),
+        (CoordinatorSettings, {"state_dir": "x", "lease": float("nan")}, "--lease nan: it should be a finite number"),
+        (WorkerSettings, {"slots": 0, "allow": "a"}, "--slots 0: it should be greater than or equal to 1"),
+        (WorkerSettings, {"slots": 1}, "--allow is missing (or the variable PENSTOCK_WORKER_ALLOW)"),
+        (WorkerSettings, {"slots": 1, "allow": " ,"}, "no module prefix is given"),
+        (WorkerSettings, {"slots": 1, "allow": "my-package"}, "'my-package' is no module name"),
+        (WorkerSettings, {"slots": 1, "allow": "a/b.py"}, "'a/b.py' is no module name"),
+        (WorkerSettings, {"slots": 1, "allow": "a", "listen": "0.0.0.0:0"}, "cannot connect to 0.0.0.0"),
+        (WorkerSettings, {"slots": 1, "allow": "a", "listen": "[::]:0"}, "cannot connect to ::"),
+        (WorkerSettings, {"slots": 1, "allow": "a", "name": " w"}, "a name is printable text"),
+    ],
+)
+def test_bad_values_are_named(section: Any, flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(says)):
+        resolve(section, **flags)
+
+
+def test_a_bad_variable_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "many")
+    with pytest.raises(InvalidArgumentError, match="PENSTOCK_WORKER_SLOTS=many: it should be a valid integer"):
+        resolve(WorkerSettings, allow="a")
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"--slots 0: .*; --allow is missing"):
+        resolve(WorkerSettings, slots=0)
+
+
+def test_an_unknown_variable_is_an_error_with_the_likely_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKER_SLOT", "4")
+    with pytest.raises(InvalidArgumentError, match=r"PENSTOCK_WORKER_SLOT names .*is PENSTOCK_WORKER_SLOTS meant"):
+        resolve(WorkerSettings, slots=1, allow="a")
+    assert resolve(CoordinatorSettings, state_dir="x").lease == 3.0
+
+
+def test_an_unknown_key_is_an_error() -> None:
+    with pytest.raises(InvalidArgumentError, match="extra"):
+        resolve(PeerSettings, color="blue")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PENSTOCK_COORDINATOR_SERVICE_HOST",
+        "PENSTOCK_COORDINATOR_SERVICE_PORT",
+        "PENSTOCK_COORDINATOR_SERVICE_PORT_GRPC",
+        "PENSTOCK_COORDINATOR_PORT",
+        "PENSTOCK_COORDINATOR_PORT_7070_TCP",
+        "PENSTOCK_COORDINATOR_PORT_7070_TCP_ADDR",
+    ],
+)
+def test_variables_of_a_kubernetes_service_are_let_be(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "tcp://10.0.0.1:7070")
+    assert resolve(CoordinatorSettings, state_dir="x").listen == "127.0.0.1:7070"

@@ -1,0 +1,66 @@
+"""The process that user code runs in: what it finds there, and that nothing of it outlives its slot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.worker import current_assignment
+
+
+def look(appliance: Appliance) -> list[dict[str, Any]]:
+    return list(DataExecutor(DataLoader(streams.surroundings), appliance=appliance))
+
+
+def test_seeds_are_a_function_of_the_runs_seed_and_the_slot(
+    appliance: Appliance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = look(appliance), look(appliance)
+    assert [seen["numbers"] for seen in one] == [seen["numbers"] for seen in two]
+    assert one[0]["numbers"] != one[1]["numbers"]
+    assert one[0]["hash"] == one[1]["hash"] == two[0]["hash"]
+    with Appliance(num_workers_per_box=1, seed=8) as other:
+        third = look(other)
+    assert third[0]["numbers"] != one[0]["numbers"]
+    assert third[0]["hash_seed"] != one[0]["hash_seed"]
+
+
+def test_the_place_of_each_worker(appliance: Appliance) -> None:
+    assert [seen["place"] for seen in look(appliance)] == [[0, 1, 0, 2, 7, 1], [0, 1, 1, 2, 7, 1]]
+    outside = current_assignment()
+    assert (outside.global_worker_id, outside.total_num_workers) == (0, 1)
+
+
+def test_no_threads_no_grpc_no_cuda_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0" if "RANK" in name else "1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with Appliance(num_workers_per_box=1, num_boxes=1, box=0) as alone:
+        seen = look(alone)[0]
+    assert seen["threads"] == 1
+    assert seen["torch_threads"] == 1
+    assert not seen["grpc"]
+    assert seen["cuda"] == ""
+    assert seen["leads_group"]
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PENSTOCK_TOKEN"} & set(seen["environment"])
+
+
+def test_what_user_code_forked_dies_with_the_runner(appliance: Appliance, tmp_path: Path) -> None:
+    """The forked child keeps the lane's socket open: its end of file is no sign of life or death."""
+    marker = tmp_path / "child"
+    with pytest.warns(UserWarning, match="SIGKILL"):
+        executor = DataExecutor(DataLoader(streams.forks_and_dies, str(marker)), appliance=appliance)
+        got = [int(batch) for batch in executor]
+    assert got == [number for number in range(10) for _ in range(2)]
+    assert not Path(f"/proc/{marker.read_text()}").exists()
+
+
+def test_runners_end_with_their_appliance() -> None:
+    with Appliance(num_workers_per_box=1) as alone:
+        pid = look(alone)[0]["pid"]
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
