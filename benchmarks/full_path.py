@@ -17,6 +17,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,12 +96,10 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     ):
         for size, batches in SIZES.items():
             modes = {
-                "same host": lambda size=size, n=batches: penstock(local, size, n),
-                "tcp lane": lambda size=size, n=batches: penstock(tcp, size, max(n // 3, 200)),
-                "torch DataLoader, 1 worker": lambda size=size, n=batches: torch_dataloader(
-                    size, max(n // DATALOADER_SHARE, 100)
-                ),
-                "memcpy": lambda size=size, n=batches: memcpy(size, n),
+                "same host": partial(penstock, local, size, batches),
+                "tcp lane": partial(penstock, tcp, size, max(batches // 3, 200)),
+                "torch DataLoader, 1 worker": partial(torch_dataloader, size, max(batches // DATALOADER_SHARE, 100)),
+                "memcpy": partial(memcpy, size, batches),
             }
             figures: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
             for _ in range(rounds):
@@ -129,9 +128,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="'set_vital'")
     torch.set_num_threads(1)
     rows = measure(given.rounds)
-    print(
-        f"{'batch':>9}  {'mode':28} {'batches/s':>10} {'GB/s':>7} {'loop us':>8}   {'to DataLoader':>13} {'to memcpy':>10}"
-    )
+    head = ("batch", "mode", "batches/s", "GB/s", "loop us", "to DataLoader", "to memcpy")
+    print("{:>9}  {:28} {:>10} {:>7} {:>8}   {:>13} {:>10}".format(*head))
     for size in SIZES:
         of_size = {row["mode"]: row for row in rows if row["bytes"] == size}
         peer, floor = of_size["torch DataLoader, 1 worker"], of_size["memcpy"]

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -33,7 +34,7 @@ from penstock.proto.state import decode_state, encode_state
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 BOXES = 2
-DEADLINE_S = 120.0  # of each run
+DEADLINE_S = 300.0  # of each run, and of each daemon's start
 
 Step = dict[str, Any]
 """A line of a box's log."""
@@ -103,7 +104,8 @@ class Demo:
         stack.callback(stop, process)
         os.close(write)
         with open(read) as ready:
-            line = ready.readline().strip()
+            in_time, _, _ = select.select([ready], [], [], DEADLINE_S)
+            line = ready.readline().strip() if in_time else ""
         if not line:
             raise DemoError(f"the {name} did not start:\n{self.last_words(name)}")
         return line
@@ -273,16 +275,18 @@ def plot(runs: list[Run], save_at: int, path: Path) -> str:
     axes.set(xlabel="step", ylabel="loss (nats a byte, mean of the boxes)", title="Interrupted or not: one training")
     axes.legend()
     figure.savefig(path, dpi=120)
-    return f"loss curves: {path}"
+    return f"loss curves: {os.path.relpath(path)}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Trains, kills, resumes and compares.")
     parser.add_argument("--out", type=Path, help="a new or empty folder (examples/train_lm/out, emptied first)")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="more than the 80 of an epoch (100)")
     parser.add_argument("--save-at", type=int, default=37, metavar="STEP")
     parser.add_argument("--kill-at", type=int, default=45, metavar="STEP")
     options = parser.parse_args()
+    if not 1 <= options.save_at <= options.kill_at < options.steps:
+        parser.error("1 <= --save-at <= --kill-at < --steps is what can be shown")
     out: Path = options.out or EXAMPLES / "train_lm" / "out"
     if options.out is None:
         shutil.rmtree(out, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -213,7 +214,7 @@ def test_a_newer_journal_is_refused(state: StateDir) -> None:
         Journal(state)
 
 
-@pytest.mark.parametrize("damage", ["not a database", "torn", "gone from the middle"])
+@pytest.mark.parametrize("damage", ["not a database", "torn", "gone from the middle", "one page"])
 def test_a_damaged_journal_is_refused_and_left_as_it_is(state: StateDir, damage: str) -> None:
     world = World(directory=state)
     for number in range(40):
@@ -221,10 +222,13 @@ def test_a_damaged_journal_is_refused_and_left_as_it_is(state: StateDir, damage:
     world.journal.close()
     file = state.path / "journal.db"
     good = file.read_bytes()
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name='slots'").fetchone()
     bad = {
         "not a database": b"x" * 8192,
         "torn": good[: len(good) // 2 // 4096 * 4096],
         "gone from the middle": good[:4096] + b"\xff" * (len(good) - 8192) + good[-4096:],
+        "one page": good[: (page - 1) * 4096] + b"\xff" * 4096 + good[page * 4096 :],
     }[damage]
     file.write_bytes(bad)
     with pytest.raises(JournalError, match=r"journal\.db.*restore it from a copy, or move it away to start anew"):

@@ -86,6 +86,13 @@ def test_without_a_key_a_dead_member_makes_the_attempt_broken(world: World) -> N
     assert isinstance(first.refused(), SupersededError)
 
 
+def test_without_a_key_a_free_place_in_a_broken_attempt_is_not_taken(world: World) -> None:
+    first = world.open(0, num_boxes=3, client_id="a0")
+    world.open(1, num_boxes=3, client_id="a1")
+    world.run_for(11, [first])
+    assert world.open(2, num_boxes=3, client_id="b2").reply.attempt == 2
+
+
 def test_another_key_supersedes_and_the_same_key_joins(world: World) -> None:
     old = [world.open(box, num_boxes=2, client_id=f"a{box}", attempt_key="one") for box in range(2)]
     new = [world.open(box, num_boxes=2, client_id=f"b{box}", attempt_key="two") for box in range(2)]

@@ -106,6 +106,15 @@ def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: World) ->
     assert generations(worker) == {0: 1, 1: 2}
 
 
+def test_only_the_owner_s_words_count(world: World) -> None:
+    box, owner = world.open(), world.worker("owner")
+    owner.ready()
+    other = world.worker("other")
+    other.lose(owner.of(0))
+    assert box.phases() == ["READY", "READY"]
+    assert generations(owner) == {0: 1, 1: 1}
+
+
 def test_a_slot_that_never_ran_just_starts_again(world: World) -> None:
     world.open()
     worker = world.worker("w")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from penstock.proto.calls import CoordinatorClient
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.errors import CoordinatorUnavailableError, SupersededError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -37,7 +39,6 @@ class Coordinator:
 
     def __init__(self, *arguments: str, token: str = TOKEN, listen: str = "127.0.0.1:0") -> None:
         reading, writing = os.pipe()
-        began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock.appliance", "--listen", listen, "--ready-fd", str(writing), *arguments],
             pass_fds=[writing],
@@ -47,7 +48,6 @@ class Coordinator:
         )
         os.close(writing)
         self.address = line_from(reading).strip()
-        self.took_s = time.monotonic() - began
         os.close(reading)
 
     def client(self) -> CoordinatorClient:
@@ -86,8 +86,10 @@ def opening(**fields: object) -> pb.OpenRunRequest:
 
 
 def test_it_is_up_within_half_a_second_or_so(started: list[Coordinator]) -> None:
-    best = min(start(started).took_s for _ in range(3))
-    assert best < 0.6 * float(os.environ.get("PYTEST_SLOW", "2")), best  # 0.2 s on an idle machine
+    """Processor time, since other tests share the machine: 0.25 s, of which gRPC's import is the most."""
+    pid = start(started).process.pid
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 0.6
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -100,19 +102,46 @@ def test_signals_end_it_in_order(started: list[Coordinator], how: signal.Signals
             client.status()
 
 
-@pytest.mark.parametrize("when", ["before", "after", "between"])
-def test_what_was_acknowledged_survives_kill_9(started: list[Coordinator], tmp_path: Path, when: str) -> None:
+def test_a_stop_answers_long_polls(started: list[Coordinator]) -> None:
+    coordinator = start(started)
+    replies: list[pb.WatchRunReply] = []
+    with coordinator.client() as client:
+        client.open_run(opening())
+        watch = pb.WatchRunRequest(run="job/0", attempt=1, client_id="c", hold_s=30)
+        watch.seen_version = client.watch_run(watch).version
+        held = threading.Thread(target=lambda: replies.append(client.watch_run(watch)))
+        held.start()
+        for _ in range(20):  # calls are taken in order on one connection, so the poll is there by then
+            client.status()
+        assert coordinator.kill(signal.SIGTERM) == 0
+        held.join(DEADLINE_S)
+    assert [reply.version for reply in replies] == [watch.seen_version]
+
+
+def test_what_was_acknowledged_survives_kill_9(started: list[Coordinator], tmp_path: Path) -> None:
     arguments = ["--state-dir", str(tmp_path / "state")]
     first = start(started, *arguments)
+    acknowledged: list[str] = []
+    enough = threading.Event()
+
+    def open_runs(client: CoordinatorClient) -> None:
+        """One after the other, until the coordinator is gone in the middle of it."""
+        with contextlib.suppress(CoordinatorUnavailableError):
+            while True:
+                acknowledged.append(client.open_run(opening(job=f"other-{len(acknowledged)}")).run)
+                if len(acknowledged) == 20:
+                    enough.set()
+
     with first.client() as client:
         old = client.open_run(opening())
         blob = client.put_blob(b"b" * 2_000_000, "job/0")
         new = client.open_run(opening(client_id="new"))
         assert (old.attempt, new.attempt, new.seed) == (1, 2, old.seed)
-        if when == "between":  # a call under way when it dies
-            for number in range(50):
-                client.open_run(opening(job=f"other-{number}"))
-    first.kill(signal.SIGTERM if when == "before" else signal.SIGKILL)
+        opener = threading.Thread(target=open_runs, args=(client,))
+        opener.start()
+        assert enough.wait(DEADLINE_S)
+        first.kill()
+        opener.join(DEADLINE_S)
     second = start(started, *arguments, listen=first.address)
     assert second.address == first.address
     with second.client() as client:
@@ -120,15 +149,13 @@ def test_what_was_acknowledged_survives_kill_9(started: list[Coordinator], tmp_p
         with pytest.raises(SupersededError, match="superseded by attempt 2"):
             client.open_run(opening())
         assert client.get_blob(blob) == b"b" * 2_000_000
+        known = {run.run for run in client.status().runs}
+        assert {"job/0", *acknowledged} <= known
+        assert len(known) <= len(acknowledged) + 2  # the one under way may have been written and not told
         assert client.open_run(opening(client_id="third")).attempt == 3
-        assert len(client.status().runs) == (51 if when == "between" else 1)
 
 
 def test_snapshots_and_generations_survive_kill_9(started: list[Coordinator], tmp_path: Path) -> None:
-    import asyncio
-
-    from penstock.proto.calls import AsyncCoordinatorClient
-
     arguments = ["--state-dir", str(tmp_path / "state"), "--worker-lease-s", "20", "--client-lease-s", "20"]
     header = pb.SnapshotHeader(run="job/0", attempt=1, generation=2, total=4)
     query = pb.GetSnapshotsRequest(run="job/0", attempt=1, generation=2)
@@ -165,7 +192,8 @@ def test_it_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
     parent = (
         "import os, subprocess, sys, time\n"
         "r, w = os.pipe()\n"
-        "command = [sys.executable, '-m', 'penstock.appliance', '--lifeline-pid', str(os.getpid()), '--ready-fd', str(w)]\n"
+        "command = [sys.executable, '-m', 'penstock.appliance', '--lifeline-pid', str(os.getpid())]\n"
+        "command += ['--ready-fd', str(w)]\n"
         "child = subprocess.Popen(command, pass_fds=[w])\n"
         "address = os.read(r, 1000).decode().strip()\n"
         "os.kill(child.pid, 2)\n"  # Ctrl-C reaches the group: with a lifeline it is the parent's business

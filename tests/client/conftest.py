@@ -106,7 +106,7 @@ class FakeRun:
         self.error: PenstockError | None = None
         self.closed = False
         self.away_since: float | None = None
-        self.unsharded = False
+        self.num_workers = num_slots
         self.progress = Progress()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.reports = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import weakref
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -126,6 +127,26 @@ def test_steps_left_by_break_go_on_with_the_next_batch(two: Any, loader: DataLoa
         if len(taken) == 3:
             break
     assert taken + tuples(DataExecutor(loader, num_steps=4, appliance=two)) == one_pass(0)[:7]
+
+
+def test_a_batch_that_the_loop_has_dropped_does_not_live_on(two: Any, loader: DataLoader) -> None:
+    executor = DataExecutor(loader, num_steps=6, appliance=two)
+    steps = iter(executor)
+    batch = next(steps)
+    assert executor._session is not None
+    feed, alive = executor._session.feed, [weakref.ref(batch)]
+    del batch
+    take, left = feed.next, []
+
+    def checked() -> Any:
+        left.append(alive[-1]())
+        return take()
+
+    feed.next = checked  # type: ignore[method-assign]
+    for batch in steps:
+        alive.append(weakref.ref(batch))
+        del batch
+    assert left == [None] * 5
 
 
 def test_list_of_a_loader_keeps_every_batch(appliances: Any, loader: DataLoader) -> None:

@@ -12,10 +12,20 @@ import pytest
 import torch
 
 from penstock.client.feed import PASS_ENDED
+from penstock.client.lanes import SlotLane
 from penstock.client.schedule import Schedule
-from penstock.proto.errors import DeadlineError, EmptyInputError, InputFnError, NoWorkersError, ProtocolError
+from penstock.proto.errors import (
+    DeadlineError,
+    EmptyInputError,
+    InputFnError,
+    NoWorkersError,
+    ProtocolError,
+    UnsupportedLeafError,
+    WorkerLostError,
+)
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 
 
 def test_slots_take_turns_whatever_came_first(rigs: Any) -> None:
@@ -191,6 +201,42 @@ def test_a_failed_slot_without_a_lane_is_its_error(rigs: Any) -> None:
         rig.feed.next()
 
 
+def test_a_failed_slot_is_asked_once_for_what_it_had(rigs: Any) -> None:
+    rig = rigs(1, timeout_s=30)
+    runner = rig.runners[0]
+    rig.numbers(0, 0, 1)
+    rig.run.show(runner, pb.FAILED, error=records_pb2.ErrorDetail(name="WorkerLostError", message="it died"))
+    dialled = []
+    dial = rig.run.dial
+
+    def count(*args: Any) -> Any:
+        dialled.append(args)
+        return dial(*args)
+
+    rig.run.dial = count
+    assert rig.take(2) == [0, 1]
+    runner.break_lane()
+    with pytest.raises(WorkerLostError, match=r"it died \[worker w0, box 0, slot 0, step 3\]"):
+        rig.feed.next()
+    assert len(dialled) == 1
+
+
+def test_a_batch_that_could_not_be_made_comes_again(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rigs()
+    rig.numbers(0, 0, 1)
+    compiled = SlotLane._compile
+    monkeypatch.setattr(SlotLane, "_compile", refuse)
+    with pytest.raises(UnsupportedLeafError, match="a class that nobody imported"):
+        rig.feed.next()
+    assert rig.feed.position.step == 0
+    monkeypatch.setattr(SlotLane, "_compile", compiled)
+    assert rig.take(2) == [0, 1]
+
+
+def refuse(*args: Any) -> Any:
+    raise UnsupportedLeafError("a class that nobody imported")
+
+
 def test_deadlines_name_who_was_waited_for(rigs: Any) -> None:
     rig = rigs(2, timeout_s=0.03)
     rig.numbers(0, 0)
@@ -238,6 +284,22 @@ def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
     rig.run.progress = Waiting()
     assert rig.take(1) == [5]
     thread.join()
+
+
+def test_an_input_that_no_worker_shards_is_warned_of_once(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0, 1)
+    rig.numbers(1, 10, 11)
+    rig.run.show(rig.runners[0], traits=records_pb2.LoaderTraits(looked_at_assignment=False))
+    rig.run.show(rig.runners[1], traits=records_pb2.LoaderTraits(looked_at_assignment=True))
+    assert rig.take(2) == [0, 10]
+    rig.run.show(rig.runners[1], traits=records_pb2.LoaderTraits(looked_at_assignment=False))
+    with pytest.warns(UserWarning, match=r"every worker streams the whole input.*current_assignment") as caught:
+        assert rig.take(2) == [1, 11]
+    rig.run.show(rig.runners[1], traits=records_pb2.LoaderTraits(looked_at_assignment=False))
+    rig.numbers(0, 2)
+    rig.take(1)
+    assert len(caught) == 1
 
 
 # ---- broken lanes
@@ -374,6 +436,46 @@ def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: A
     assert rig.take(1) == [110]
 
 
+def test_a_pass_left_before_a_slot_was_ready_is_told_with_the_first_hello(rigs: Any) -> None:
+    rig = rigs(2, timeout_s=0.05)
+    late = rig.runners[1]
+    rig.run.views = [rig.run.views[0], pb.SlotView(slot=1, phase=pb.STARTING)]
+    rig.numbers(0, 0)
+    rig.numbers(1, 10)
+    assert rig.take(1) == [0]
+    rig.feed.cut()
+    assert rig.runners[0].leave_pass() == 0
+    rig.numbers(0, 100)
+    assert rig.take(1) == [100]
+    rig.run.show(late)
+    with pytest.raises(DeadlineError):
+        rig.feed.next()
+    assert late.hellos[0].cuts == 1
+    assert late.leave_pass() == 0
+    rig.numbers(1, 110)
+    assert rig.take(1) == [110]
+
+
+def test_passes_left_on_both_sides_of_a_break_are_told_apart(rigs: Any) -> None:
+    rig = rigs(timeout_s=0.05)
+    runner = rig.runners[0]
+    rig.numbers(0, 0, 1)
+    assert rig.take(1) == [0]
+    rig.feed.cut()
+    assert runner.leave_pass() == 0
+    runner.break_lane()
+    with pytest.raises(DeadlineError):
+        rig.feed.next()
+    rig.numbers(0, 100, 101)
+    assert rig.take(1) == [100]
+    rig.feed.cut()
+    with pytest.raises(DeadlineError):
+        rig.feed.next()  # 101 lies in the socket, of a pass that was left
+    assert runner.leave_pass() == 1
+    rig.numbers(0, 200)
+    assert rig.take(1) == [200]
+
+
 def test_nothing_is_cut_where_nothing_was_taken(rigs: Any) -> None:
     rig = rigs()
     rig.feed.cut()
@@ -421,6 +523,26 @@ def test_the_position_can_be_read_from_another_thread(rigs: Any) -> None:
         position = Position.from_proto(snapshot)
         assert position.step == sum(position.total)
         assert position.cursor == position.step % 2
+
+
+def test_a_position_in_the_middle_of_a_move_is_not_seen(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rigs()
+    rig.numbers(0, 1)
+    deliver = Position.deliver
+    seen: list[Any] = []
+
+    def slowly(position: Position) -> None:
+        position.step += 1
+        thread = threading.Thread(target=lambda: seen.append(rig.feed.snapshot()))
+        thread.start()
+        thread.join(0.05)
+        position.step -= 1
+        deliver(position)
+        thread.join()
+
+    monkeypatch.setattr(Position, "deliver", slowly)
+    rig.take(1)
+    assert seen[0] is None or seen[0].step == sum(slot.total for slot in seen[0].slots)
 
 
 def test_a_fork_of_the_training_process_releases_nothing(rigs: Any) -> None:

@@ -24,7 +24,9 @@ def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, a
         saved.positions.append(position)
         for slot in range(workers):
             user = {"done": slot} if methods == 2 else None
-            saved.parts.append(Part(box, slot, position.total[slot], 8, {"at": [0, 1, 1, 4], "rng": b"r"}, user))
+            saved.parts.append(
+                Part(box, slot, position.total[slot], 8, 99, {"at": [0, 1, 1, 4], "rng": b"r", "of": [box, slot]}, user)
+            )
     saved.aggregated = {"done": [3, 2]} if aggregated is None and methods == 4 else aggregated
     return saved
 
@@ -72,15 +74,15 @@ def test_a_state_that_cannot_be_restored_is_refused_when_it_is_saved() -> None:
 
 def test_on_the_same_shape_each_box_gets_its_own_slots_and_position() -> None:
     saved = make(2)
-    start = saved.start(1, 2, 2, strict=False)
-    assert start.same_shape
-    assert Position.from_proto(start.base) == saved.positions[1]
-    blob: Any = decode_state(start.blob)
-    assert blob == {
-        "aggregated": None,
-        "strict": False,
-        "slots": {slot: {"user": {"done": slot}, "restart": saved.parts[slot].restart} for slot in (0, 1)},
-    }
+    for box in (0, 1):
+        start = saved.start(box, 2, 2, strict=False)
+        assert start.same_shape
+        assert Position.from_proto(start.base) == saved.positions[box]
+        parts = {part.slot: part for part in saved.parts if part.box == box}
+        slots = {
+            slot: {"user": part.user, "restart": part.restart, "digest": part.digest} for slot, part in parts.items()
+        }
+        assert decode_state(start.blob) == {"aggregated": None, "strict": False, "slots": slots}
 
 
 def test_four_methods_change_their_shape_and_bring_the_step_along() -> None:

@@ -98,7 +98,7 @@ def test_an_unknown_variable_is_an_error_with_the_likely_one(monkeypatch: pytest
 
 
 def test_an_unknown_key_is_an_error() -> None:
-    with pytest.raises(InvalidArgumentError, match="extra"):
+    with pytest.raises(InvalidArgumentError, match="--color blue: Extra inputs are not permitted"):
         resolve(PeerSettings, color="blue")
 
 

@@ -208,7 +208,7 @@ def prefetches(batches: int = 50) -> Prefetches:
     return Prefetches(batches)
 
 
-def persistent() -> DataLoader[Any]:
+def persistent() -> Any:
     current_assignment()
     from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import mmap
 import os
@@ -42,6 +43,14 @@ class Sample:
 
 
 @dataclass
+class Unfinished(abc.ABC):
+    x: Any = None
+
+    @abc.abstractmethod
+    def finish(self) -> None: ...
+
+
+@dataclass
 class DictRecord(dict):  # type: ignore[type-arg]
     x: Any = None
 
@@ -68,6 +77,38 @@ def trip(batch: Any) -> Any:
     ring = Ring()
     ring.write(flat)
     return Assembler(received(flat)).assemble(flat.shapes, ring.view, 128, flat.nbytes)
+
+
+def test_the_table_forgets_the_longest_unused() -> None:
+    flattener = Flattener(max_structures=3)
+
+    def of(rank: int) -> Structure:
+        return flattener.flatten(torch.ones([1] * rank)).structure
+
+    made = [of(rank) for rank in range(3)]
+    assert of(0) is made[0]
+    fourth = of(3)  # rank 1 is now the longest unused
+    assert of(0) is made[0]
+    assert of(2) is made[2]
+    assert of(3) is fourth
+    again = of(1)
+    assert again is not made[1]
+    assert again == made[1]
+
+
+def test_two_classes_of_one_name_are_one_structure() -> None:
+    def make() -> Any:
+        made = namedtuple("Made", "a b")  # type: ignore[name-match]
+        made.__module__ = __name__
+        return made
+
+    flattener = Flattener()
+    globals()["Made"] = first = make()
+    one = flattener.flatten(first(1, 2)).structure
+    globals()["Made"] = second = make()
+    assert first is not second
+    assert flattener.flatten(second(1, 2)).structure is one
+    del globals()["Made"]
 
 
 def test_describe() -> None:
@@ -137,7 +178,7 @@ def test_a_receiver_that_does_not_know_the_class(registry: None) -> None:
 
 
 def test_register_class_checks(registry: None) -> None:
-    for wrong in (int, torch.Tensor, DictRecord, "x"):
+    for wrong in (int, torch.Tensor, DictRecord, Unfinished, "x"):
         with pytest.raises(InvalidArgumentError, match="neither"):
             register_class(wrong)  # type: ignore[type-var]
     register_class(Pair, "p")
@@ -173,6 +214,7 @@ def announced(name: str, fields: list[str], kind: str = "nt") -> Structure:
         (f"{__name__}:Pair", ["left", "right"], "dc"),
         (f"{__name__}:Sample", ["image", "label"], "nt"),
         (f"{__name__}:DictRecord", ["x"], "dc"),
+        (f"{__name__}:Unfinished", ["x"], "dc"),
         (f"{__name__}:Holder.Nothing", ["x"], "nt"),
         (f"{__name__}:Holder.Inner.x", ["x"], "nt"),
         (f"{__name__}:sys.modules", ["x"], "nt"),

@@ -73,6 +73,7 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: torch.ones(2, 2).to_sparse(), "torch.Tensor", "to_dense"),
     (lambda: torch.ones(2, 2).to_sparse_csr(), "torch.Tensor", "to_dense"),
     (lambda: torch.ones(2, device="meta"), "torch.Tensor", "meta"),
+    (lambda: torch.ones(0, device="meta"), "torch.Tensor", "meta"),
     (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "torch.Tensor", "int_repr"),
     (nested, "torch.Tensor", "unbind"),
     (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8), "torch.Tensor", "bits8"),
@@ -139,6 +140,9 @@ def test_a_known_structure_does_not_open_the_door() -> None:
     for bad in (torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta"), torch.ones(2, 2).as_subclass(MyTensor)):
         with pytest.raises(UnsupportedLeafError, match=r"batch\[0\]"):
             flattener.flatten([bad])
+    flattener.flatten([torch.ones(0, 2)])
+    with pytest.raises(UnsupportedLeafError, match=r"batch\[0\].*meta"):
+        flattener.flatten([torch.ones(0, 2, device="meta")])
     tensor = torch.ones(2, 2)
     flattener.flatten([tensor])
     tensor.untyped_storage().resize_(0)

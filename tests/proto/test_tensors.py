@@ -525,38 +525,6 @@ def test_strict_names_both() -> None:
     assert again.structure is first.structure
 
 
-def test_the_table_forgets_the_longest_unused() -> None:
-    flattener = Flattener(max_structures=3)
-
-    def of(rank: int) -> Structure:
-        return flattener.flatten(torch.ones([1] * rank)).structure
-
-    made = [of(rank) for rank in range(3)]
-    assert of(0) is made[0]
-    fourth = of(3)  # rank 1 is now the longest unused
-    assert of(0) is made[0]
-    assert of(2) is made[2]
-    assert of(3) is fourth
-    again = of(1)
-    assert again is not made[1]
-    assert again == made[1]
-
-
-def test_two_classes_of_one_name_are_one_structure() -> None:
-    def make() -> Any:
-        made = namedtuple("Made", "a b")  # type: ignore[name-match]
-        made.__module__ = __name__
-        return made
-
-    flattener = Flattener()
-    globals()["Made"] = first = make()
-    one = flattener.flatten(first(1, 2)).structure
-    globals()["Made"] = second = make()
-    assert first is not second
-    assert flattener.flatten(second(1, 2)).structure is one
-    del globals()["Made"]
-
-
 @settings(max_examples=500, deadline=None)
 @given(
     batches,

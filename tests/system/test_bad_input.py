@@ -49,7 +49,7 @@ def test_input_fn_that_raises_shows_the_remote_traceback(appliance: Appliance) -
 
 
 def test_error_at_batch_n_comes_after_the_batches_before_it(appliance: Appliance) -> None:
-    got = []
+    got: list[int] = []
     with pytest.raises(errors.InputFnError, match="broken sample") as caught:
         got.extend(int(batch) for batch in DataExecutor(DataLoader(streams.raises_at, 4), appliance=appliance))
     assert got == [0, 0, 1, 1, 2, 2]
@@ -188,7 +188,7 @@ def test_strict_on_one_method_only(appliance: Appliance) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": -1}, {"num_steps": 3, "checkpoint_steps": -2}])
-def test_steps_below_one(bad: dict[str, int]) -> None:
+def test_steps_below_one(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="steps"):
         DataExecutor(DataLoader(streams.counter), **bad)
 
@@ -211,7 +211,7 @@ def test_coordinator_unreachable() -> None:
 
 def test_a_batch_above_the_limit() -> None:
     with Appliance(num_workers_per_box=1, max_batch_bytes=1 << 20) as small:
-        got = []
+        got: list[int] = []
         loader = DataLoader(streams.growing, [10, 200_000, 2_000_000])
         with pytest.raises(errors.BatchTooLargeError, match=r"max_batch_bytes"):
             got.extend(len(batch) for batch in DataExecutor(loader, appliance=small))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -158,10 +159,10 @@ def test_input_fn_that_the_worker_cannot_import(
 ) -> None:
     (tmp_path / "streams_elsewhere.py").write_text("def data():\n    return [1]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import streams_elsewhere
+    elsewhere = importlib.import_module("streams_elsewhere")
 
     with box(cluster, 0, 1, 1, "import") as appliance, pytest.raises(errors.PenstockError, match="streams_elsewhere"):
-        next(iter(DataExecutor(DataLoader(streams_elsewhere.data), appliance=appliance)))
+        next(iter(DataExecutor(DataLoader(elsewhere.data), appliance=appliance)))
 
 
 def test_a_wrong_token(cluster: Cluster) -> None:

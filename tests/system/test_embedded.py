@@ -38,15 +38,11 @@ if __name__ == "__main__":
 """
 
 
-def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env={**ENVIRONMENT, **options.pop("extra", {})},  # type: ignore[dict-item]
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **options,  # type: ignore[call-overload]
-    )
+def run(
+    *command: str, extra: dict[str, str] | None = None, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = {**ENVIRONMENT, **(extra or {})}
+    return subprocess.run(command, env=environment, input=stdin, capture_output=True, text=True, timeout=60)
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -103,7 +99,7 @@ def test_a_main_script_without_a_guard_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["-c", "stdin"])
 def test_a_main_that_is_no_file_says_so_and_never_hangs(how: str) -> None:
     program = SCRIPT + "\nmain()\n"
-    done = run(sys.executable, "-c", program) if how == "-c" else run(sys.executable, "-", input=program)
+    done = run(sys.executable, "-c", program) if how == "-c" else run(sys.executable, "-", stdin=program)
     assert done.returncode != 0
     assert "module" in done.stderr.splitlines()[-1]
 

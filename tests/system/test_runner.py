@@ -52,8 +52,8 @@ def test_no_threads_no_grpc_no_cuda_no_secrets(monkeypatch: pytest.MonkeyPatch) 
 def test_what_user_code_forked_dies_with_the_runner(appliance: Appliance, tmp_path: Path) -> None:
     """The forked child keeps the lane's socket open: its end of file is no sign of life or death."""
     marker = tmp_path / "child"
+    executor = DataExecutor(DataLoader(streams.forks_and_dies, str(marker)), appliance=appliance)
     with pytest.warns(UserWarning, match="SIGKILL"):
-        executor = DataExecutor(DataLoader(streams.forks_and_dies, str(marker)), appliance=appliance)
         got = [int(batch) for batch in executor]
     assert got == [number for number in range(10) for _ in range(2)]
     assert not Path(f"/proc/{marker.read_text()}").exists()

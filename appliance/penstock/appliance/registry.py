@@ -377,7 +377,7 @@ class Registry:
         for worker in [worker for worker in books.workers.values() if worker.lease_until <= now]:
             del books.workers[worker.name]
             note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
-            books.drop_worker(worker, note, None if worker.draining else now)
+            books.drop_worker(worker, note, now)
         named: set[str] = set()
         for attempt in books.open_attempts():
             for box in attempt.boxes.values():

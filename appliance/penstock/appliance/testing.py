@@ -12,7 +12,7 @@ from penstock.appliance.books import Topic
 from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import Limits
-from penstock.appliance.model import Slot, SlotKey
+from penstock.appliance.model import Slot
 from penstock.appliance.registry import Registry
 from penstock.proto.errors import PenstockError
 from penstock.proto.position import Position
@@ -80,7 +80,8 @@ class FakeWorker:
     session: str
     host: str
     capacity: int
-    ready_already: set[tuple[SlotKey, int]] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+    """State requests, by id: a worker answers each once."""
 
     def register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)

@@ -295,7 +295,7 @@ class Feed:
                 notes.append((slot, view.note or f"moved to worker {view.worker}"))
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
-        if run.unsharded and not self._told_unsharded:
+        if not self._told_unsharded and run.num_workers > 1 and all(_never_looked(view) for view in run.views):
             self._told_unsharded = True
             warnings.warn(
                 f"{self._label}: no worker asked for its assignment, so every worker streams the whole input, and each "
@@ -420,6 +420,11 @@ class Feed:
         self._run.progress.position = _nowhere
         for lane in self._lanes:
             lane.close()
+
+
+def _never_looked(view: pb.SlotView) -> bool:
+    """Its input asked nowhere which worker it is; a worker says so once the first batch is out."""
+    return view.HasField("traits") and not view.traits.looked_at_assignment
 
 
 def _nowhere() -> records_pb2.BoxPosition | None:

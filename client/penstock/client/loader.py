@@ -354,6 +354,7 @@ class DataLoader:
                     record.local_worker_id,
                     record.worker_step,
                     record.samples_streamed,
+                    record.digest,
                     value["restart"],
                     None if methods == 4 else value["user"],
                 )

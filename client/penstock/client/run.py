@@ -39,9 +39,6 @@ HOLD_S = 1.0
 CLOSE_S = 5.0
 """Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
 DIAL_S = 10.0
-LOOK_GRACE_S = 3.0
-"""Seconds after the first batches until the workers' word that nobody asked for its assignment is believed: they learn
-of it with those batches, and tell with a heartbeat."""
 MAX_BACKOFF_S = 2.0
 
 
@@ -80,6 +77,8 @@ class Run:
         self.link = link
         self.box = request.box
         self.num_slots = request.num_workers_per_box
+        self.num_workers = request.num_boxes * request.num_workers_per_box
+        """Of all boxes."""
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0
@@ -92,8 +91,6 @@ class Run:
         """Since when (monotonic) the coordinator has not answered; None = it does."""
         self.progress = Progress()
         self.abandoned = False
-        self.unsharded = False
-        """There are several workers, and none of them ever asked who it is."""
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._on_closed = on_closed
         self._request = request
@@ -101,8 +98,6 @@ class Run:
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._closed = False
-        self._streaming_since: float | None = None
-        self._judged = request.num_boxes * request.num_workers_per_box == 1
         self._thread: threading.Thread | None = None
 
     # ---- opening
@@ -156,15 +151,14 @@ class Run:
             except LaneClosedError:
                 return
             except PenstockError as error:
-                self.fail(error)
+                if not self._closing.is_set():  # else it is the answer to our own CloseRun
+                    self.fail(error)
                 self._linger()
                 return
             self.away_since, backoff = None, 0.1
             changed, seen = seen != reply.version, reply.version
             if changed:
                 self._take(reply)
-            if not self._judged:
-                self._judge()
 
     def _linger(self) -> None:
         """The run is over for the coordinator, but the loader still holds it."""
@@ -172,20 +166,6 @@ class Run:
             if self.abandoned:
                 self.close()
                 return
-
-    def _judge(self) -> None:
-        """Find out whether every worker streams the whole input."""
-        position = self.progress.position()
-        if position is None or position.step < self._request.base.step + self.num_slots:
-            return
-        now = time.monotonic()
-        if self._streaming_since is None:
-            self._streaming_since = now
-        elif now - self._streaming_since > LOOK_GRACE_S:
-            self._judged = True
-            if not any(view.traits.looked_at_assignment for view in self.views):
-                self.unsharded = True
-                self._notify()
 
     def _take(self, reply: pb.WatchRunReply) -> None:
         views = list(self.views)

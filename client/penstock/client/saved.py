@@ -37,6 +37,8 @@ class Part:
     slot: int
     worker_step: int
     samples: int
+    digest: int
+    """Of the worker's last batch up to the step, 0 if none: a replay is compared with it."""
     restart: Any
     """How a runner gets there: written and read by penstock.worker, opaque here."""
     user: Any = None
@@ -91,6 +93,7 @@ class Saved:
                     "slot": part.slot,
                     "worker_step": part.worker_step,
                     "samples": part.samples,
+                    "digest": part.digest,
                     "restart": part.restart,
                     "user": part.user,
                 }
@@ -127,7 +130,11 @@ class Saved:
             base = Position.start(num_workers_per_box, step=self.step, epoch=epoch)
         if not self.positions and self.methods != 4:
             return Start(base.to_proto(), b"", False)
-        slots = {p.slot: {"user": p.user, "restart": p.restart} for p in self.parts if same and p.box == box}
+        slots = {
+            part.slot: {"user": part.user, "restart": part.restart, "digest": part.digest}
+            for part in self.parts
+            if same and part.box == box
+        }
         blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots})
         return Start(base.to_proto(), blob, same)
 

@@ -17,7 +17,7 @@ from penstock.deploy.exits import CANNOT_SAVE, DIFFERS
 from penstock.deploy.ward import Ward
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
 
-__all__ = ["Check", "Diagnosis", "Patient", "Question", "examine"]
+__all__ = ["Check", "Diagnosis", "Patient", "Question", "examine", "examine_in"]
 
 COMPARED = 8
 """Batches and ends of passes that are compared after a restored snapshot; after the start of the first pass it is
@@ -131,12 +131,18 @@ def examine(question: Question) -> Diagnosis:
     """Run all checks. Raises what the loader raised before it could be examined."""
     question.fields(0)
     with Ward(question.seed, question.deadline_s) as ward:
-        patients = [_streamed(ward, question, slot) for slot in range(question.workers)]
-        for patient in patients:
-            for name in patient.bases if _saves(patient) else ["start"] if "start" in patient.bases else []:
+        return examine_in(ward, question)
+
+
+def examine_in(ward: Ward, question: Question) -> Diagnosis:
+    """The same in a ward that is there already, with its deadline."""
+    patients = [_streamed(ward, question, slot) for slot in range(question.workers)]
+    for patient in patients:
+        for name in patient.bases:
+            if name == "start" or _saves(patient):
                 _restore(ward, question, patient, name)
-        if _saves(patients[0]) and patients[0].traits["state_methods"] == 4:
-            _aggregated(ward, question, patients)
+    if _saves(patients[0]) and patients[0].traits["state_methods"] == 4:
+        _aggregated(ward, question, patients)
     code, verdict = _verdict(question, patients)
     return Diagnosis(question, patients, code, verdict, list(_warnings(question, patients)))
 

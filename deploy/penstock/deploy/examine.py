@@ -40,6 +40,10 @@ __all__ = ["main"]
 
 Event = list[Any]
 
+SETTLE_S = 0.05
+"""Before a snapshot that is kept: what prefetches in the background gets the time to run ahead that a training step
+would give it, or its snapshot might be right by chance."""
+
 
 def main() -> None:
     """Take tasks from the inherited socket, one at a time, until it closes."""
@@ -184,7 +188,10 @@ class _Stream:
         source = self._source
         if not source.saves_state or self._unsaved:
             return
-        total, started = source.place.total, time.monotonic()
+        total = source.place.total
+        if total in self._keep:
+            time.sleep(SETTLE_S)
+        started = time.monotonic()
         try:
             data = source.snapshot(self._step()).encode()
         except UnsupportedStateError as error:

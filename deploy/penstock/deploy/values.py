@@ -1,8 +1,9 @@
 """A user's state for people and for JSON: what is there, not a way to load it back.
 
 JSON knows no tensors, bytes, tuples as keys or NaN. Such a value becomes an object with the one key "$", whose value
-says what it is: {"$": "tensor", "dtype": "int64", "shape": [3]}, {"$": "bytes", "size": 5, "base64": "aGVsbG8="},
-{"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value": "nan"}. Lists and tuples are lists.
+says what it is: {"$": "tensor", "dtype": "int64", "shape": [3]} (with a "value" if it has no dimension), {"$":
+"bytes", "size": 5, "base64": "aGVsbG8="}, {"$": "dict", "items": [[key, value], ...]}, {"$": "float", "value":
+"nan"}. Lists and tuples are lists.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def as_json(value: Any) -> Any:
         return {"$": "dict", "items": [[as_json(key), as_json(item)] for key, item in value.items()]}
     shape = _shape(value)
     if shape is not None:
-        return {"$": _kind(value), "dtype": _dtype(value), "shape": shape}
+        summary = {"$": _kind(value), "dtype": _dtype(value), "shape": shape}
+        return summary if shape else {**summary, "value": as_json(value.item())}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
     if isinstance(value, set | frozenset):
@@ -53,7 +55,7 @@ def brief(value: Any, depth: int = 0) -> str:
         return f"{len(value)} bytes"
     shape = _shape(value)
     if shape is not None:
-        return f"{_dtype(value)}[{', '.join(map(str, shape))}]"
+        return f"{_dtype(value)}[{', '.join(map(str, shape))}]" if shape else f"{value.item()!r} ({_dtype(value)})"
     if isinstance(value, Mapping):
         if depth >= BRIEF_DEPTH and value:
             return f"{{{len(value)} entries}}"

@@ -40,7 +40,7 @@ class RestartableDataLoader(Protocol):
     def aggregate_state_dict(self, worker_states: list[Any]) -> Any:
         """One state from those of all workers, in order of global_worker_id."""
 
-    def deaggregate_state_dict(self, aggregated_state_dict: Any, strict: bool = True) -> Any:
+    def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> Any:
         """This worker's state from the aggregated one. Runs on every worker."""
 
 

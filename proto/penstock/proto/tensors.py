@@ -225,7 +225,7 @@ class Flattener:
             cls = type(value)
             if cls is _Tensor:
                 if value.layout is not _strided or not value.is_cpu:
-                    raise _GiveUp
+                    raise _give_up()
                 shape = value.shape
                 signature += (value.dtype, len(shape))
                 shapes += shape
@@ -234,7 +234,7 @@ class Flattener:
                 held.append(value)
                 pointer = value.data_ptr()
                 if not pointer and size:
-                    raise _GiveUp
+                    raise _give_up()
                 if value.is_contiguous() and not value.is_neg() and not value.is_conj():
                     sources.append(pointer)
                 else:
@@ -246,12 +246,12 @@ class Flattener:
                 sources.append(value)
             elif cls is dict or cls is OrderedDict:
                 if not depth:
-                    raise _GiveUp
+                    raise _give_up()
                 signature += (cls, tuple(map(type, value)), tuple(value))
                 self._walk(value.values(), signature, shapes, sources, sizes, held, depth - 1)
             elif cls is list or cls is tuple:
                 if not depth or len(value) > 4 * self._max_leaves:
-                    raise _GiveUp
+                    raise _give_up()
                 signature += (cls, len(value))
                 self._walk(value, signature, shapes, sources, sizes, held, depth - 1)
             elif value is None:
@@ -268,7 +268,7 @@ class Flattener:
                 data = _TO_BYTES[cls](value)
                 size = len(data)
                 if size > MAX_INT_BYTES and cls is int:
-                    raise _GiveUp
+                    raise _give_up()
                 signature.append(cls)
                 shapes.append(size)
                 sizes.append(size)
@@ -284,17 +284,17 @@ class Flattener:
                 values_of = self._records.get(cls) or self._record(cls)
                 fields = values_of(value)
                 if not depth:
-                    raise _GiveUp
+                    raise _give_up()
                 signature += (cls, len(fields))
                 self._walk(fields, signature, shapes, sources, sizes, held, depth - 1)
         if len(sizes) > self._max_leaves or len(signature) > 16 * self._max_leaves:
-            raise _GiveUp
+            raise _give_up()
 
     def _record(self, cls: type) -> Callable[[Any], Sequence[Any]]:
         """How to get at the fields of a namedtuple or dataclass."""
         record = class_fields(cls)
         if record is None:
-            raise _GiveUp
+            raise _give_up()
         kind, names = record
         if kind == "nt":
             values_of: Callable[[Any], Sequence[Any]] = tuple
@@ -334,11 +334,9 @@ class Flattener:
         return structure
 
 
-class _GiveUp(UnsupportedLeafError):
+def _give_up() -> UnsupportedLeafError:
     """The fast pass met something it does not take; seen by nobody unless the slow pass then finds nothing wrong."""
-
-    def __init__(self) -> None:
-        super().__init__("the batch changed while it was read")
+    return UnsupportedLeafError("the batch changed while it was read")
 
 
 def _int_bytes(value: int) -> bytes:

@@ -58,6 +58,8 @@ class LaneDoors:
         try:
             tcp.bind((host.strip("[]"), int(port)))
         except OSError as error:
+            local.close()
+            tcp.close()
             raise PortTakenError(f"cannot listen on {listen} for lanes: {error.strerror}") from error
         self.tcp_address = f"{host}:{tcp.getsockname()[1]}"
         for listener, serve in ((local, self._greet_local), (tcp, self._greet_tcp)):

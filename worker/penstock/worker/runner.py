@@ -146,7 +146,7 @@ class _Runner:
         else:
             source.restore(Base.of(part))
             self._keep(Base.of(part), origin=source.traits.state_methods == 0 or part["restart"]["origin"] is not None)
-        self._seek(own.total, base.epoch, part.get("digest", 0))
+        self._seek(own.total, base.epoch, part["digest"])
         if a.slot not in base.live:
             source.reach_end()  # it had ended when the state was saved, and the others had not
         elif base.epoch > source.place.epoch:
@@ -203,6 +203,8 @@ class _Runner:
         source = self.source
         try:
             while True:
+                if self.producer.abandoned:
+                    self._go_back()
                 if not source.is_open:
                     self._await_epoch()
                     self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
@@ -254,11 +256,11 @@ class _Runner:
             total = place.total
             if total in producer.wanted or self._cadence.due(clock()):
                 self._snapshot()
-            ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
-            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest)
             if not self._looked and place_of.looked_at():
                 self._looked = True
                 ledger.saw_look()
+            ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
+            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")

@@ -199,7 +199,7 @@ class Slot:
             self._rate_from = (now, self.ledger.total)
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
-        self.traits.looked_at_assignment = bool(self.ledger.looked) or self.ledger.total == self._first_total
+        self.traits.looked_at_assignment = bool(self.ledger.looked) or self.ledger.total <= self._first_total
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,

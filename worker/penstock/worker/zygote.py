@@ -42,6 +42,7 @@ def main() -> None:
     # What a runner leaves behind comes here to be reaped, and not to whatever is process 1 of a container.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     import torch
+
     from penstock.worker import runner, scratch  # noqa: F401  # what every child needs, loaded once
 
     torch.set_num_threads(1)

@@ -1,0 +1,183 @@
+"""The life of appliances: started, shared, dropped, and what is said when a daemon does not start or dies."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client import appliance as module
+from penstock.client.embedded import Embedded
+from penstock.client.rendezvous import Meeting, Place
+from penstock.client.settings import Torchrun
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
+
+SOON_S = 30.0
+
+
+def ended(pidfds: list[int]) -> bool:
+    """All of these processes are gone, within SOON_S."""
+    deadline = time.monotonic() + SOON_S
+    return all(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0] for fd in pidfds)
+
+
+@pytest.fixture
+def pidfds() -> Iterator[Any]:
+    """Opens a pidfd for each daemon of an Embedded, for after it is gone."""
+    opened: list[int] = []
+
+    def of(daemons: Embedded | None) -> list[int]:
+        assert daemons is not None
+        fresh = [os.pidfd_open(child.process.pid) for child in daemons._children]
+        opened.extend(fresh)
+        return fresh
+
+    yield of
+    for fd in opened:
+        os.close(fd)
+
+
+def test_close_is_idempotent_and_leaves_no_process(pidfds: Any) -> None:
+    with Appliance(timeout_s=SOON_S) as appliance:
+        loader = DataLoader(streams.counter, 3)
+        kept = [batch["x"] for batch in DataExecutor(loader, appliance=appliance)]
+        fds = pidfds(appliance._daemons)
+        appliance.close()
+    appliance.close()
+    assert ended(fds)
+    assert [int(x[0]) for x in kept] == [1, 2, 3], "batches outlive the appliance"
+    with pytest.raises(RuntimeError, match="its stream ended at step 3 with its appliance"):
+        iter(DataExecutor(loader))
+    with pytest.raises(PenstockError, match="this Appliance is closed"):
+        iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
+
+
+def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
+    appliance = Appliance(timeout_s=SOON_S)
+    fds = pidfds(appliance._daemons)
+    del appliance
+    gc.collect()
+    assert ended(fds)
+
+
+def test_loaders_share_the_appliance_of_the_with_around_them(pidfds: Any) -> None:
+    with Appliance(timeout_s=SOON_S) as appliance:
+        train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
+        assert [int(batch["number"]) for _ in train for batch in evaluation] == [1, 2, 3] * 2
+        assert len(appliance._runs) == 2
+        assert appliance._opened == 2
+    assert module._default is None
+
+
+def test_the_default_appliance_closes_after_its_last_loader(pidfds: Any) -> None:
+    train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
+    assert len(list(train)) == 2
+    assert module._default is not None
+    appliance = module._default.appliance
+    fds = pidfds(appliance._daemons)
+    assert len(list(evaluation)) == 3
+    assert len(appliance._runs) == 2
+    state = train.state_dict()
+    train.load_state_dict(state)
+    assert len(list(train)) == 2, "the pass after the one that was over"
+    del train
+    gc.collect()
+    assert not appliance.closed
+    del evaluation
+    gc.collect()
+    assert ended(fds)
+    assert module._default is None
+
+
+def test_the_death_of_a_daemon_is_named(pidfds: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with Appliance(timeout_s=SOON_S) as appliance:
+        steps = iter(DataExecutor(DataLoader(streams.slow, 0.01, 100_000), num_steps=100_000, appliance=appliance))
+        next(steps)
+        assert appliance._daemons is not None
+        os.kill(appliance._daemons._children[1].process.pid, signal.SIGKILL)
+        with pytest.raises(PenstockError, match="the embedded worker daemon was killed by signal 9"):
+            for _ in steps:
+                pass
+
+
+def test_daemons_that_do_not_start_are_explained_by_what_they_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no module named penstock, say' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(broken))
+    with (
+        Appliance(timeout_s=SOON_S) as appliance,
+        pytest.raises(PenstockError, match=r"ended with status 3:\nno module named penstock, say"),
+    ):
+        iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
+
+
+def test_a_coordinator_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REACH_S", 0.3)
+    with (
+        Appliance("127.0.0.1:9", token="t") as appliance,
+        pytest.raises(CoordinatorUnavailableError, match=r"127\.0\.0\.1:9 cannot be reached.*tried for 0\.3 s"),
+    ):
+        iter(DataExecutor(DataLoader(streams.counter), appliance=appliance))
+
+
+# ---- ranks that share one
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the meeting of a rank, as one process of a torchrun launch would."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+
+    def make(rank: int) -> Meeting:
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setattr("penstock.client.rendezvous._shared_so_far", 0)
+        return Meeting(Torchrun())
+
+    return make
+
+
+def test_ranks_meet_and_rank_0_leaves_last(ranks: Any) -> None:
+    host, other = ranks(0), ranks(1)
+    assert (host.hosts, other.hosts) == (True, False)
+    place = Place("unix-abstract:x", "token", "job")
+    joined: list[Place] = []
+    join = threading.Thread(target=lambda: joined.append(other.join(time.monotonic() + SOON_S, SOON_S)))
+    join.start()
+    host.publish(place)
+    join.join(SOON_S)
+    assert joined == [place]
+    order: list[str] = []
+    leave = threading.Thread(target=host.leave, args=(lambda: order.append("stopped"),))
+    leave.start()
+    order.append("other leaves")
+    other.leave(lambda: order.append("never"))
+    leave.join(SOON_S)
+    assert order == ["other leaves", "stopped"]
+
+
+def test_a_rank_that_nobody_answers_says_so(ranks: Any) -> None:
+    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for local rank 0.*Every rank must create it"):
+        ranks(1).join(time.monotonic() + 0.05, 0.05)
+
+
+def test_two_local_ranks_0_are_an_error(ranks: Any) -> None:
+    first, second = ranks(0), ranks(0)
+    first.publish(Place("a", "t", "j"))
+    with pytest.raises(PenstockError, match="another process of this torchrun launch is local rank 0"):
+        second.publish(Place("b", "t", "j"))
+    first.leave(lambda: None)

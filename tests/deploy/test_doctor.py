@@ -1,0 +1,322 @@
+"""`penstock doctor` on loaders that are well and on loaders that are ill: found out, named, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.deploy.doctor import Diagnosis, Question, examine_in
+from penstock.deploy.ward import Ward
+from penstock.proto.errors import (
+    EmptyInputError,
+    InputFnError,
+    InputFnNotFoundError,
+    InvalidArgumentError,
+    PenstockError,
+    UnsupportedLeafError,
+    WorkerLostError,
+)
+
+Examine = Callable[..., Diagnosis]
+
+
+def question(
+    input_fn: str, *args: Any, workers: int = 1, batches: int = 16, replay: bool = False, **kwargs: Any
+) -> Question:
+    return Question(input_fn, json.dumps(args), json.dumps(kwargs), batches, workers, replay, 3, 60.0)
+
+
+@pytest.fixture(scope="module")
+def ward() -> Iterator[Ward]:
+    """The interpreter that all tests of this module fork from."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "inputs"))
+        ward = Ward(3, 60.0)
+    with ward:
+        yield ward
+
+
+@pytest.fixture
+def examine(ward: Ward) -> Examine:
+    return lambda *args, **kwargs: examine_in(ward, question(*args, **kwargs))
+
+
+def wrong(diagnosis: Diagnosis) -> dict[str, int | None]:
+    """where -> the first batch that differs."""
+    return {check.where: check.differs for patient in diagnosis.patients for check in patient.checks if not check.exact}
+
+
+# ---- well
+
+
+def test_four_methods_on_two_workers(examine: Examine) -> None:
+    found = examine("streams:shared", 14, workers=2)
+    assert (found.code, found.verdict) == (0, "can be saved at any step and resumed exactly")
+    assert not found.warnings
+    for patient in found.patients:
+        assert patient.traits["state_methods"] == 4
+        assert patient.traits["takes_strict"]
+        assert patient.streamed["looked_at"]
+        assert patient.streamed["samples"] == 16 * 4
+        assert sorted(check.where for check in patient.checks) == [
+            "after batch 1",
+            "after batch 1, by aggregate and deaggregate",
+            "after batch 15",
+            "after batch 7, the last of its pass",
+            "after batch 8",
+            "at the start of the next pass (batch 7 done)",
+            "from the start, by replay",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "args", "methods", "own_workers"),
+    [
+        ("streams:counter", [], 2, 0),
+        ("streams:asks_where", [], 4, 0),
+        ("streams:stateful", [], 2, 0),
+        ("streams:stateful", [24, 2, False], 2, 2),
+    ],
+)
+def test_exact(examine: Examine, input_fn: str, args: list[Any], methods: int, own_workers: int) -> None:
+    found = examine(input_fn, *args)
+    assert (found.code, wrong(found)) == (0, {})
+    assert found.verdict == "can be saved at any step and resumed exactly"
+    traits = found.patients[0].traits
+    assert (traits["state_methods"], traits["own_workers"]) == (methods, own_workers)
+
+
+def test_randomness_in_its_own_workers_is_saved_by_replay(examine: Examine) -> None:
+    noisy = examine("streams:stateful", 96, 2, True)
+    assert wrong(noisy)
+    assert all("batch" in where for where in wrong(noisy))
+    assert noisy.code == 0
+    assert "by replay from the start of the pass" in noisy.verdict
+
+
+@pytest.mark.parametrize("input_fn", ["streams:shuffled", "streams:generator", "streams:sharded_by_torch"])
+def test_without_methods_only_by_replay(examine: Examine, input_fn: str) -> None:
+    found = examine(input_fn)
+    assert found.code == 31
+    assert "it has no state_dict and load_state_dict" in found.verdict
+    assert "Appliance(replay=True)" in found.verdict
+    by_replay = examine(input_fn, replay=True)
+    assert (by_replay.code, wrong(by_replay)) == (0, {})
+
+
+# ---- ill
+
+
+@pytest.mark.parametrize("input_fn", ["streams:counts_late", "streams:prefetches"])
+def test_a_state_that_is_not_of_the_batches_handed_out(examine: Examine, input_fn: str) -> None:
+    found = examine(input_fn)
+    assert found.code == 30
+    assert wrong(found) == {"after batch 1": 2, "after batch 8": 9, "after batch 15": 16}
+    assert "restored after batch 1, batch 2 is another one" in found.verdict
+    assert "count after its `yield`, prefetch in the background" in found.verdict
+
+
+def test_a_pass_that_ends_elsewhere(examine: Examine) -> None:
+    found = examine("patients:forgets_its_end")
+    assert found.code == 30
+    end = next(check for check in found.patients[0].checks if check.where == "after batch 6, the last of its pass")
+    assert (end.exact, end.what) == (False, "it goes on after batch 6, the last of pass 1")
+
+
+def test_not_repeatable_at_all(examine: Examine) -> None:
+    found = examine("patients:unrepeatable", replay=True)
+    assert (found.code, wrong(found)) == (30, {"from the start, by replay": 1})
+    assert "started again it yields other batches" in found.verdict
+
+
+def test_wrong_aggregation_of_right_states(examine: Examine) -> None:
+    found = examine("patients:aggregates_badly", workers=2)
+    assert found.code == 30
+    assert wrong(found) == {"after batch 8, by aggregate and deaggregate": 9}
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "says"),
+    [
+        ("patients:cannot_aggregate", "ArithmeticError: too many workers"),
+        ("streams:bad_deaggregate", "deaggregate_state_dict() raised LookupError: no such worker in the state"),
+    ],
+)
+def test_aggregation_that_raises(examine: Examine, input_fn: str, says: str) -> None:
+    found = examine(input_fn, 100)
+    assert found.code == 30
+    assert says in found.verdict
+    (check,) = [check for check in found.patients[0].checks if not check.exact]
+    assert check.where == "after batch 8, by aggregate and deaggregate"
+    assert "Traceback" in check.traceback
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "says"),
+    [
+        ("streams:persistent", "persistent_workers=True"),
+        ("streams:odd_state", "state['user']['lock'] is a _thread.lock"),
+    ],
+)
+def test_cannot_be_saved(examine: Examine, input_fn: str, says: str) -> None:
+    found = examine(input_fn)
+    assert found.code == 31
+    assert found.verdict.startswith("cannot be saved: ")
+    assert says in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "args", "error", "says"),
+    [
+        ("streams:raises", [], InputFnError, "input_fn raised ValueError: no such dataset"),
+        ("streams:raises_at", [5], InputFnError, "batch 5 raised KeyError: 'broken sample'"),
+        ("streams:bad_state", [], InputFnError, "state_dict() raised OSError: state_dict cannot reach its server"),
+        ("streams:half_strict", [], InputFnError, "give it to both or to neither"),
+        ("streams:returns_none", [], InputFnError, "returned None"),
+        ("streams:returns_number", [], InputFnError, "not iterable"),
+        ("streams:empty", [], EmptyInputError, "streams:empty (box 0, slot 0): pass 0 ended without a single batch"),
+        (
+            "streams:odd_leaf",
+            [],
+            UnsupportedLeafError,
+            "streams:odd_leaf (box 0, slot 0), batch 1: batch['meta']['when']",
+        ),
+        ("streams:nobody", [], InputFnNotFoundError, "has no 'nobody'"),
+        ("no_such_module:nobody", [], InputFnNotFoundError, "no module named 'no_such_module'"),
+        ("patients:crashes", [], WorkerLostError, "the process that ran it was killed by SIGSEGV"),
+    ],
+)
+def test_what_stops_the_stream_is_raised(
+    examine: Examine, input_fn: str, args: list[Any], error: type[PenstockError], says: str
+) -> None:
+    with pytest.raises(error) as raised:
+        examine(input_fn, *args)
+    assert says in raised.value.message
+
+
+def test_the_ward_goes_on_after_a_crash(examine: Examine) -> None:
+    with pytest.raises(WorkerLostError):
+        examine("patients:crashes")
+    assert examine("streams:counter").code == 0
+
+
+def test_what_user_code_leaves_behind_is_killed(
+    examine: Examine, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    marker = tmp_path / "processes"
+    assert examine("patients:leaves_behind", str(marker), replay=True).code == 0
+    pids = [int(line) for line in marker.read_text().splitlines()]
+    assert len(pids) == 2  # streamed, and restored
+    until(lambda: all(gone(pid) for pid in pids))
+
+
+# ---- warnings
+
+
+def test_workers_that_stream_the_same(examine: Examine) -> None:
+    never = examine("streams:unsharded", workers=2, replay=True)
+    (warning,) = never.warnings
+    assert "there are 2 workers, and it never asks who it is: each streams the whole input" in warning
+    (warning,) = examine("patients:unsharded", workers=2).warnings
+    assert "there are 2 workers, and all stream the same batches" in warning
+    assert not examine("streams:unsharded", replay=True).warnings
+
+
+def test_batches_that_prove_nothing(examine: Examine) -> None:
+    (warning,) = examine("patients:same").warnings
+    assert "all its batches are the same" in warning
+
+
+# ---- questions that cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "args", "kwargs", "says"),
+    [
+        ("streams", "[]", "{}", "'streams' is not MODULE:NAME"),
+        ("streams:", "[]", "{}", "is not MODULE:NAME"),
+        ("streams:counter", "[1", "{}", "--args '[1' is no JSON list"),
+        ("streams:counter", "{}", "{}", "--args '{}' is no JSON list"),
+        ("streams:counter", "[]", "[]", "--kwargs '[]' is no JSON object"),
+    ],
+)
+def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        Question(input_fn, args, kwargs, 8, 1, False, 0, 60.0).fields(0)
+    assert says in raised.value.message
+
+
+# ---- the command
+
+
+def test_command_well(shell: Any) -> None:
+    done = shell.run("doctor", "streams:shared", "--args", "[14]", "--workers", "2", "--batches", "8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("streams:shared: 2 workers, 8 batches each\n")
+    assert "4: state_dict, load_state_dict, aggregate_state_dict, deaggregate_state_dict" in done.stdout
+    assert done.stdout.endswith("\nstreams:shared can be saved at any step and resumed exactly.\n")
+    assert done.stderr == ""
+
+
+def test_command_ill_as_json(shell: Any) -> None:
+    done = shell.run("doctor", "streams:counts_late", "--json", "--batches", "4")
+    assert done.returncode == 30
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["exit_code"], found["input_fn"]) == (False, 30, "streams:counts_late")
+    (worker,) = found["workers"]
+    assert (worker["state_methods"], worker["length"], worker["batches"], worker["samples"]) == (2, 50, 4, 16)
+    assert worker["state_bytes"] > 0
+    assert worker["batch_ms"]["median"] <= worker["batch_ms"]["max"]
+    assert worker["checks"][1] == {
+        "where": "after batch 1",
+        "total": 1,
+        "snapshot": True,
+        "exact": False,
+        "differs": 2,
+        "what": "batch 2 is another one",
+    }
+
+
+def test_command_shows_what_user_code_prints_and_raises(shell: Any) -> None:
+    prints = shell.run("doctor", "streams:talks", "--replay", "--json", "--batches", "2")
+    assert json.loads(prints.stdout)["ok"]
+    assert "hello from the input" in prints.stderr
+    raises = shell.run("doctor", "streams:raises")
+    assert raises.returncode == 25
+    assert 'raise ValueError("no such dataset")' in raises.stderr
+    assert raises.error == "penstock: streams:raises (box 0, slot 0): input_fn raised ValueError: no such dataset"
+
+
+def test_command_with_a_loader_that_hangs(
+    shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    marker = tmp_path / "hangs"
+    done = shell.run("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "2")
+    assert done.returncode == 17
+    assert "in waits_for_ever" in done.stderr
+    assert "streaming 32 batches of patients:hangs, worker 0 took more than 2 s; its stack is above" in done.error
+    until(lambda: gone(int(marker.read_text())))
+
+
+def test_command_interrupted(shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]) -> None:
+    marker = tmp_path / "hangs"
+    doctor = shell.begin("doctor", "patients:hangs", "--args", json.dumps([str(marker)]))
+    until(marker.exists)
+    assert doctor.stop(signal.SIGINT) == 130
+    assert doctor.log.read_text() == ""
+    until(lambda: gone(int(marker.read_text())))
+
+
+def gone(pid: int) -> bool:
+    """No such process, or one that only waits for its parent to look."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
