@@ -21,6 +21,10 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 KEY = SlotKey("job/0", 1, 0, 0)
 
 
+def header(key: SlotKey, total: int, epoch: int, generation: int) -> pb.SnapshotHeader:
+    return pb.SnapshotHeader(**key._asdict(), total=total, epoch=epoch, generation=generation, delivered=3, step=7)
+
+
 def restarted(world: World, directory: StateDir) -> None:
     world.journal.close()
     world.now += 1  # its clock goes on; what lease was left is not counted
@@ -134,8 +138,8 @@ def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
 def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: StateDir) -> None:
     world, _, _ = running(state)
     store = Store(state)
-    store.put_snapshot(KEY, 4, 0, 1, b"data")
-    store.put_snapshot(KEY._replace(attempt=7), 4, 0, 1, b"stray")
+    store.put_snapshot(header(KEY, 4, 0, 1), b"data")
+    store.put_snapshot(header(KEY._replace(attempt=7), 4, 0, 1), b"stray")
     world.journal.close()
     journal = Journal(state)
     world.ledger.load(*store.index(), 0.0)
@@ -274,14 +278,14 @@ def test_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_store_keeps_and_drops(state: StateDir) -> None:
     store = Store(state)
-    store.put_snapshot(KEY, 4, 0, 1, b"four")
-    store.put_snapshot(KEY, 4, 1, 1, b"next")  # the same count in the next epoch is another place
-    store.put_snapshot(KEY, 4, 0, 2, b"FOUR")
-    store.put_snapshot(KEY._replace(attempt=2), 1, 0, 1, b"x")
+    store.put_snapshot(header(KEY, 4, 0, 1), b"four")
+    store.put_snapshot(header(KEY, 4, 1, 1), b"next")  # the same count in the next epoch is another place
+    store.put_snapshot(header(KEY, 4, 0, 2), b"FOUR")
+    store.put_snapshot(header(KEY._replace(attempt=2), 1, 0, 1), b"x")
     store.put_blob("name", b"blob")
     store.close()
     store = Store(state)
-    assert store.snapshot(KEY, Kept(4, 0, 4)) == (2, b"FOUR")
+    assert store.snapshot(KEY, Kept(4, 0, 4)) == (header(KEY, 4, 0, 2), b"FOUR")
     assert store.blob("name") == b"blob"
     kept, blobs = store.index()
     assert sorted(kept) == [
@@ -300,5 +304,5 @@ def test_a_store_that_cannot_be_written_says_what_it_needed(state: StateDir) -> 
     store = Store(state)
     store._db.execute("PRAGMA max_page_count=10")
     with pytest.raises(JournalError, match=r"snapshots\.db: a snapshot of 100000 bytes cannot be written: .*full"):
-        store.put_snapshot(KEY, 4, 0, 1, b"x" * 100_000)
+        store.put_snapshot(header(KEY, 4, 0, 1), b"x" * 100_000)
     assert store.index() == ([], [])

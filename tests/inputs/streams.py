@@ -92,6 +92,19 @@ def shared(batches: int = 30) -> Shared:
     return Shared(batches)
 
 
+class OnlyOnWorkers(Shared):
+    """Its data are where the workers are, and nowhere else."""
+
+    def __init__(self, batches: int) -> None:
+        if "PENSTOCK_RUNNER" not in os.environ:
+            raise FileNotFoundError("/data/only-on-workers")
+        super().__init__(batches)
+
+
+def only_on_workers(batches: int = 30) -> OnlyOnWorkers:
+    return OnlyOnWorkers(batches)
+
+
 class AsksWhere(Shared):
     """Its state depends on the step that it is saved at."""
 

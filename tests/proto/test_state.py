@@ -22,7 +22,7 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock.proto.errors import StateCorruptError, StateVersionError, UnsupportedStateError
 from penstock.proto.state import FORMAT_VERSION, MAX_DEPTH, decode_state, encode_state

@@ -129,3 +129,14 @@ def test_four_methods_resume_on_another_number_of_workers(appliance: Appliance) 
         seen += [batch["number"] for batch in executor]
         assert executor.step == 30
     assert sorted(seen) == list(range(30))
+
+
+def test_a_loader_that_cannot_be_built_here_is_aggregated_on_a_worker(appliance: Appliance) -> None:
+    loader = DataLoader(streams.only_on_workers, 30)
+    first = [batch["number"] for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
+    state = loader.state_dict()
+    assert state["done"] == [4, 3]
+    assert len(loader) == 60  # each worker's loader says 30
+    again = DataLoader(streams.only_on_workers, 30)
+    again.load_state_dict(state)
+    assert first + [batch["number"] for batch in DataExecutor(again, appliance=appliance)] == list(range(30))

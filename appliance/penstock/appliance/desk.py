@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from penstock.appliance.aggregation import Aggregation
 from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt
 from penstock.appliance.states import Gathering, Want
 from penstock.proto.errors import StateUnavailableError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-_Key = tuple[str, int, int]
+_Key = tuple[str, int, int, str]
 
 
 class Desk:
@@ -51,19 +52,28 @@ class Desk:
                 f"the state of run {run.name} at step {step} cannot be had: steps {first} to {last} can (this attempt "
                 f"started at step {boxes[0].base.step}, and retention_steps={boxes[0].retention} steps are kept)"
             )
-        key = (run.name, attempt.number, step)
+        key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
-        gathering = self._finished.get(key) or self._open.get(key) or Gathering(*key)
+        gathering = self._finished.get(key) or self._open.get(key) or Gathering(*key[:3])
+        return self._ask(gathering, now + request.deadline_s)
+
+    def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> Gathering:
+        """Have a worker of the box aggregate the states in a blob."""
+        attempt = self._books.attempt(request.run, request.attempt)
+        wanted = Aggregation(attempt.run, attempt.number, request.step, box=box, blob=request.aggregate_blob)
+        return self._ask(self._open.get(wanted.key) or wanted, now + request.deadline_s)
+
+    def _ask(self, gathering: Gathering, deadline: float) -> Gathering:
         gathering.askers += 1
-        gathering.deadline = max(gathering.deadline, now + request.deadline_s)
+        gathering.deadline = max(gathering.deadline, deadline)
         if not gathering.done:
-            self._open[key] = gathering
+            self._open[gathering.key] = gathering
             self._replan(gathering)
         return gathering
 
     def end(self, gathering: Gathering) -> None:
         gathering.askers -= 1
-        key = (gathering.run, gathering.attempt, gathering.step)
+        key = gathering.key
         if gathering.askers == 0 and self._open.get(key) is gathering:
             del self._open[key]
             before, gathering.requests = set(gathering.requests.values()), {}
@@ -105,8 +115,9 @@ class Desk:
             if worker is not None:
                 self._books.bump_worker(worker)
         if gathering.done:
-            key = (gathering.run, gathering.attempt, gathering.step)
-            if self._open.pop(key, None) is gathering and gathering.result is not None:
+            key = gathering.key
+            asked = self._open.pop(key, None) is gathering
+            if asked and gathering.result is not None and not isinstance(gathering, Aggregation):
                 self._finished[key] = gathering
                 kept = [finished.result.size for finished in self._finished.values() if finished.result is not None]
                 while sum(kept) > self._books.limits.answers_cached:

@@ -349,7 +349,10 @@ class Registry:
                 raise InvalidArgumentError("the progress in a state query is of another run or attempt")
             self._report(request.progress)
             asker = request.progress.box
-        gathering = self._desk.begin(request, asker, self._clock())
+        if request.aggregate_blob:
+            gathering = self._desk.begin_aggregation(request, asker or 0, self._clock())
+        else:
+            gathering = self._desk.begin(request, asker, self._clock())
         self._settle()
         return gathering
 

@@ -174,7 +174,7 @@ class Service(CoordinatorServicer):
         gathered = await self._gathered(request)
         for record, data in gathered.records:
             first = record.local_worker_id == 0
-            yield pb.StatePart(record=record, position=gathered.positions[record.box] if first else None)
+            yield pb.StatePart(record=record, position=gathered.positions.get(record.box) if first else None)
             for piece in pieces(data):
                 yield pb.StatePart(data=piece)
 
@@ -232,9 +232,7 @@ class Service(CoordinatorServicer):
             async for part in parts:
                 transfer.add(part.data)
             self._registry.slot_of_generation(key, header.generation)
-            await self._on_disk(
-                self._store.put_snapshot, key, header.total, header.epoch, header.generation, transfer.all()
-            )
+            await self._on_disk(self._store.put_snapshot, header, transfer.all())
         self._registry.snapshot_stored(header)
         return pb.PutSnapshotReply(free_bytes=self._ledger.free)
 
@@ -245,10 +243,7 @@ class Service(CoordinatorServicer):
             found = await self._on_disk(self._store.snapshot, key, kept)
             if found is None:
                 continue  # dropped since: a newer one that serves as well follows
-            generation, data = found
-            header = pb.SnapshotHeader(
-                **key._asdict(), generation=generation, epoch=kept.epoch, total=kept.total, size=len(data)
-            )
+            header, data = found
             yield pb.SnapshotPart(header=header)
             for piece in pieces(data):
                 yield pb.SnapshotPart(data=piece)

@@ -104,8 +104,13 @@ class Gathering:
     _missing: list[str] = field(default_factory=list)
 
     @property
-    def topic(self) -> tuple[str, str, int, int]:
-        return ("state", self.run, self.attempt, self.step)
+    def topic(self) -> tuple[str, str, int, int, str]:
+        return ("state", self.run, self.attempt, self.step, "")
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What askers of the same thing share."""
+        return (self.run, self.attempt, self.step, "")
 
     @property
     def done(self) -> bool:

@@ -14,11 +14,12 @@ from penstock.appliance.journal import StateDir, open_database
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
 from penstock.appliance.model import SlotKey
 from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 _SCRIPT = """
 CREATE TABLE snapshots (
-    run TEXT, attempt INTEGER, box INTEGER, slot INTEGER, total INTEGER, epoch INTEGER, generation INTEGER,
-    size INTEGER, data BLOB, PRIMARY KEY (run, attempt, box, slot, total, epoch));
+    run TEXT, attempt INTEGER, box INTEGER, slot INTEGER, total INTEGER, epoch INTEGER,
+    size INTEGER, header BLOB, data BLOB, PRIMARY KEY (run, attempt, box, slot, total, epoch));
 CREATE TABLE blobs (name TEXT PRIMARY KEY, size INTEGER, data BLOB);
 """
 _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
@@ -43,18 +44,19 @@ class Store:
             blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
         return [(SlotKey(*row[:4]), Kept(*row[4:])) for row in rows], blobs
 
-    def put_snapshot(self, key: SlotKey, total: int, epoch: int, generation: int, data: bytes) -> None:
+    def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
         with self._errors(f"a snapshot of {len(data)} bytes cannot be written"):
-            row = (*key, total, epoch, generation, len(data), data)
+            place = (header.run, header.attempt, header.box, header.slot, header.total, header.epoch)
+            row = (*place, len(data), header.SerializeToString(), data)
             self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
-    def snapshot(self, key: SlotKey, kept: Kept) -> tuple[int, bytes] | None:
-        """(generation that wrote it, data), or None if it has been dropped meanwhile."""
+    def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
+        """The snapshot as it was put, or None if it has been dropped meanwhile."""
         with self._errors("a snapshot cannot be read"):
             found = self._db.execute(
-                f"SELECT generation, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
+                f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
             ).fetchone()
-        return None if found is None else (int(found[0]), bytes(found[1]))
+        return None if found is None else (pb.SnapshotHeader.FromString(found[0]), bytes(found[1]))
 
     def put_blob(self, name: str, data: bytes) -> None:
         with self._errors(f"a blob of {len(data)} bytes cannot be written"):

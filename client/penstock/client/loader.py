@@ -24,7 +24,6 @@ from penstock.client.reference import encode_arguments, refer
 from penstock.client.run import Run
 from penstock.client.saved import Part, Saved, Start, read
 from penstock.proto.assignment import Assignment
-from penstock.proto.calls import FetchedState
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,
@@ -34,7 +33,7 @@ from penstock.proto.errors import (
     StateUnavailableError,
 )
 from penstock.proto.position import Position
-from penstock.proto.state import decode_state
+from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -331,9 +330,10 @@ class DataLoader:
         self._require_methods(traits.state_methods, settings.replay)
         if threading.get_ident() == session.feed.thread:
             session.feed.flush()
-        return self._assemble(run, step, traits.state_methods, run.fetch_state(step, settings.timeout_s))
+        return self._assemble(run, step, traits.state_methods, settings.timeout_s)
 
-    def _assemble(self, run: Run, step: int, methods: int, fetched: FetchedState) -> Saved:
+    def _assemble(self, run: Run, step: int, methods: int, timeout_s: float) -> Saved:
+        fetched = run.fetch_state(step, timeout_s)
         boxes = sorted(fetched.positions)
         saved = Saved(
             step,
@@ -360,7 +360,10 @@ class DataLoader:
                 )
             )
         if methods == 4:
-            saved.aggregated = self._local.aggregate(users)
+            if self._local.can_be_built:
+                saved.aggregated = self._local.aggregate(users)
+            else:
+                saved.aggregated = decode_state(run.aggregate(encode_state(users), timeout_s))
         return saved
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:

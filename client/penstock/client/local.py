@@ -39,6 +39,15 @@ class LocalLoader:
         """Raises TypeError if `strict` is on one of two methods only."""
         takes_strict(self._get(purpose))
 
+    @property
+    def can_be_built(self) -> bool:
+        """Whether input_fn runs in this process; its data may be only where the workers are."""
+        try:
+            self._get("aggregate_state_dict")
+        except InputFnError:
+            return False
+        return True
+
     def aggregate(self, states: list[Any]) -> Any:
         """The user's aggregate_state_dict over the workers' states, by global_worker_id."""
         instance = self._get("aggregate_state_dict")

@@ -243,6 +243,13 @@ class Run:
         request.progress.CopyFrom(self._watch_request(0, 0.0))
         return self._client.fetch_state(request)
 
+    def aggregate(self, states: bytes, deadline_s: float) -> bytes:
+        """The loader's aggregate_state_dict on a worker: envelopes of the list of states and of what it returned."""
+        request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
+        request.progress.CopyFrom(self._watch_request(0, 0.0))
+        request.aggregate_blob = self._client.put_blob(states, self.name)
+        return self._client.fetch_state(request).records[0][1]
+
     # ---- the end
 
     def close(self, *, forget: bool = True) -> None:

@@ -3,6 +3,7 @@
 - `check`: restore early snapshots and compare the next batches with those that were delivered. A loader that counts
   after its `yield`, or that prefetches in the background, restores to the wrong place, and nothing else would tell.
 - `state`: replay from the nearest base to a place, and save the loader there.
+- `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
 
 It sits in memory of its own, so whatever the user's code does here, the stream goes on.
 """
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.rng import capture_rng
+from penstock.proto.state import decode_state, encode_state
 from penstock.proto.tensors import Flattener
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, plain_detail
@@ -24,19 +26,22 @@ __all__ = ["run_scratch"]
 
 
 def run_scratch(channel: Channel) -> None:
-    """One task: messages `assign`, `base` ..., then `check` or `state`; the answer is `done` or `failed`."""
+    """One task: messages `assign`, `base` ..., then the task; the answer is `done` or `failed`."""
     with contextlib.suppress(LaneLostError):
         assignment = records_pb2.WorkerAssignment.FromString(cast(Message, channel.receive()).payload)
-        bases: list[Base] = []
+        values: list[bytes] = []
         try:
             while (message := cast(Message, channel.receive())).kind == "base":
-                bases.append(Base.decode(message.payload))
+                values.append(message.payload)
             source = Source(assignment)
             source.build()
             if message.kind == "check":
-                _check(source, bases, message.fields, channel)
+                _check(source, [Base.decode(value) for value in values], message.fields, channel)
+            elif message.kind == "state":
+                _state(source, Base.decode(values[0]), message.fields, channel)
             else:
-                _state(source, bases[0], message.fields, channel)
+                states = cast(list[Any], decode_state(values[0]))
+                channel.send("done", encode_state(source.aggregate(states)))
         except LaneLostError:
             raise
         except Exception as error:

@@ -43,6 +43,8 @@ STOP_GRACE_S = 0.5
 SCRATCH_DEADLINE_S = 120.0
 POLL_S = 0.005
 """How often the ledger is read while somebody waits for a batch to be produced."""
+EARLY_SNAPSHOTS = 3
+"""That are checked."""
 CHECKED_BATCHES = 4
 """Batches after a restored snapshot that are compared with those delivered."""
 UPLOAD_S = 1.0
@@ -353,6 +355,9 @@ class Slot:
     async def _state(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bytes:
         epoch, delivered, total = request.epoch, request.position.delivered, request.position.total
         await self._ready.wait()
+        if request.aggregate_blob:
+            states = await self._host.coordinator.get_blob(request.aggregate_blob)
+            return (await self._scratch([states], "aggregate")).payload
         self._require_saving()
         if not await self._produced(epoch, total, answer):
             return b""
@@ -413,7 +418,7 @@ class Slot:
             if (entry := self.ledger.entry(count)) is not None
         }
         done = await self._scratch(
-            [base],
+            [base.data],
             "state",
             epoch=epoch,
             total=total,
@@ -429,7 +434,7 @@ class Slot:
 
     # ---- scratch children
 
-    async def _scratch(self, bases: list[Kept], task: str, **fields: Any) -> Message:
+    async def _scratch(self, bases: list[bytes], task: str, **fields: Any) -> Message:
         """Have a scratch child do something with the loader; its answer."""
         host, a = self._host, self.assignment
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -444,7 +449,7 @@ class Slot:
             try:
                 await child.send("assign", a.SerializeToString())
                 for base in bases:
-                    await child.send("base", base.data)
+                    await child.send("base", base)
                 await child.send(task, **fields)
                 either: set[asyncio.Future[Any]] = {answer, child.exited}
                 await asyncio.wait(either, timeout=SCRATCH_DEADLINE_S, return_when="FIRST_COMPLETED")
@@ -474,12 +479,13 @@ class Slot:
         if not bases:
             return
         digests = {}
-        for count in range(bases[0].total + 1, bases[-1].total + 1 + CHECKED_BATCHES):
-            entry = self.ledger.entry(count)
-            if entry is not None and entry.epoch == bases[0].epoch:
-                digests[str(count)] = entry.digest
+        for base in bases:
+            for count in range(base.total + 1, base.total + 1 + CHECKED_BATCHES):
+                entry = self.ledger.entry(count)
+                if entry is not None and entry.epoch == base.epoch:
+                    digests[str(count)] = entry.digest
         try:
-            done = await self._scratch(bases, "check", digests=digests)
+            done = await self._scratch([base.data for base in bases], "check", digests=digests)
         except PenstockError as error:
             _log.warning("%s: its snapshots could not be checked: %s", self.name, error)
             return
@@ -504,15 +510,18 @@ class Slot:
         self.fail(detail_of(mismatch), lost=False)
 
     async def _early_snapshots(self) -> list[Kept]:
-        """The first two snapshots of a pass, once batches after them are produced; as many as there are."""
+        """Snapshots of the first pass that has any: the first two, and a later one, for a loader with a thread of its
+        own may not have run ahead at first. Waits until batches after them are produced, or the pass is over.
+        """
         while True:
             self.ledger.refresh()
-            early = [base for base in self._store if not base.origin][:2]
-            first = early[0] if early else None
-            early = [base for base in early if first is not None and base.epoch == first.epoch]
-            ended = first is not None and first.epoch in self.ledger.ends()
-            if early and (ended or (len(early) == 2 and self.ledger.total >= early[-1].total + 1)):
-                return early
+            taken = [base for base in self._store if not base.origin]
+            taken = [base for base in taken if base.epoch == taken[0].epoch]
+            followed = [base for base in taken if base.total < self.ledger.total]
+            if taken and taken[0].epoch in self.ledger.ends():
+                return [*taken[:2], *taken[2:][-1:]]
+            if len(followed) >= EARLY_SNAPSHOTS:
+                return [*followed[:2], followed[-1]]
             await asyncio.sleep(10 * POLL_S)
 
     def _step_of(self, total: int) -> int:

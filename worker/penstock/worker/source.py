@@ -293,6 +293,11 @@ class Source:
             own = self._loader.deaggregate_state_dict(aggregated, **arguments)
         self._load(own, strict)
 
+    def aggregate(self, states: list[Any]) -> Any:
+        """One state of all workers' states, in order of global_worker_id."""
+        with self._user("aggregate_state_dict()"):
+            return self._loader.aggregate_state_dict(states)
+
     def _load(self, state: Any, strict: bool) -> None:
         arguments = {"strict": strict} if self._strict else {}
         with self._user("load_state_dict()", activity="load_state_dict"):

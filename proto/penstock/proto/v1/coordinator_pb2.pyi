@@ -391,6 +391,7 @@ class FetchStateRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    AGGREGATE_BLOB_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     """0 = the newest (penstock state)"""
@@ -398,6 +399,10 @@ class FetchStateRequest(_message.Message):
     deadline_s: _builtins.float
     newest: _builtins.bool
     """the last step delivered to every box, instead of `step` (penstock state)"""
+    aggregate_blob: _builtins.str
+    """cuts count before the step is looked up. Absent: an asker that is no box
+    instead: have one of the asking box's workers call aggregate_state_dict over the
+    """
     @_builtins.property
     def progress(self) -> Global___WatchRunRequest:
         """what the asking box would report now (hold_s is not looked at): its position and"""
@@ -411,10 +416,11 @@ class FetchStateRequest(_message.Message):
         deadline_s: _builtins.float = ...,
         newest: _builtins.bool = ...,
         progress: Global___WatchRunRequest | None = ...,
+        aggregate_blob: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "newest", b"newest", "progress", b"progress", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "deadline_s", b"deadline_s", "newest", b"newest", "progress", b"progress", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,6 +677,7 @@ class StateRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    AGGREGATE_BLOB_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     run: _builtins.str
     attempt: _builtins.int
@@ -680,6 +687,8 @@ class StateRequest(_message.Message):
     step: _builtins.int
     epoch: _builtins.int
     deadline_s: _builtins.float
+    aggregate_blob: _builtins.str
+    """instead of a state: aggregate_state_dict over the list of states in this blob"""
     @_builtins.property
     def position(self) -> _records_pb2.SlotPosition:
         """of the slot at the step, if its passes are as long as known so far"""
@@ -697,10 +706,11 @@ class StateRequest(_message.Message):
         epoch: _builtins.int = ...,
         position: _records_pb2.SlotPosition | None = ...,
         deadline_s: _builtins.float = ...,
+        aggregate_blob: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "epoch", b"epoch", "generation", b"generation", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "epoch", b"epoch", "generation", b"generation", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
