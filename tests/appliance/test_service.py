@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -295,7 +296,11 @@ def test_over_budget_is_refused_politely_and_what_is_there_stays() -> None:
     trial(body, replace(LIMITS, budget=3_000_000))
 
 
-def test_what_delivery_has_left_behind_is_dropped_from_disk() -> None:
+def test_what_delivery_has_left_behind_is_dropped_from_disk(tmp_path: Path) -> None:
+    def on_disk() -> list[int]:
+        with contextlib.closing(sqlite3.connect(tmp_path / "snapshots.db")) as db:
+            return [total for (total,) in db.execute("SELECT total FROM snapshots ORDER BY total")]
+
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         request = opening(num_workers_per_box=1)
         request.num_workers_per_box = 1
@@ -308,11 +313,12 @@ def test_what_delivery_has_left_behind_is_dropped_from_disk() -> None:
             await client.watch_run(watching(steps=5, slots=1))
             for steps in (6, 7):
                 await client.watch_run(watching(steps=steps, slots=1))
+            assert [head.total for head, _ in await client.get_snapshots(query())] == [4, 5]
             async with asyncio.timeout(DEADLINE_S):
-                while [head.total for head, _ in await client.get_snapshots(query())] != [4, 5]:
-                    await asyncio.sleep(0)
+                while on_disk() != [4, 5]:
+                    await client.status()
 
-    trial(body)
+    trial(body, state_dir=tmp_path)
 
 
 def test_parts_that_do_not_add_up_are_a_protocol_error() -> None:
@@ -330,6 +336,24 @@ def test_parts_that_do_not_add_up_are_a_protocol_error() -> None:
                 with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
                     await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=client._metadata)
             assert await client.get_snapshots(query()) == []
+
+    trial(body)
+
+
+def test_a_blob_that_is_not_what_it_is_called_is_refused() -> None:
+    async def parts(data: bytes) -> AsyncIterator[pb.BlobPart]:
+        yield pb.BlobPart(blob=blob_name(b"good"), size=len(data))
+        yield pb.BlobPart(data=data)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        put = client._stub.PutBlob
+        with (
+            pytest.raises(ProtocolError, match="4 bytes came that are not those of"),
+            client._guarded("PutBlob", DEADLINE_S),
+        ):
+            await put(parts(b"evil"), timeout=DEADLINE_S, metadata=client._metadata)
+        await put(parts(b"good"), timeout=DEADLINE_S, metadata=client._metadata)
+        assert await client.get_blob(blob_name(b"good")) == b"good"
 
     trial(body)
 

@@ -163,8 +163,9 @@ class History:
                 assert slot.phase in (pb.WAITING, pb.FAILED)
             box = books.box_of(slot)[1]
             live = box.place.value == "live"
-            assert (slot.key in waiting) == (live and slot.phase == pb.WAITING)
-            assert live or not slot.worker
+            lingers = box.lingers_until > 0
+            assert lingers or (slot.key in waiting) == (live and slot.phase == pb.WAITING)
+            assert live or lingers or not slot.worker
         assert waiting <= {slot.key for slot in self.world.slots()}
         if waiting:
             assert not any(worker.free > 0 for worker in books.workers.values())

@@ -197,15 +197,16 @@ def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_wa
     assert box.position is not None
     box.position.deliver()
     box.position.deliver()
-    box.position.exhaust()
+    box.position.exhaust()  # slot 1, after one batch
+    box.position.deliver()
     assert box.position.exhaust()  # the next epoch has begun, and no batch of it was taken
-    gathering = ask(box, 3)
-    respond(worker)
-    assert values(gathering) == ["0.0:0.2", "0.1:0.1"]
-    box.deliver(1)
     gathering = ask(box, 4)
     respond(worker)
-    assert values(gathering) == ["0.0:1.3", "0.1:1.1"]
+    assert values(gathering) == ["0.0:0.3", "0.1:0.1"]
+    box.deliver(1)
+    gathering = ask(box, 5)
+    respond(worker)
+    assert values(gathering) == ["0.0:1.4", "0.1:1.1"]
 
 
 def test_after_a_restart_the_asker_s_own_position_is_taken(tmp_path: Path) -> None:
@@ -292,6 +293,20 @@ def test_who_is_waited_for_is_named(world: World) -> None:
     other.close()
     assert isinstance(failure(gathering), StateUnavailableError)
     assert "box 1 has closed and its workers are gone" in failure(gathering).message
+
+
+def test_a_box_that_closed_first_answers_with_its_final_state(world: World) -> None:
+    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    for box in boxes:
+        box.deliver(3)
+    boxes[1].close()
+    gathering = ask(boxes[0], 3)
+    respond(worker)
+    assert gathering.result is not None
+    world.run_for(61, [boxes[0]])
+    assert isinstance(failure(ask(boxes[0], 2)), StateUnavailableError)
 
 
 def test_a_box_whose_pass_is_over_answers_with_its_final_state(world: World) -> None:

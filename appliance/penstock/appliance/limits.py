@@ -22,6 +22,9 @@ class Limits:
     stall_s: float = 1.0
     """A coordinator that was itself stopped for longer extends every lease by the gap: it has heard nobody, and that
     says nothing about them."""
+    linger_s: float = 60.0
+    """A closed box keeps its workers so long while others are open: a rank that saves after its last step still gets
+    the state of those that left before it."""
     abandoned_s: float = 3600.0
     """An attempt without a live box for so long is closed, and its snapshots go. Until then it may come back."""
 

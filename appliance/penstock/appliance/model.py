@@ -99,6 +99,8 @@ class Box:
     rate_steps: int = 0
     rate_waited_s: float = 0.0
     reported_at: float = 0.0
+    lingers_until: float = 0.0
+    """A closed box keeps its workers until then, for the others' state queries."""
     history: deque[Position] = field(default_factory=deque)
     """Reported positions, oldest first; the first is the newest that is not inside the window, or the base."""
 

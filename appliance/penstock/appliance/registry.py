@@ -208,8 +208,16 @@ class Registry:
         except (SupersededError, UnknownRunError):
             self.books.journal.commit()
             return
-        self.books.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
-        if not attempt.any_live():
+        if request.HasField("progress"):
+            self._report(request.progress)
+        box.place, box.pass_ended = Place.CLOSED, True
+        if attempt.any_live():
+            box.lingers_until = self._clock() + self.limits.linger_s
+            for slot in box.slots:
+                self.books.waiting.pop(slot.key, None)
+            self.books.save_box(attempt, box)
+            self.books.touched.add((attempt.run, attempt.number))
+        else:
             self.books.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
             if request.forget:
                 self.books.forget(self.books.runs[attempt.run])
@@ -389,6 +397,8 @@ class Registry:
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
                     books.vacate(attempt, box, Place.GONE, note)
+                elif box.place is Place.CLOSED and box.lingers_until <= now and any(slot.worker for slot in box.slots):
+                    books.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
             if attempt.any_live():
                 attempt.last_live = now
             elif now - attempt.last_live > limits.abandoned_s:

@@ -180,7 +180,7 @@ class Gathering:
 
     def _position(self, box: Box, finals: dict[int, int], doubtful: list[str]) -> Position:
         where = f"step {self.step} of run {self.run}: box {box.number}"
-        if box.place is Place.CLOSED:
+        if box.place is Place.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
                 f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
             )

@@ -271,6 +271,7 @@ class Run:
                         box=self.box,
                         client_id=self._request.client_id,
                         forget=forget and self.link.embedded,
+                        progress=self._watch_request(0, 0.0),
                     ),
                     deadline_s=CLOSE_S,
                 )

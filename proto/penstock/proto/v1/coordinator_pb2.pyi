@@ -343,12 +343,17 @@ class CloseRunRequest(_message.Message):
     BOX_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
     client_id: _builtins.str
     forget: _builtins.bool
     """the run will not be reopened (embedded)"""
+    @_builtins.property
+    def progress(self) -> Global___WatchRunRequest:
+        """the last report: where the box ended"""
+
     def __init__(
         self,
         *,
@@ -357,10 +362,11 @@ class CloseRunRequest(_message.Message):
         box: _builtins.int = ...,
         client_id: _builtins.str = ...,
         forget: _builtins.bool = ...,
+        progress: Global___WatchRunRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "forget", b"forget", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "forget", b"forget", "progress", b"progress", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """Gives the box's place back and frees its workers. The last box's close ends the attempt.
+        """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
+        the others' state queries, which the box answers with its final state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

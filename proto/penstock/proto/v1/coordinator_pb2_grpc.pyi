@@ -49,7 +49,9 @@ class CoordinatorStub:
     Renews the box's lease and reports its progress.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]
-    """Gives the box's place back and frees its workers. The last box's close ends the attempt."""
+    """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
+    the others' state queries, which the box answers with its final state.
+    """
     FetchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
     part with `record` set followed by its state in parts with `data`.
@@ -88,7 +90,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Renews the box's lease and reports its progress.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]  # type: ignore[assignment]
-    """Gives the box's place back and frees its workers. The last box's close ends the attempt."""
+    """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
+    the others' state queries, which the box answers with its final state.
+    """
     FetchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]  # type: ignore[assignment]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
     part with `record` set followed by its state in parts with `data`.
@@ -142,7 +146,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.CloseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.CloseRunReply, _abc.Awaitable[_coordinator_pb2.CloseRunReply]]:
-        """Gives the box's place back and frees its workers. The last box's close ends the attempt."""
+        """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
+        the others' state queries, which the box answers with its final state.
+        """
 
     @_abc_1.abstractmethod
     def FetchState(
