@@ -363,8 +363,8 @@ def test_loaded_it_goes_on_on_the_same_shape(two: Any, loader: DataLoader) -> No
     assert two.opened[1]["seed"] == 5, "the run's seed comes along"
     blob: Any = decode_state(two.opened[1]["start"].blob)
     assert blob["slots"] == {
-        0: {"user": {"done": 4}, "restart": {"slot": 0}},
-        1: {"user": {"done": 3}, "restart": {"slot": 1}},
+        0: {"user": {"done": 4}, "restart": {"slot": 0}, "digest": 0},
+        1: {"user": {"done": 3}, "restart": {"slot": 1}, "digest": 0},
     }
 
 

@@ -100,7 +100,7 @@ class Box:
     rate_waited_s: float = 0.0
     reported_at: float = 0.0
     lingers_until: float = 0.0
-    """A closed box keeps its workers until then, for the others' state queries."""
+    """A closed box keeps its workers until then, for the others' state queries; 0 = it does not, or no longer."""
     history: deque[Position] = field(default_factory=deque)
     """Reported positions, oldest first; the first is the newest that is not inside the window, or the base."""
 

@@ -397,7 +397,8 @@ class Registry:
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
                     books.vacate(attempt, box, Place.GONE, note)
-                elif box.place is Place.CLOSED and box.lingers_until <= now and any(slot.worker for slot in box.slots):
+                elif 0.0 < box.lingers_until <= now:
+                    box.lingers_until = 0.0
                     books.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
             if attempt.any_live():
                 attempt.last_live = now

@@ -51,6 +51,8 @@ def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> 
     box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), lease, books.next_version())
     box.reported_at = now
     box.history.append(base)
+    if box.place is Place.CLOSED:
+        box.lingers_until = now + books.limits.linger_s
     attempt.boxes[box.number] = box
 
 

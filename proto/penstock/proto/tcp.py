@@ -6,8 +6,8 @@ takes in many small messages, and what is whole is handed out in place.
 
 Dead peers. Keepalive finds one while nothing is under way, TCP_USER_TIMEOUT one that does not acknowledge what was
 sent. The latter is for the lander's end only: the kernel counts a closed window as silence too, and the pump's peer
-closes its window for as long as its training loop pauses. A pump whose peer is gone costs nothing until its runner is
-asked for a new lane, which ends it.
+closes its window for as long as its training loop pauses. A pump whose peer is gone holds nothing but its own
+memory until the kernel gives up on what it could not send, after a quarter of an hour at most.
 """
 
 from __future__ import annotations
