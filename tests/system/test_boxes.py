@@ -107,6 +107,22 @@ def test_rank_0_alone_asks_while_the_other_is_ahead_or_behind(cluster: Cluster) 
         assert state["done"] == [4, 4, 4, 4]
 
 
+def test_the_last_state_can_be_had_after_another_box_has_closed(cluster: Cluster) -> None:
+    closed = threading.Event()
+
+    def train(number: int) -> Any:
+        loader = DataLoader(streams.shared, 80)
+        with box(cluster, number, 2, 2, "closed") as appliance:
+            list(DataExecutor(loader, num_steps=6, appliance=appliance))
+            if number == 0:
+                assert closed.wait(30)
+                return loader.state_dict()
+        closed.set()
+        return None
+
+    assert together(2, train)[0]["done"] == [3, 3, 3, 3]
+
+
 def test_a_second_client_of_the_same_attempt_on_one_box(cluster: Cluster) -> None:
     with (
         box(cluster, 0, 1, 1, "twice", attempt="a") as one,

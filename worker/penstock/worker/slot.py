@@ -348,6 +348,8 @@ class Slot:
             answer.error.CopyFrom(detail_of(error))
         except PenstockError as error:
             answer.error.CopyFrom(detail_of(error))
+        for epoch, total in self.ledger.ends().items():
+            answer.ends.add(epoch=epoch, total=total)
         answer.traits.CopyFrom(self.traits)
         answer.state_bytes = len(data)
         return answer, data
@@ -359,7 +361,7 @@ class Slot:
             states = await self._host.coordinator.get_blob(request.aggregate_blob)
             return (await self._scratch([states], "aggregate")).payload
         self._require_saving()
-        if not await self._produced(epoch, total, answer):
+        if not await self._produced(request, answer):
             return b""
         entry = self.ledger.entry(total)
         if entry is not None:
@@ -385,13 +387,19 @@ class Slot:
                 "RestartableDataLoader, or ask for saving by replay: Appliance(replay=True)"
             )
 
-    async def _produced(self, epoch: int, total: int, answer: coordinator_pb2.StateAnswer) -> bool:
-        """Wait until the place is reached; False, with the answer filled in, if its pass ended before."""
+    async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
+        """Wait until the place is reached; False, with the answer filled in, if its pass, or the one before, ended
+        elsewhere than the asker thought."""
+        epoch, total = request.epoch, request.position.total
+        began = total - request.position.delivered
         while True:
             self.ledger.refresh()
-            end = self.ledger.ends().get(epoch)
-            if end is not None and end < total:
-                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, end
+            ends = self.ledger.ends()
+            if ends.get(epoch - 1, began) != began:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, ends[epoch - 1]
+                return False
+            if ends.get(epoch, total) < total:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
                 return False
             if self.ledger.total >= total:
                 assert self._child is not None
