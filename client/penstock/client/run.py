@@ -40,6 +40,8 @@ CLOSE_S = 5.0
 """Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
 DIAL_S = 10.0
 MAX_BACKOFF_S = 2.0
+RETRY_S = 0.3
+"""Between two tries of a state query while the coordinator is away."""
 
 
 class Link(Protocol):
@@ -241,14 +243,26 @@ class Run:
         """The records of all workers at a step."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, step=step, deadline_s=deadline_s)
         request.progress.CopyFrom(self._watch_request(0, 0.0))
-        return self._client.fetch_state(request)
+        return self._fetched(request)
+
+    def _fetched(self, request: pb.FetchStateRequest) -> FetchedState:
+        """FetchState, asked again within its deadline while the coordinator is away: it may just be restarting."""
+        until = time.monotonic() + request.deadline_s
+        while True:
+            try:
+                return self._client.fetch_state(request)
+            except CoordinatorUnavailableError:
+                left = until - time.monotonic()
+                if left <= 0 or self._closing.wait(min(left, RETRY_S)):
+                    raise
+                request.deadline_s = max(left, RETRY_S)
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """The loader's aggregate_state_dict on a worker: envelopes of the list of states and of what it returned."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
         request.progress.CopyFrom(self._watch_request(0, 0.0))
         request.aggregate_blob = self._client.put_blob(states, self.name)
-        return self._client.fetch_state(request).records[0][1]
+        return self._fetched(request).records[0][1]
 
     # ---- the end
 
