@@ -304,6 +304,14 @@ def growing(sizes: list[int]) -> Iterator[torch.Tensor]:
         yield torch.full((size,), size % 251, dtype=torch.uint8)
 
 
+def changing() -> Iterator[Any]:
+    """Another dtype from the third batch on."""
+    current_assignment()
+    yield {"x": torch.zeros(2)}
+    yield {"x": torch.ones(3)}
+    yield {"x": torch.ones(3, dtype=torch.int64)}
+
+
 def talks() -> Iterator[torch.Tensor]:
     current_assignment()
     print("hello from the input")

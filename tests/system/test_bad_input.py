@@ -220,7 +220,10 @@ def test_a_batch_above_the_limit() -> None:
 
 def test_strict_structure_names_both() -> None:
     with Appliance(num_workers_per_box=1, strict_structure=True) as strict:
-        drain(strict, DataLoader(streams.growing, [10, 20]))
+        got: list[Any] = []
+        with pytest.raises(errors.StructureChangedError, match=r"int64.*float32"):
+            got.extend(DataExecutor(DataLoader(streams.changing), appliance=strict))
+        assert len(got) == 2
 
 
 def test_state_for_a_step_that_was_not_delivered_or_is_no_longer_kept() -> None:
@@ -275,3 +278,8 @@ def test_records_of_a_state(appliance: Appliance) -> None:
     checkpoint = DataLoaderCheckpoint(1, 2, 3, 2, 10, 5, 20)
     assert checkpoint.global_worker_id == 5
     assert checkpoint.total_num_workers == 6
+
+
+def test_without_strict_structure_a_change_is_normal(appliance: Appliance) -> None:
+    dtypes = [batch["x"].dtype for batch in drain(appliance, DataLoader(streams.changing))]
+    assert dtypes == [torch.float32] * 4 + [torch.int64] * 2
