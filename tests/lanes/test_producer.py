@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -24,9 +25,12 @@ pytestmark = pytest.mark.usefixtures("_nothing_is_left")
 
 @pytest.fixture
 def _nothing_is_left() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd")), count_rings("self")
+    gc.collect()  # what earlier tests left for it would go during this one
+    descriptors, rings = len(os.listdir("/proc/self/fd")), count_rings("self")
     yield
-    assert (len(os.listdir("/proc/self/fd")), count_rings("self")) == before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert count_rings("self") <= rings
 
 
 @pytest.fixture

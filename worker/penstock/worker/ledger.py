@@ -17,6 +17,8 @@ __all__ = ["ENTRIES", "Entry", "Ledger"]
 
 ENTRIES = 4096
 """Batches whose digests are kept, the newest."""
+EARLY = 256
+"""Batches that are kept besides, the first: for the check of the early snapshots, however fast the runner is."""
 ENDS = 1024
 """Ends of passes that are kept, the newest."""
 _HEAD = struct.Struct("<QQQQQQdQ")  # total, epoch, delivered, ends, activity, looked, since, samples
@@ -24,7 +26,8 @@ _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
 _ENDS_AT = 4096
 _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
-_SIZE = _ENTRIES_AT + ENTRIES * _ENTRY.size
+_EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
+_SIZE = _EARLY_AT + EARLY * _ENTRY.size
 
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
 
@@ -47,6 +50,7 @@ class Ledger:
         self._map = mmap.mmap(fd, _SIZE)
         self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
         self._since = 0.0
+        self._recorded = 0
 
     @classmethod
     def create(cls) -> Ledger:
@@ -69,6 +73,9 @@ class Ledger:
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
         """A batch goes out."""
         _ENTRY.pack_into(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size, total, epoch, digest, samples)
+        if self._recorded < EARLY:
+            _ENTRY.pack_into(self._map, _EARLY_AT + total % EARLY * _ENTRY.size, total, epoch, digest, samples)
+            self._recorded += 1
         self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
         self._write_head()
 
@@ -118,8 +125,11 @@ class Ledger:
 
     def entry(self, total: int) -> Entry | None:
         """The batch with this count, if it is still kept."""
-        entry = Entry(*_ENTRY.unpack_from(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size))
-        return entry if entry.total == total and total else None
+        for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
+            entry = Entry(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
+            if entry.total == total and total:
+                return entry
+        return None
 
     def ends(self) -> dict[int, int]:
         """epoch -> total at its end, for the passes still kept."""

@@ -95,6 +95,8 @@ class Slot:
         self.name = f"{assignment.run} box {assignment.box} slot {assignment.slot}"
         self._host = host
         self._store = SnapshotStore()
+        self._early: list[Kept] = []
+        """The first snapshots, whatever the store has let go since: for the check."""
         self._child: Child | None = None
         self._unsaved: records_pb2.ErrorDetail | None = None
         self._ready = asyncio.Event()
@@ -224,18 +226,11 @@ class Slot:
             return
         fields = message.fields
         if message.kind == "base":
-            self._store.add(
-                Kept(
-                    fields["epoch"],
-                    fields["delivered"],
-                    fields["total"],
-                    fields["samples"],
-                    fields["origin"],
-                    fields["step"],
-                    message.payload,
-                ),
-                self._oldest_wanted(),
-            )
+            place = (fields["epoch"], fields["delivered"], fields["total"], fields["samples"])
+            base = Kept(*place, fields["origin"], fields["step"], message.payload)
+            self._store.add(base, self._oldest_wanted())
+            if not base.origin and len(self._early) < EARLY_SNAPSHOTS:
+                self._early.append(base)
         elif message.kind == "ready":
             self.traits.ParseFromString(message.payload)
             self._spawn(self._become_ready())
@@ -483,15 +478,10 @@ class Slot:
         if trust.started or self.traits.state_methods == 0 or self.traits.not_restartable:
             return
         trust.started = True
-        bases = await self._early_snapshots()
+        bases, digests = await self._early_snapshots()
+        self._early = []
         if not bases:
             return
-        digests = {}
-        for base in bases:
-            for count in range(base.total + 1, base.total + 1 + CHECKED_BATCHES):
-                entry = self.ledger.entry(count)
-                if entry is not None and entry.epoch == base.epoch:
-                    digests[str(count)] = entry.digest
         try:
             done = await self._scratch([base.data for base in bases], "check", digests=digests)
         except PenstockError as error:
@@ -517,20 +507,26 @@ class Slot:
         )
         self.fail(detail_of(mismatch), lost=False)
 
-    async def _early_snapshots(self) -> list[Kept]:
-        """Snapshots of the first pass that has any: the first two, and a later one, for a loader with a thread of its
-        own may not have run ahead at first. Waits until batches after them are produced, or the pass is over.
+    async def _early_snapshots(self) -> tuple[list[Kept], dict[str, int]]:
+        """The first snapshots of a pass, and by count the digests of the batches that followed each.
+
+        Three, for a loader with a thread of its own may not have run ahead at the first; fewer if the pass is short.
         """
         while True:
             self.ledger.refresh()
-            taken = [base for base in self._store if not base.origin]
-            taken = [base for base in taken if base.epoch == taken[0].epoch]
-            followed = [base for base in taken if base.total < self.ledger.total]
-            if taken and taken[0].epoch in self.ledger.ends():
-                return [*taken[:2], *taken[2:][-1:]]
-            if len(followed) >= EARLY_SNAPSHOTS:
-                return [*followed[:2], followed[-1]]
+            taken = self._early
+            enough = len(taken) == EARLY_SNAPSHOTS and self.ledger.total >= taken[-1].total + CHECKED_BATCHES
+            if enough or (taken and taken[0].epoch in self.ledger.ends()):
+                followers = [(base, self._followers(base)) for base in taken if base.epoch == taken[0].epoch]
+                bases = [base for base, digests in followers if digests]
+                return bases, {count: digest for _, digests in followers for count, digest in digests.items()}
             await asyncio.sleep(10 * POLL_S)
+
+    def _followers(self, base: Kept) -> dict[str, int]:
+        """Count -> digest of the batches right after a base, as far as they are known."""
+        counts = range(base.total + 1, base.total + 1 + CHECKED_BATCHES)
+        entries = [entry for count in counts if (entry := self.ledger.entry(count)) is not None]
+        return {str(entry.total): entry.digest for entry in entries if entry.epoch == base.epoch}
 
     def _step_of(self, total: int) -> int:
         """The box's step that delivered this batch, as long as all slots live."""
