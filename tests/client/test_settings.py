@@ -141,3 +141,16 @@ def test_an_appliance_inside_a_runner_is_a_missing_main_guard(monkeypatch: pytes
     monkeypatch.setenv("PENSTOCK_RUNNER", "1")
     with pytest.raises(RuntimeError, match="main"):
         Appliance()
+
+
+def test_bare_names_are_other_peoples_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = resolve()
+    for name in type(plain).model_fields:
+        monkeypatch.setenv(name.upper(), "7")
+    assert resolve() == plain
+
+
+@pytest.mark.parametrize("job", ["line\nbreak", "x" * 201])
+def test_a_job_is_named_in_one_printable_line(job: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="printable"):
+        resolve(job=job)

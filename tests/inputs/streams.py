@@ -372,3 +372,53 @@ def forks_and_dies(marker: str) -> Iterator[torch.Tensor]:
                 file.write(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
         yield torch.tensor(number)
+
+
+def leaves(how: str) -> Iterator[torch.Tensor]:
+    """User code that ends in odd ways at its third batch."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    current_assignment()
+    yield torch.tensor(0)
+    yield torch.tensor(1)
+    if how == "exit":
+        raise SystemExit(3)
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "surrogate":
+        raise ValueError("bad \udcff name")
+    if how == "long":
+        raise ValueError("y" * 10_000_000)
+    raise Mute
+
+
+class Fresh:
+    """A new pass on each iter(), unless a state was loaded just before; learns of it lazily, in the first next()."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.epoch, self.done, self.loaded = -1, 0, False
+        self.first = 1000 * current_assignment().global_worker_id
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.loaded:
+            self.loaded = False
+        else:
+            self.epoch += 1
+            self.done = 0
+        while self.done < self.batches:
+            self.done += 1
+            yield torch.tensor([self.first + self.done, self.epoch, int(torch.randint(0, 1 << 30, ()))])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.done, self.loaded = state["epoch"], state["done"], True
+
+
+def fresh(batches: int = 8) -> Fresh:
+    return Fresh(batches)

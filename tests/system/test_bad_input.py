@@ -283,3 +283,22 @@ def test_records_of_a_state(appliance: Appliance) -> None:
 def test_without_strict_structure_a_change_is_normal(appliance: Appliance) -> None:
     dtypes = [batch["x"].dtype for batch in drain(appliance, DataLoader(streams.changing))]
     assert dtypes == [torch.float32] * 4 + [torch.int64] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("exit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("surrogate", "bad "),
+        ("long", "yyy"),
+        ("mute", "Mute"),
+    ],
+)
+def test_whatever_user_code_raises_is_one_bounded_error(appliance: Appliance, how: str, says: str) -> None:
+    got: list[int] = []
+    with pytest.raises(errors.InputFnError, match=says) as caught:
+        got.extend(int(batch) for batch in DataExecutor(DataLoader(streams.leaves, how), appliance=appliance))
+    assert got == [0, 0, 1, 1]
+    assert "in leaves" in caught.value.remote_traceback
+    assert len(str(caught.value)) < 200_000

@@ -140,3 +140,37 @@ def test_a_loader_that_cannot_be_built_here_is_aggregated_on_a_worker(appliance:
     again = DataLoader(streams.only_on_workers, 30)
     again.load_state_dict(state)
     assert first + [batch["number"] for batch in DataExecutor(again, appliance=appliance)] == list(range(30))
+
+
+@pytest.mark.parametrize("left_after", [4, 8, 15])
+@pytest.mark.parametrize("batches", [8, 3000])
+def test_after_a_break_comes_the_next_epoch_and_every_step_of_it_can_be_saved(
+    appliance: Appliance, batches: int, left_after: int
+) -> None:
+    loader = DataLoader(streams.fresh, batches)
+    list(islice(DataExecutor(loader, appliance=appliance), left_after))
+    assert loader.state_dict()
+    executor = DataExecutor(loader, num_steps=6, appliance=appliance)
+    got, states = [], []
+    for batch in executor:
+        got.append(batch.tolist())
+        states.append(loader.state_dict())
+    assert [epoch for _, epoch, _ in got] == [1] * 6
+    assert [number % 1000 for number, _, _ in got] == [1, 1, 2, 2, 3, 3]
+    again = DataLoader(streams.fresh, batches)
+    again.load_state_dict(states[2])
+    assert [batch.tolist() for batch in DataExecutor(again, num_steps=3, appliance=appliance)] == got[3:]
+
+
+def test_saved_at_every_step_after_a_resume_also_with_worker_processes(appliance: Appliance) -> None:
+    loader = DataLoader(streams.stateful, 40, 2)
+    list(DataExecutor(loader, num_steps=5, appliance=appliance))
+    again = DataLoader(streams.stateful, 40, 2)
+    again.load_state_dict(loader.state_dict())
+    got, states = [], []
+    for batch in DataExecutor(again, num_steps=8, appliance=appliance):
+        got.append(batch.tolist())
+        states.append(again.state_dict())
+    third = DataLoader(streams.stateful, 40, 2)
+    third.load_state_dict(states[3])
+    assert [batch.tolist() for batch in DataExecutor(third, num_steps=4, appliance=appliance)] == got[4:]

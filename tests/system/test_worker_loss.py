@@ -109,3 +109,26 @@ def test_a_state_taken_after_a_recovery_is_as_good(appliance: Appliance, tmp_pat
 def test_a_loader_whose_runner_always_dies_is_given_up_with_a_name(appliance: Appliance) -> None:
     with pytest.warns(UserWarning, match="recovered"), pytest.raises(errors.WorkerLostError, match="SIGKILL"):
         list(DataExecutor(DataLoader(streams.dies_at, 5, "/nonexistent/marker"), appliance=appliance))
+
+
+def test_a_state_is_answered_while_the_new_runner_waits_for_the_loop(appliance: Appliance) -> None:
+    """The loop is in state_dict(), so it does not reconnect; the recovered runner waits for just that."""
+    before = runners()
+    loader = DataLoader(streams.stateful, 400)
+    executor = DataExecutor(loader, num_steps=30, appliance=appliance)
+    got: list[Any] = []
+    states: list[Any] = []
+
+    def train() -> None:
+        for batch in executor:
+            got.append(plain(batch))
+            if executor.step == 12:
+                for victim in runners() - before:
+                    os.kill(victim, signal.SIGKILL)
+                states.append(loader.state_dict())
+
+    with pytest.warns(UserWarning, match="recovered"):
+        train()
+    again = DataLoader(streams.stateful, 400)
+    again.load_state_dict(states[0])
+    assert [plain(batch) for batch in DataExecutor(again, num_steps=18, appliance=appliance)] == got[12:]

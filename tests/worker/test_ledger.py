@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.worker.ledger import ENDS, ENTRIES, Entry, Ledger
+from penstock.worker.ledger import EARLY, ENDS, ENTRIES, Entry, Ledger
 
 
 def test_the_daemon_reads_what_the_runner_wrote() -> None:
@@ -25,14 +25,25 @@ def test_the_daemon_reads_what_the_runner_wrote() -> None:
     daemon.close()
 
 
-def test_only_the_newest_batches_and_ends_are_kept() -> None:
+def test_the_newest_batches_and_ends_are_kept_and_the_first() -> None:
     ledger = Ledger.create()
-    for total in range(1, ENTRIES + 3):
+    last = ENTRIES + EARLY + 10
+    for total in range(1, last + 1):
         ledger.record(total, 0, total, total, delivered=0)
     for epoch in range(ENDS + 2):
         ledger.end(epoch, epoch)
-    assert ledger.entry(2) is None
-    assert ledger.entry(3) == Entry(3, 0, 3, 3)
+    assert ledger.entry(2) == Entry(2, 0, 2, 2)
+    assert ledger.entry(EARLY + 1) is None
+    assert ledger.entry(last) == Entry(last, 0, last, last)
     assert len(ledger.ends()) == ENDS
     assert min(ledger.ends()) == 2
+    ledger.close()
+
+
+def test_a_pass_that_was_left_ends_where_it_was_left() -> None:
+    ledger = Ledger.create()
+    for epoch, total in enumerate((5, 10, 15)):
+        ledger.end(epoch, total)
+    ledger.cut(1, 7)
+    assert ledger.ends() == {0: 5, 1: 7}
     ledger.close()

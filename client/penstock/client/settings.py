@@ -19,13 +19,16 @@ __all__ = ["Settings", "Torchrun", "attempt_key", "resolve"]
 
 
 def _named(name: str, *more: str) -> Any:
-    return AliasChoices(name, f"PENSTOCK_{name.upper()}", *more)
+    """The variables of a setting. Never the bare name: JOB, SEED and DEVICE are other people's variables."""
+    return AliasChoices(f"PENSTOCK_{name.upper()}", *more)
 
 
 class Settings(BaseSettings):
     """What an Appliance was given, complete and checked."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True, env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, env_ignore_empty=True, env_prefix="PENSTOCK_"
+    )
 
     address: str = Field("", validation_alias=_named("address", "PENSTOCK_COORDINATOR"))
     """ "host:port" of the coordinator; "" = embedded."""
@@ -53,6 +56,8 @@ class Settings(BaseSettings):
     def _one_name(cls, job: str) -> str:
         if "/" in job:
             raise ValueError("a job's name cannot hold a slash, which separates it from the loader's number")
+        if len(job) > 200 or not job.isprintable():
+            raise ValueError("a job's name has at most 200 characters, all of them printable")
         return job
 
 
@@ -89,7 +94,7 @@ def resolve(**given: Any) -> Settings:
 
 def _source(name: str) -> str:
     """The variable that a setting came from."""
-    for variable in Settings.model_fields[name].validation_alias.choices[1:]:  # type: ignore[union-attr]
+    for variable in Settings.model_fields[name].validation_alias.choices:  # type: ignore[union-attr]
         if os.environ.get(str(variable)):
             return str(variable)
     return "its default"

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, format_remote
 
-__all__ = ["Channel", "Inbox", "Message", "plain_detail"]
+__all__ = ["Channel", "Inbox", "Message", "describe", "plain_detail"]
 
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
 MAX_JSON = 1 << 20
@@ -121,8 +121,26 @@ def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
 
 
 def plain_detail(error: Exception) -> dict[str, str]:
-    """An error as it travels in a message; the fields of ErrorDetail."""
+    """An error as it travels in a message; the fields of ErrorDetail, bounded and valid UTF-8."""
     if isinstance(error, PenstockError):
-        return {"name": type(error).__name__, "message": error.message, "remote_traceback": error.remote_traceback}
-    text = f"{type(error).__name__}: {error}"
-    return {"name": "PenstockError", "message": text, "remote_traceback": format_remote(error)}
+        name, message, remote = type(error).__name__, error.message, error.remote_traceback
+    else:
+        name, message, remote = "PenstockError", describe(error), format_remote(error)
+    return {"name": name, "message": _bounded(message, 8 << 10), "remote_traceback": _bounded(remote, 12 << 10)}
+
+
+def describe(error: BaseException) -> str:
+    """ "Type: text" of any exception, also one that cannot say itself."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "<its text cannot be had: __str__ raised>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _bounded(text: str, keep: int) -> str:
+    """Head and tail of a text, which may hold anything that a user's exception says."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= keep:
+        return text
+    return f"{text[: keep // 2]}\n... {len(text) - keep} characters left out ...\n{text[-keep // 2 :]}"

@@ -41,6 +41,8 @@ _log = logging.getLogger("penstock.worker")
 HOLD_S = 1.0
 """Of a heartbeat's long poll: a third of the lease."""
 RETRY_S = 0.3
+AWAY_AGAIN_S = 60.0
+"""Between two lines in the log about a coordinator that stays away."""
 ATTACH_DEADLINE_S = 30.0
 SCRATCH_AT_ONCE = 2
 IDLE_ZYGOTE_S = 60.0
@@ -152,15 +154,24 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self) -> None:
-        version = 0
+        version, away_since, told = 0, 0.0, 0.0
         while True:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(version, HOLD_S))
             except (CoordinatorUnavailableError, DeadlineError) as error:
-                _log.warning("the coordinator is away, lanes go on: %s", error.message)
+                now = asyncio.get_running_loop().time()
+                if not away_since:
+                    away_since = told = now
+                    _log.warning("the coordinator is away, lanes go on: %s", error.message)
+                elif now - told > AWAY_AGAIN_S:
+                    told = now
+                    _log.warning("the coordinator is away since %.0f s: %s", now - away_since, error.message)
                 await asyncio.sleep(RETRY_S)
                 version = 0
                 continue
+            if away_since:
+                _log.warning("the coordinator is back")
+                away_since = 0.0
             if reply.register_again:
                 await self._register()
                 version = 0

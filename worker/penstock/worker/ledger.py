@@ -85,6 +85,15 @@ class Ledger:
         self._ends += 1
         self._write_head()
 
+    def cut(self, epoch: int, total: int) -> None:
+        """The loop left a pass after its batch `total`: that is its end, and of later passes nothing is known."""
+        kept = [(e, t) for e, t in self.ends().items() if e < epoch]
+        self._ends = 0
+        for end in [*kept, (epoch, total)]:
+            _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, *end)
+            self._ends += 1
+        self._write_head()
+
     def doing(self, activity: str, delivered: int) -> None:
         """What the runner turns to now."""
         self._activity, self._since, self.delivered = ACTIVITIES.index(activity), time.monotonic(), delivered

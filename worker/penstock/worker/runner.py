@@ -36,8 +36,8 @@ SLOW_BATCH_S = 0.001
 """A batch that took longer is followed by a look at the sockets; it costs 2 us."""
 LONGEST_DEAF_S = 0.1
 """Between two looks when neither of the others calls for one."""
-KEPT_BASES = 64
-"""Snapshots that the runner itself remembers, to go back to where the loop left a pass."""
+KEPT_BASES = 16
+"""Origins, and snapshots, that the runner itself remembers, to go back to where the loop left a pass."""
 
 
 class _StopError(Exception):
@@ -56,6 +56,15 @@ def run_slot(channel: Channel, ledger: Ledger) -> None:
         pass
     finally:
         runner.producer.close()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A base, encoded."""
+
+    epoch: int
+    total: int
+    data: bytes
 
 
 @dataclass
@@ -78,7 +87,8 @@ class _Runner:
         self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
         self._structures = 0
         self._cadence = Cadence()
-        self._bases: deque[tuple[Place, bool, bytes]] = deque(maxlen=KEPT_BASES)
+        self._origins: deque[_Kept] = deque(maxlen=KEPT_BASES)
+        self._snapshots: deque[_Kept] = deque(maxlen=KEPT_BASES)
         self._trusted = False
         self._hello: lane_pb2.Hello | None = None
         self._looked = False
@@ -109,6 +119,8 @@ class _Runner:
         except Exception as error:
             self._channel.send("failed", error=plain_detail(error))
             raise _StopError from error
+        if place_of.looked_at():
+            self._ledger.saw_look()
         self._ledger.place(source.place.total, source.place.epoch, source.place.samples)
 
     def _receive_start(self) -> _Start:
@@ -145,7 +157,7 @@ class _Runner:
             )
         else:
             source.restore(Base.of(part))
-            self._keep(Base.of(part), origin=source.traits.state_methods == 0 or part["restart"]["origin"] is not None)
+            self._keep(Base.of(part), origin=True)  # all that this attempt yields comes from there
         self._seek(own.total, base.epoch, part["digest"])
         if a.slot not in base.live:
             source.reach_end()  # it had ended when the state was saved, and the others had not
@@ -254,7 +266,7 @@ class _Runner:
             number = self._learn(structure) if known is None else known[0]
             del flat
             total = place.total
-            if total in producer.wanted or self._cadence.due(clock()):
+            if total in producer.wanted or place.delivered == 1 or self._cadence.due(clock()):
                 self._snapshot()
             if not self._looked and place_of.looked_at():
                 self._looked = True
@@ -341,7 +353,7 @@ class _Runner:
 
     def _send_base(self, base: Base, data: bytes, *, origin: bool) -> None:
         place = base.place
-        self._bases.append((place.copy(), origin, data))
+        (self._origins if origin else self._snapshots).append(_Kept(place.epoch, place.total, data))
         self._channel.send(
             "base",
             data,
@@ -362,21 +374,41 @@ class _Runner:
         if epoch > place.epoch:
             return
         if not (place.epoch == epoch and place.total == delivered and source.is_open):
-            usable = [
-                data
-                for at, origin, data in self._bases
-                if at.epoch == epoch and at.total <= delivered
-                if origin or self._trusted or not source.traits.own_workers
-            ]
-            if usable:
-                source.restore(Base.decode(usable[-1]))
-                self._seek(delivered, epoch, 0)
-            else:
-                place.epoch, place.total = epoch, delivered
+            self._return_to(epoch, delivered)
         source.leave_pass()
-        self._bases = deque((kept for kept in self._bases if kept[0].epoch <= epoch), KEPT_BASES)
+        for bases in (self._origins, self._snapshots):
+            while bases and bases[-1].epoch > epoch:
+                bases.pop()
+        self._ledger.cut(epoch, delivered)
         self._ledger.place(delivered, epoch, source.place.samples)
         self._channel.send("left", epoch=epoch, total=delivered)
+
+    def _return_to(self, epoch: int, total: int) -> None:
+        """Restore the loader to the place after batch `total` in a pass that we ran ahead of.
+
+        Best from a snapshot before it: a loader that was just loaded and has yielded nothing may not know yet that it
+        is in the middle of a pass, and would go on with it when the next one is opened. Then from the pass's origin,
+        and last from just there.
+        """
+        source = self.source
+        if source.traits.own_workers and not self._trusted:
+            before, there = [], []
+        else:
+            before = [base for base in self._snapshots if base.epoch == epoch and base.total < total]
+            there = [base for base in self._snapshots if base.epoch == epoch and base.total == total]
+        origins = [base for base in self._origins if base.epoch == epoch and base.total <= total]
+        delivered = self._ledger.entry(total)
+        failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
+        for base in [*before[-1:], *origins[-1:], *there[-1:]]:
+            try:
+                source.restore(Base.decode(base.data))
+                self._seek(total, epoch, delivered.digest if delivered is not None else 0)
+                return
+            except ReplayMismatchError as mismatch:
+                failure = StateMismatchError(mismatch.message)
+        if source.saves_state or not source.traits.not_restartable:
+            raise failure
+        source.place.epoch, source.place.total = epoch, total  # such a loader promises nothing
 
     # ---- the two sockets
 

@@ -102,6 +102,8 @@ class Slot:
         self._ready = asyncio.Event()
         self._changed = asyncio.Event()
         self._stopping = False
+        self._attached = False
+        self._begun = False
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._rate_from = (time.monotonic(), 0)
@@ -203,7 +205,7 @@ class Slot:
             self._rate_from = (now, self.ledger.total)
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
-        self.traits.looked_at_assignment = bool(self.ledger.looked) or self.ledger.total <= self._first_total
+        self.traits.looked_at_assignment = bool(self.ledger.looked) or not self._begun
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,
@@ -237,6 +239,8 @@ class Slot:
         elif message.kind == "unsaved":
             self._unsaved = records_pb2.ErrorDetail(**fields["error"])
             _log.warning("%s: its state cannot be saved: %s", self.name, self._unsaved.message)
+        elif message.kind == "begun":
+            self._begun = True
         elif message.kind == "left":
             self._store.forget_after(fields["epoch"], fields["total"])
         elif message.kind == "broken":
@@ -267,6 +271,7 @@ class Slot:
         try:
             await asyncio.wait_for(self._ready.wait(), deadline_s)
             assert self._child is not None
+            self._attached = True
             await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
         except TimeoutError:
             sock.close()
@@ -396,6 +401,10 @@ class Slot:
             if ends.get(epoch, total) < total:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
                 return False
+            if self.assignment.recovery and not self._attached:
+                # The runner waits for the training loop to say where it goes on, and the loop may be waiting for this
+                # state. What was delivered was produced once, so it can be had by replay.
+                return True
             if self.ledger.total >= total:
                 assert self._child is not None
                 self._child.drain()  # its snapshots were sent before the ledger showed the batch
@@ -501,9 +510,9 @@ class Slot:
             return
         mismatch = ReplayMismatchError(
             f"{self.assignment.loader.input_fn}: restored from its state_dict() after batch {at} of {self.name}, the "
-            f"loader {done.fields['what']} as batch {differs} (step {self._step_of(differs)}) than was delivered. Does "
-            "it count after its `yield`, or prefetch in the background? Its state must be that of the batches it has "
-            "handed out"
+            f"loader {done.fields['what']}: batch {differs} (step {self._step_of(differs)}) is not the one that was "
+            "delivered. Does it count after its `yield`, or prefetch in the background? Its state must be that of the "
+            "batches it has handed out"
         )
         self.fail(detail_of(mismatch), lost=False)
 

@@ -37,6 +37,7 @@ from penstock.proto.restartable import DataLoaderCheckpoint, state_methods, take
 from penstock.proto.rng import capture_rng, derive_seed, restore_rng, seed_rng
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
+from penstock.worker.control import describe
 from penstock.worker.usercode import load_input_fn
 
 __all__ = ["END", "Base", "Place", "Source"]
@@ -240,7 +241,7 @@ class Source:
         except StopIteration:
             self.leave_pass()
             return END
-        except Exception as error:
+        except BaseException as error:  # sys.exit() too is the user's code, and must not look like our death
             raise self._failed(f"batch {self.place.total + 1}", error) from error
         self.place.delivered += 1
         self.place.total += 1
@@ -280,8 +281,10 @@ class Source:
             if self.traits.state_methods == 0:
                 raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
             self._load(base.state, True)
-        if base.rng_before is not None and not self.traits.is_iterator:
-            restore_rng(base.rng_before)
+        # A snapshot has no RNG from before its pass; any will do, but the same one whenever it is restored, for worker
+        # processes of the loader are seeded from it.
+        if base.rng_before is None or not self.traits.is_iterator:
+            restore_rng(base.rng if base.rng_before is None else base.rng_before)
         self._iterate()
         restore_rng(base.rng)
         self.place, self.digest = base.place.copy(), base.digest
@@ -335,15 +338,13 @@ class Source:
             yield
         except PenstockError:
             raise
-        except Exception as error:
+        except BaseException as error:
             raise self._failed(what, error) from error
 
-    def _failed(self, what: str, error: Exception) -> PenstockError:
+    def _failed(self, what: str, error: BaseException) -> PenstockError:
         if isinstance(error, PenstockError):
             return error
-        return InputFnError(
-            f"{self.name}: {what} raised {type(error).__name__}: {error}", remote_traceback=format_remote(error)
-        )
+        return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))
 
     def require_state(self) -> None:
         """Raises NotRestartableError, with the reason, unless state_dict() can be called."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
 from penstock.proto.v1 import records_pb2
+from penstock.worker.control import describe
 
 __all__ = ["MAIN", "check_allowed", "load_input_fn"]
 
@@ -54,7 +55,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
                 f"the worker where it can be imported (PYTHONPATH or working directory; now: {os.getcwd()})"
             ) from error
         raise _import_failed(spec, error) from error
-    except Exception as error:
+    except BaseException as error:
         raise _import_failed(spec, error) from error
     target: Any = module
     for part in qualname.split("."):
@@ -72,9 +73,9 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
     return target  # type: ignore[no-any-return]
 
 
-def _import_failed(spec: records_pb2.LoaderSpec, error: Exception) -> InputFnError:
+def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputFnError:
     return InputFnError(
-        f"input_fn {spec.input_fn!r}: importing its module raised {type(error).__name__}: {error}",
+        f"input_fn {spec.input_fn!r}: importing its module raised {describe(error)}",
         remote_traceback=format_remote(error),
     )
 
