@@ -139,6 +139,15 @@ def shuffled(items: int = 24, workers: int = 0, noise: bool = True) -> DataLoade
     return DataLoader(Noisy(items, noise), batch_size=4, shuffle=True, num_workers=workers)
 
 
+def own_generator(stateful: bool, workers: int = 0) -> Any:
+    """A loader that was given a generator of its own."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    kind: Any = StatefulDataLoader if stateful else DataLoader
+    generator = torch.Generator().manual_seed(3 + current_assignment().global_worker_id)
+    return kind(Noisy(24, True), batch_size=4, shuffle=True, num_workers=workers, generator=generator)
+
+
 def stateful(items: int = 24, workers: int = 0, noise: bool = True) -> Any:
     """torchdata's StatefulDataLoader: two methods."""
     from torchdata.stateful_dataloader import StatefulDataLoader

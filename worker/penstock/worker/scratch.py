@@ -14,7 +14,6 @@ import contextlib
 from typing import Any, cast
 
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
-from penstock.proto.rng import capture_rng
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.tensors import Flattener
 from penstock.proto.v1 import records_pb2
@@ -93,7 +92,7 @@ def _state(source: Source, base: Base, fields: dict[str, Any], channel: Channel)
         user, _ = source.state(fields["step"])
     else:
         user = None
-    rng = capture_rng()
+    rng = source.rng()
     if fields["from_origin"]:
         data = base.encode_at(user, place, rng, source.digest)
     else:

@@ -17,11 +17,13 @@ each pass.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.utils.data
 
 from penstock.proto import assignment as place_of
@@ -41,6 +43,9 @@ from penstock.worker.control import describe
 from penstock.worker.usercode import load_input_fn
 
 __all__ = ["END", "Base", "Place", "Source"]
+
+
+_COUNT = struct.Struct("<I")
 
 
 class _End:
@@ -189,7 +194,7 @@ class Source:
         assert self._fn is not None
         a = self.assignment
         arguments = cast(dict[str, Any], decode_state(a.loader.arguments)) if a.loader.arguments else {}
-        self._rng_before_call = capture_rng()
+        self._rng_before_call = self.rng()
         with self._user("input_fn", activity="input_fn"):
             loader = self._fn(*arguments.get("args", ()), **arguments.get("kwargs", {}))
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
@@ -208,19 +213,19 @@ class Source:
         """
         before = self._begin()
         if rng_after is not None:
-            restore_rng(rng_after)
+            self._restore_rng(rng_after)
         state, asked = None, False
         if self.saves_state:
             try:
                 state, asked = self.state(step)
             except PenstockError as error:
                 self.unsaved = error  # the stream goes on; the save will say so
-        return Base(self.place.copy(), state, capture_rng(), before, self.digest, step if asked else 0)
+        return Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0)
 
     def _begin(self) -> bytes:
         """Start iterating; returns the RNG that a replay must set before it does the same."""
         if not self.traits.is_iterator:
-            before = capture_rng()
+            before = self.rng()
         else:
             if not self._unused:
                 self._call()
@@ -268,13 +273,13 @@ class Source:
     def snapshot(self, step: int) -> Base:
         """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
         state, asked = self.state(step)
-        return Base(self.place.copy(), state, capture_rng(), None, self.digest, step if asked else 0)
+        return Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0)
 
     def restore(self, base: Base) -> None:
         """Go to the place of a base, also in the middle of a life."""
         self._iterator = None
         if base.rng_before is not None:
-            restore_rng(base.rng_before)
+            self._restore_rng(base.rng_before)
         if self.traits.is_iterator:
             self._call()
         if base.state is not None:
@@ -284,9 +289,9 @@ class Source:
         # A snapshot has no RNG from before its pass; any will do, but the same one whenever it is restored, for worker
         # processes of the loader are seeded from it.
         if base.rng_before is None or not self.traits.is_iterator:
-            restore_rng(base.rng if base.rng_before is None else base.rng_before)
+            self._restore_rng(base.rng if base.rng_before is None else base.rng_before)
         self._iterate()
-        restore_rng(base.rng)
+        self._restore_rng(base.rng)
         self.place, self.digest = base.place.copy(), base.digest
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
@@ -327,6 +332,32 @@ class Source:
         """The pass is known to be over here: step over its end. ReplayMismatchError if it goes on."""
         if self.is_open and self.next() is not END:
             raise ReplayMismatchError(f"{self.name}: pass {self.place.epoch} goes on after the batch that was its last")
+
+    # ---- randomness
+
+    def rng(self) -> bytes:
+        """The states of the process's generators, and of those that the loader was given (`generator=`)."""
+        states = [generator.get_state().numpy().tobytes() for generator in self._generators()]
+        return b"".join([_COUNT.pack(len(states)), *(_COUNT.pack(len(s)) + s for s in states), capture_rng()])
+
+    def _restore_rng(self, data: bytes) -> None:
+        (count,) = _COUNT.unpack_from(data)
+        at = _COUNT.size
+        states = []
+        for _ in range(count):
+            (size,) = _COUNT.unpack_from(data, at)
+            states.append(data[at + _COUNT.size : at + _COUNT.size + size])
+            at += _COUNT.size + size
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        restore_rng(data[at:])
+
+    def _generators(self) -> list[torch.Generator]:
+        """Where torch's loaders and samplers keep a generator, each once."""
+        holders = [self._loader, getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)]
+        holders.append(getattr(holders[-1], "sampler", None))
+        found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
+        return list(found.values())
 
     # ---- errors
 
