@@ -178,3 +178,11 @@ def test_saved_at_every_step_after_a_resume_also_with_worker_processes(appliance
     third = DataLoader(streams.stateful, 40, 2)
     third.load_state_dict(states[3])
     assert [batch.tolist() for batch in DataExecutor(third, num_steps=4, appliance=appliance)] == got[4:]
+
+
+def test_a_break_replays_nothing_of_a_loader_without_states(appliance: Appliance) -> None:
+    loader = DataLoader(streams.queue)
+    list(islice(DataExecutor(loader, appliance=appliance), 6))
+    second = [int(batch) for batch in DataExecutor(loader, appliance=appliance)]
+    assert len(second) == 200
+    assert second[0::2] == list(range(second[0], second[0] + 100))

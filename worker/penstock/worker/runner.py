@@ -373,7 +373,9 @@ class _Runner:
         place = source.place
         if epoch > place.epoch:
             return
-        if not (place.epoch == epoch and place.total == delivered and source.is_open):
+        if not source.saves_state:
+            self._leave_unsaved(epoch, delivered)
+        elif not (place.epoch == epoch and place.total == delivered and source.is_open):
             self._return_to(epoch, delivered)
         source.leave_pass()
         for bases in (self._origins, self._snapshots):
@@ -406,9 +408,16 @@ class _Runner:
                 return
             except ReplayMismatchError as mismatch:
                 failure = StateMismatchError(mismatch.message)
-        if source.saves_state or not source.traits.not_restartable:
-            raise failure
-        source.place.epoch, source.place.total = epoch, total  # such a loader promises nothing
+        raise failure
+
+    def _leave_unsaved(self, epoch: int, total: int) -> None:
+        """The same for a loader without states, which cannot be taken back; what it read ahead (of a queue, say) it has
+        read. But its randomness from here on is a function of the place, too."""
+        source, delivered = self.source, self._ledger.entry(total)
+        source.reseed("left", epoch, total)
+        source.place.epoch, source.place.total = epoch, total
+        if delivered is not None:
+            source.place.samples = delivered.samples
 
     # ---- the two sockets
 

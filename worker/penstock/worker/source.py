@@ -352,6 +352,13 @@ class Source:
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         restore_rng(data[at:])
 
+    def reseed(self, *path: int | str) -> None:
+        """Seed all generators by the run's seed, the slot and `path`."""
+        a = self.assignment
+        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *path))
+        for number, generator in enumerate(self._generators()):
+            generator.manual_seed(derive_seed(a.seed, "generator", number, a.box, a.slot, *path))
+
     def _generators(self) -> list[torch.Generator]:
         """Where torch's loaders and samplers keep a generator, each once."""
         holders = [self._loader, getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)]
