@@ -68,7 +68,7 @@ def train(steps: int, checkpoint_every: int, out: Path, resume: Path | None) -> 
         if dist.get_rank() == 0:  # the state is that of all boxes, so one of them asks for it
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
             write(out / f"step-{executor.step}.ckpt", encode_state({"step": executor.step, **state}))
-        dist.barrier()  # the workers of a box that has left cannot be asked any more
+        dist.barrier()  # a box that has left can be asked for one more minute only
 
     with Appliance(), open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1) as log:
         executor = DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
