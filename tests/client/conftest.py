@@ -103,6 +103,7 @@ class FakeRun:
         self.num_slots = num_slots
         self.runners = {runner.slot: runner for runner in runners}
         self.version = 0
+        self.ended_boxes: dict[int, int] = {}
         self.error: PenstockError | None = None
         self.closed = False
         self.away_since: float | None = None

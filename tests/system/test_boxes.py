@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,6 +107,29 @@ def test_rank_0_alone_asks_while_the_other_is_ahead_or_behind(cluster: Cluster) 
 
         state, _ = together(2, train)
         assert state["done"] == [4, 4, 4, 4]
+
+
+def test_a_box_whose_pass_ends_before_the_others_is_announced(cluster: Cluster) -> None:
+    ended = threading.Event()
+
+    def train(number: int) -> int:
+        loader = DataLoader(streams.uneven, [3, 9])
+        with box(cluster, number, 2, 1, "uneven") as appliance:
+            steps = iter(DataExecutor(loader, appliance=appliance))
+            taken = 0
+            for _ in steps:
+                taken += 1
+                if number == 1 and taken == 4:
+                    assert ended.wait(30)
+                    until = time.monotonic() + 10
+                    while not loader._session.run.ended_boxes and time.monotonic() < until:  # type: ignore[union-attr]
+                        select.select([], [], [], 0.05)
+            if number == 0:
+                ended.set()
+            return taken
+
+    with pytest.warns(UserWarning, match="the pass of box 0 ended at step 3, and box 1 goes on"):
+        assert together(2, train) == [3, 9]
 
 
 def test_the_last_state_can_be_had_after_another_box_has_closed(cluster: Cluster) -> None:

@@ -149,9 +149,9 @@ class Registry:
         return self.box_view(request)
 
     def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        _, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         self.books.journal.commit()
-        return views.watch_reply(self.books, box, self._wall())
+        return views.watch_reply(self.books, attempt, box, self._wall())
 
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()

@@ -31,12 +31,14 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
     return view
 
 
-def watch_reply(books: Books, box: Box, wall_s: float) -> pb.WatchRunReply:
+def watch_reply(books: Books, attempt: Attempt, box: Box, wall_s: float) -> pb.WatchRunReply:
+    others = [other for number, other in sorted(attempt.boxes.items()) if number != box.number and other.pass_ended]
     return pb.WatchRunReply(
         version=box.version,
         slots=[slot_view(books, slot) for slot in box.slots],
         missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
         wall_s=wall_s,
+        ended=[pb.BoxEnd(box=other.number, step=other.step) for other in others],
     )
 
 

@@ -149,6 +149,8 @@ class DataExecutor:
                     announced = feed.announce(schedule, self._last)
                 if line is not None:
                     line.update(step)
+                if session.run.ended_boxes:
+                    session.warn_of_ended(step)
                 left_early = stop is None
                 yield batch
                 left_early = False

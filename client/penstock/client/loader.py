@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from penstock.client.appliance import Appliance, current_appliance, current_settings
@@ -54,6 +55,8 @@ class Session:
     """The step before the first batch of the pass under way."""
     whole_pass: bool
     """The pass under way was begun at its beginning, and not somewhere by a restored state."""
+    told_ended: set[tuple[int, int]] = field(default_factory=set)
+    """Ends of other boxes that the loop was warned of."""
     cut_due: bool = False
     """The pass was left by `break`; the next executor cuts it."""
 
@@ -81,6 +84,18 @@ class Session:
         self.feed.cut()
         self.cut_due = False
         self.pass_began_at, self.whole_pass = self.feed.position.step, True
+
+    def warn_of_ended(self, step: int) -> None:
+        """Say once of each other box that its pass ended before this step: a collective would wait for it."""
+        for box, last in self.run.ended_boxes.items():
+            if last < step and (box, last) not in self.told_ended:
+                self.told_ended.add((box, last))
+                warnings.warn(
+                    f"{self.name}: the pass of box {box} ended at step {last}, and box {self.run.box} goes on with "
+                    f"step {step}: a collective between them would hang. Give all boxes as many batches, or num_steps",
+                    UserWarning,
+                    stacklevel=3,
+                )
 
     def empty(self) -> EmptyInputError:
         """No batch in a whole pass."""

@@ -84,6 +84,8 @@ class Run:
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0
+        self.ended_boxes: dict[int, int] = {}
+        """Other boxes that take no further step -> their last one."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
         self.version = 0
         """Raised whenever `views` or `error` was replaced."""
@@ -158,6 +160,7 @@ class Run:
                 self._linger()
                 return
             self.away_since, backoff = None, 0.1
+            self.ended_boxes = {end.box: end.step for end in reply.ended}
             changed, seen = seen != reply.version, reply.version
             if changed:
                 self._take(reply)

@@ -305,12 +305,38 @@ class Cut(_message.Message):
 Global___Cut: _TypeAlias = Cut  # noqa: Y015
 
 @_typing.final
+class BoxEnd(_message.Message):
+    """A box that takes no further step for now: its pass is over, or it has closed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOX_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    box: _builtins.int
+    step: _builtins.int
+    """its last one"""
+    def __init__(
+        self,
+        *,
+        box: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoxEnd: _TypeAlias = BoxEnd  # noqa: Y015
+
+@_typing.final
 class WatchRunReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     MISSING_SLOTS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     missing_slots: _builtins.int
@@ -318,17 +344,22 @@ class WatchRunReply(_message.Message):
     wall_s: _builtins.float
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxEnd]:
+        """the other boxes that have ended: who goes on will wait for them in a collective"""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         slots: _abc.Iterable[Global___SlotView] | None = ...,
         missing_slots: _builtins.int = ...,
+        ended: _abc.Iterable[Global___BoxEnd] | None = ...,
         wall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
