@@ -263,9 +263,9 @@ def test_two_executors_on_one_loader(appliance: Appliance) -> None:
 
 
 def test_unsharded_input_on_several_workers_warns_once(appliance: Appliance) -> None:
-    loader = DataLoader(streams.unsharded)
+    loader = DataLoader(streams.unsharded, 3000)
     with pytest.warns(UserWarning, match="current_assignment") as caught:
-        drain(appliance, loader, steps=3000)
+        drain(appliance, loader, steps=60_000)
     assert len(caught) == 1
 
 
