@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
+from penstock.proto.frames import HEAD, MAX_PACKET, framed
 from penstock.proto.lane import MAX_FRAME, Consumer, check_peer
 from penstock.proto.ring import PAGE, Ring, slots_for
 from penstock.proto.v1 import lane_pb2
@@ -34,7 +35,7 @@ def pair() -> Iterator[Pair]:
 
 
 def say(peer: socket.socket, **frame: object) -> None:
-    peer.send(lane_pb2.Frame(**frame).SerializeToString())  # type: ignore[arg-type]
+    peer.send(framed(lane_pb2.Frame(**frame).SerializeToString()))  # type: ignore[arg-type]
 
 
 def pass_ring(peer: socket.socket, fd: int, ring: int = 1, slot_bytes: int = PAGE, slots: int = 4) -> None:
@@ -86,7 +87,7 @@ def test_receive_any_shows_announcements_and_the_packet_itself(pair: Pair) -> No
     batch(peer, shapes=[1, 2])
     kinds = []
     while (frame := consumer.receive_any()) is not None:
-        assert frame == lane_pb2.Frame.FromString(bytes(consumer.packet))
+        assert frame == lane_pb2.Frame.FromString(bytes(consumer.framed[HEAD.size :]))
         kinds.append(frame.kind)
     assert kinds == [lane_pb2.RING, lane_pb2.STRUCTURE, lane_pb2.BATCH]
 
@@ -264,22 +265,67 @@ def test_pieces_of_a_structure_that_do_not_fit(pair: Pair, pieces: list[tuple[in
 @pytest.mark.parametrize("kind", [0, 7, 1000])
 def test_an_unknown_kind(pair: Pair, kind: int) -> None:
     peer, consumer = pair
-    data = bytes([8, kind & 127 | 128, kind >> 7]) + b"\x10\x01"
-    peer.send(data)
+    peer.send(framed(bytes([8, kind & 127 | 128, kind >> 7]) + b"\x10\x01"))
     with pytest.raises(ProtocolError, match="unknown kind"):
         consumer.receive()
 
 
 def test_a_frame_that_does_not_fit_is_an_error_and_not_cut(pair: Pair) -> None:
     peer, consumer = pair
-    frame = lane_pb2.Frame(kind=lane_pb2.END, inline=b"x" * MAX_FRAME).SerializeToString()
-    peer.send(frame)
-    with pytest.raises(ProtocolError, match=f"a frame of {len(frame)} bytes"):
+    packet = framed(lane_pb2.Frame(kind=lane_pb2.END, inline=b"x" * MAX_FRAME).SerializeToString())
+    peer.send(packet)
+    with pytest.raises(ProtocolError, match=f"a packet of {len(packet)} bytes"):
         consumer.receive()
     say(peer, kind=lane_pb2.END, inline=b"x" * (MAX_FRAME - 6))  # as long as a frame may be
-    frame = consumer.receive()  # type: ignore[assignment]
-    assert frame is not None
-    assert len(consumer.packet) == MAX_FRAME
+    assert consumer.receive() is not None
+    assert len(consumer.framed) == MAX_PACKET
+
+
+def test_frames_of_one_packet_come_one_by_one(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    sent = [lane_pb2.Frame(kind=lane_pb2.BATCH, total=n, ring=1, structure=1, nbytes=8) for n in (1, 2, 3)]
+    sent.append(lane_pb2.Frame(kind=lane_pb2.END, total=3))
+    peer.send(b"".join(framed(frame.SerializeToString()) for frame in sent))
+    assert [(frame.kind, frame.total) for frame in read_now(consumer)] == [(frame.kind, frame.total) for frame in sent]
+    assert consumer.receive() is None
+
+
+def test_what_a_packet_still_holds_of_a_pass_that_was_left_is_ignored(pair: Pair) -> None:
+    peer, consumer = pair
+    announce(peer)
+    cuts = {1: 0, 2: 0, 3: 0, 4: 1}
+    sent = [lane_pb2.Frame(kind=lane_pb2.BATCH, total=n, ring=1, structure=1, nbytes=8, cut=cuts[n]) for n in cuts]
+    peer.send(b"".join(framed(frame.SerializeToString()) for frame in sent))
+    assert consumer.receive() is not None
+    consumer.abandon(0)
+    assert [frame.total for frame in read_now(consumer)] == [4]
+
+
+@pytest.mark.parametrize("rest", [b"\0", b"\0\0\0", b"\5\0\0\0x", b"\xff\xff\xff\xff"])
+def test_a_packet_that_ends_within_a_frame(pair: Pair, rest: bytes) -> None:
+    peer, consumer = pair
+    for before in (b"", framed(lane_pb2.Frame(kind=lane_pb2.END, total=7).SerializeToString())):
+        # What an earlier packet left behind in the buffer must not be taken for the rest.
+        peer.send(framed(lane_pb2.Frame(kind=lane_pb2.END, inline=b"y" * 100).SerializeToString()))
+        assert consumer.receive() is not None
+        peer.send(before + rest)
+        if before:
+            assert consumer.receive() is not None
+        with pytest.raises(ProtocolError, match="in a packet of"):
+            consumer.receive()
+        consumer.close()
+        peer.close()
+        peer, consumer = make_pair()
+    consumer.close()
+    peer.close()
+
+
+def read_now(consumer: Consumer) -> Iterator[lane_pb2.Frame]:
+    while (frame := consumer.receive()) is not None:
+        copy = lane_pb2.Frame()
+        copy.CopyFrom(frame)
+        yield copy
 
 
 def test_stale_frames_are_ignored_and_errors_are_not(pair: Pair) -> None:
@@ -335,7 +381,8 @@ frames = st.builds(
 @settings(max_examples=500, deadline=None)
 @given(st.lists(frames, max_size=8), st.binary(max_size=3))
 def test_random_frames(sent: list[lane_pb2.Frame], tail: bytes) -> None:
-    check_survival([data + tail for data in (frame.SerializeToString() for frame in sent) if data + tail])
+    check_survival([framed(frame.SerializeToString() + tail) for frame in sent])
+    check_survival([b"".join([framed(frame.SerializeToString()) for frame in sent]) + tail or b"x"])
 
 
 def check_survival(packets: list[bytes]) -> None:

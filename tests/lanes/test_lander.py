@@ -18,6 +18,7 @@ from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload, wait_
 from penstock.client.landing import Lander
 from penstock.proto import tcp
 from penstock.proto.errors import LaneLostError, PenstockError
+from penstock.proto.frames import HEAD, framed
 from penstock.proto.lane import MAX_FRAME, Consumer, connect_local
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -46,7 +47,7 @@ class Rig:
 
     def ack(self) -> lane_pb2.Ack:
         """The next ack at the daemon's end."""
-        (size,) = tcp.HEAD.unpack(self.far.recv(4, socket.MSG_WAITALL))
+        (size,) = HEAD.unpack(self.far.recv(4, socket.MSG_WAITALL))
         return lane_pb2.Ack.FromString(self.far.recv(size, socket.MSG_WAITALL))
 
     def expect(self, total: int, size: int) -> tuple[int, int]:
@@ -84,7 +85,7 @@ STRUCTURE = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"one", 
 def stream(*frames: lane_pb2.Frame) -> bytes:
     """Frames with their payloads, as a pump sends them."""
     return b"".join(
-        tcp.framed(frame.SerializeToString())
+        framed(frame.SerializeToString())
         + (content(frame.total, frame.nbytes) if frame.kind == lane_pb2.BATCH else b"")
         for frame in frames
     )
@@ -332,7 +333,7 @@ def test_a_consumer_that_vanishes_closes_nothing(rig: Rig) -> None:
     ("data", "says"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "above the limit"),
-        (tcp.framed(b"\xff\xff"), "cannot be read"),
+        (framed(b"\xff\xff"), "cannot be read"),
         (stream(ring(SLOT), STRUCTURE, batch(1, SLOT + 1)), "in no ring"),
         (stream(ring(SLOT), STRUCTURE, batch(1, 10, ring=2)), "in no ring"),
         (stream(ring(SLOT), STRUCTURE, batch(1, 10, size=1 << 40)), "in no ring"),
@@ -353,7 +354,7 @@ def test_a_stream_that_cannot_be_what_it_claims_is_an_error_with_a_name(rig: Rig
 
 def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> None:
     rig.begin(slot_bytes=1 << 40)
-    rig.far.sendall(tcp.framed(batch(1, 1 << 39).SerializeToString()))
+    rig.far.sendall(framed(batch(1, 1 << 39).SerializeToString()))
     frame = next_frame(rig.consumer)
     assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "BatchTooLargeError")
 
@@ -363,7 +364,7 @@ def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> N
     st.lists(
         st.binary(max_size=30)
         | st.builds(
-            lambda **fields: tcp.framed(lane_pb2.Frame(**fields).SerializeToString()),
+            lambda **fields: framed(lane_pb2.Frame(**fields).SerializeToString()),
             kind=st.integers(0, 6),
             ring=st.integers(0, 2),
             total=st.integers(0, 3),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
+from penstock.proto.frames import HEAD, MAX_PACKET
 from penstock.proto.lane import MAX_FRAME, Consumer, Producer, Slab
 from penstock.proto.ring import PAGE, Ring
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -54,6 +55,16 @@ def publish(producer: Producer, total: int, size: int = 100, epoch: int = 0, str
     assert slab is not None
     producer.publish(slab, total, epoch, structure, size, (size,), 0)
     return slab
+
+
+def packet(sock: socket.socket) -> list[lane_pb2.Frame]:
+    """The frames of the next packet."""
+    data, found = sock.recv(MAX_PACKET), []
+    while data:
+        (size,) = HEAD.unpack_from(data)
+        found.append(lane_pb2.Frame.FromString(data[HEAD.size : HEAD.size + size]))
+        data = data[HEAD.size + size :]
+    return found
 
 
 def say(sock: socket.socket, producer: Producer, **ack: object) -> None:
@@ -147,10 +158,80 @@ def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
     assert producer.knows_structure(1)
     assert len(producer._structures) <= 128
     sock = attach(producer)
-    kinds = [lane_pb2.Frame.FromString(sock.recv(MAX_FRAME)).kind]
+    kinds = [frame.kind for frame in packet(sock)]
     sock.recv(10)
-    kinds += [lane_pb2.Frame.FromString(sock.recv(MAX_FRAME)).kind for _ in range(2)]
+    kinds += [frame.kind for frame in packet(sock)]
     assert kinds == [lane_pb2.RING, lane_pb2.STRUCTURE, lane_pb2.BATCH]
+    sock.close()
+
+
+# ---- packets
+
+
+def publish_more(producer: Producer, totals: range) -> None:
+    for total in totals:
+        slab = producer.reserve(100)
+        assert slab is not None
+        producer.publish(slab, total, 0, 1, 100, (100,), 0, more=True)
+
+
+def test_batches_that_more_follow_share_a_packet(producer: Producer) -> None:
+    sock = attach(producer)
+    publish(producer, 1)  # announces ring and structure
+    for _ in range(3):
+        sock.recv(MAX_PACKET)
+    publish_more(producer, range(2, 5))
+    with pytest.raises(BlockingIOError):
+        sock.recv(MAX_PACKET)
+    publish(producer, 5)
+    assert [frame.total for frame in packet(sock)] == [2, 3, 4, 5]
+    publish_more(producer, range(6, 8))
+    producer.flush()
+    assert [frame.total for frame in packet(sock)] == [6, 7]
+    publish_more(producer, range(8, 10))
+    producer.end(0, 9)
+    assert [(frame.kind, frame.total) for frame in packet(sock)] == [
+        (lane_pb2.BATCH, 8),
+        (lane_pb2.BATCH, 9),
+        (lane_pb2.END, 9),
+    ]
+    sock.close()
+
+
+def test_a_packet_is_full_at_a_quarter_of_the_ring(producer: Producer) -> None:
+    sock = attach(producer)
+    publish(producer, 1)
+    for _ in range(3):
+        sock.recv(MAX_PACKET)
+    publish_more(producer, range(2, 20))
+    assert producer.ring_slots == 32
+    assert [[frame.total for frame in packet(sock)] for _ in range(2)] == [[*range(2, 10)], [*range(10, 18)]]
+    with pytest.raises(BlockingIOError):
+        sock.recv(MAX_PACKET)
+    sock.close()
+
+
+def test_batches_that_wait_for_more_are_sent_again_to_the_next_consumer(producer: Producer) -> None:
+    attach(producer).close()
+    publish_more(producer, range(1, 4))
+    sock = attach(producer)
+    assert [frame.kind for frame in packet(sock)] == [lane_pb2.RING]
+    sock.recv(10)
+    assert [frame.total for frame in packet(sock)] == [0, 1, 2, 3], "the structure, then the batches, and each once"
+    sock.close()
+
+
+def test_a_large_packet_is_split(producer: Producer) -> None:
+    """Frames of 18 kB each: three to a packet."""
+    producer.know_structure(1, b"one")
+    for total in range(1, 8):
+        slab = producer.reserve(100, dims=2000)
+        assert slab is not None
+        producer.publish(slab, total, 0, 1, 100, [1 << 62] * 2000, 0)
+    sock = attach(producer)
+    sock.recv(MAX_PACKET), sock.recv(10)
+    totals = [[frame.total for frame in packet(sock)] for _ in range(3)]
+    assert totals == [[0, 1, 2, 3], [4, 5, 6], [7]]
     sock.close()
 
 

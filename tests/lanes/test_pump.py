@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.lanes.conftest import DEADLINE_S, content, count_rings, wait_for
 
 from penstock.proto import tcp
-from penstock.proto.lane import MAX_FRAME, Producer
+from penstock.proto.frames import HEAD, MAX_PACKET, framed
+from penstock.proto.lane import Producer
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import FRAMES_A_TURN, MAX_OUT, Pump
 
@@ -61,7 +62,7 @@ class Rig:
 
     def frame(self) -> tuple[lane_pb2.Frame, bytes]:
         """The next frame over TCP, and its payload."""
-        (size,) = tcp.HEAD.unpack(self.read(4))
+        (size,) = HEAD.unpack(self.read(4))
         frame = lane_pb2.Frame.FromString(self.read(size))
         return frame, self.read(frame.nbytes + 8 * frame.size) if frame.kind == lane_pb2.BATCH else b""
 
@@ -75,7 +76,7 @@ class Rig:
                     return
 
     def say(self, **ack: object) -> None:
-        self.far.sendall(tcp.framed(lane_pb2.Ack(**ack).SerializeToString()))  # type: ignore[arg-type]
+        self.far.sendall(framed(lane_pb2.Ack(**ack).SerializeToString()))  # type: ignore[arg-type]
 
     def acks(self) -> None:
         """Wait for an ack at the producer."""
@@ -198,7 +199,7 @@ def test_the_last_acks_of_a_lost_lander_reach_the_runner(rig: Rig, words: dict[s
 
 def test_a_lander_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.publish(100)
-    rig.far.sendall(tcp.framed(b"\xff\xff"))
+    rig.far.sendall(framed(b"\xff\xff"))
     assert rig.ended.wait(DEADLINE_S)
     assert rig.pump.reason.startswith("ProtocolError: an ack over TCP that cannot be read")
     assert "ProtocolError" in caplog.text
@@ -210,7 +211,7 @@ def test_a_lander_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pyte
 
 def test_a_runner_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert rig.producer._sock is not None
-    rig.producer._sock.send(lane_pb2.Frame(kind=lane_pb2.BATCH, ring=77).SerializeToString())
+    rig.producer._sock.send(framed(lane_pb2.Frame(kind=lane_pb2.BATCH, ring=77).SerializeToString()))
     assert rig.ended.wait(DEADLINE_S)
     assert "no ring slot that was announced" in rig.pump.reason
     assert "no ring slot" in caplog.text
@@ -224,7 +225,7 @@ def test_random_bytes_over_tcp(messages: list[bytes], tail: bytes) -> None:
     rig = Rig().start()
     try:
         rig.publish(*[100] * 8)
-        rig.far.sendall(b"".join(map(tcp.framed, messages)) + tail)
+        rig.far.sendall(b"".join(map(framed, messages)) + tail)
         rig.far.shutdown(socket.SHUT_WR)
         assert rig.ended.wait(DEADLINE_S)
         rig.producer.take_acks()
@@ -258,9 +259,10 @@ def test_stop_before_the_start() -> None:
 def test_a_runner_that_floods_it_with_announcements_fills_no_memory(rig: Rig) -> None:
     sock = rig.producer._sock
     assert sock is not None
-    piece = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"x" * 60_000, size=60_000).SerializeToString()
+    frame = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"x" * 60_000, size=60_000)
+    piece = framed(frame.SerializeToString())
     sock.setblocking(False)
-    assert len(piece) < MAX_FRAME
+    assert len(piece) < MAX_PACKET
 
     def stopped() -> bool:
         try:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.proto import tcp
 from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
+from penstock.proto.frames import HEAD, framed
 from penstock.proto.lane import MAX_FRAME
 from penstock.proto.v1 import lane_pb2
 
@@ -32,7 +33,7 @@ HELLO = lane_pb2.Hello(protocol=1, run="job/0", next_total=5, ticket="t" * 300)
 
 def test_a_hello_is_read_and_not_a_byte_more(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
-    ours.sendall(tcp.framed(HELLO.SerializeToString()) + b"rest")
+    ours.sendall(framed(HELLO.SerializeToString()) + b"rest")
     assert tcp.read_hello(theirs, 10) == HELLO
     assert theirs.recv(10) == b"rest"
 
@@ -42,7 +43,7 @@ def test_a_hello_may_trickle(ends: tuple[socket.socket, socket.socket]) -> None:
     tcp.tune(ours)
 
     def trickle() -> None:
-        for byte in tcp.framed(HELLO.SerializeToString()):
+        for byte in framed(HELLO.SerializeToString()):
             ours.send(bytes([byte]))
 
     thread = threading.Thread(target=trickle)
@@ -53,7 +54,7 @@ def test_a_hello_may_trickle(ends: tuple[socket.socket, socket.socket]) -> None:
 
 def test_a_hello_that_does_not_come_whole(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
-    ours.sendall(tcp.framed(HELLO.SerializeToString())[:-1])
+    ours.sendall(framed(HELLO.SerializeToString())[:-1])
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the hello"):
         tcp.read_hello(theirs, 0.05)
 
@@ -94,7 +95,7 @@ def test_the_senders_end_tolerates_a_closed_window(ends: tuple[socket.socket, so
     st.lists(st.integers(1, 90_000), min_size=1, max_size=8),
 )
 def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], pieces: list[int]) -> None:
-    stream = b"".join(map(tcp.framed, messages))
+    stream = b"".join(map(framed, messages))
     inbox, taken, at, index = tcp.Inbox(2 * MAX_FRAME), [], 0, 0
     while True:
         while (message := inbox.take()) is not None:
@@ -114,7 +115,7 @@ def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], piece
 
 def test_payload_between_messages() -> None:
     inbox = tcp.Inbox()
-    stream = tcp.framed(b"one") + b"payload" + tcp.framed(b"two")
+    stream = framed(b"one") + b"payload" + framed(b"two")
     inbox.room(1000)[: len(stream)] = stream
     inbox.add(len(stream))
     assert bytes(inbox.take() or b"") == b"one"
@@ -127,7 +128,7 @@ def test_payload_between_messages() -> None:
 
 def test_a_message_longer_than_any_frame() -> None:
     inbox = tcp.Inbox()
-    inbox.room(10)[:4] = tcp.HEAD.pack(MAX_FRAME + 1)
+    inbox.room(10)[:4] = HEAD.pack(MAX_FRAME + 1)
     inbox.add(4)
     with pytest.raises(ProtocolError, match="65537 bytes"):
         inbox.take()

@@ -9,6 +9,7 @@ import pytest
 import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.consumer import Consumer
 from penstock.worker import current_assignment
 
 
@@ -64,3 +65,23 @@ def test_runners_end_with_their_appliance() -> None:
         pid = look(alone)[0]["pid"]
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_only_quick_batches_share_a_packet(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that took its time goes out at once, whatever the next one will take."""
+    packets = 0
+    receive = Consumer._receive_packet
+
+    def count(consumer: Consumer) -> bool:
+        nonlocal packets
+        came = receive(consumer)
+        packets += came
+        return came
+
+    monkeypatch.setattr(Consumer, "_receive_packet", count)
+    batches = 5000 if quick else 100  # some are there before the lane, and come in one packet
+    input_fn, *arguments = (streams.unsharded, batches) if quick else (streams.slow, 0.002, batches)
+    with Appliance(num_workers_per_box=1) as alone:
+        assert len(list(DataExecutor(DataLoader(input_fn, *arguments), appliance=alone))) == batches
+    assert packets < batches / 2 if quick else packets > batches / 2

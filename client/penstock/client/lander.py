@@ -49,6 +49,7 @@ from penstock.proto.frames import (
     STRUCTURE,
     Pieces,
     check_peer,
+    framed,
 )
 from penstock.proto.producer import Producer, Slab
 from penstock.proto.ring import PAGE
@@ -106,7 +107,6 @@ class Lane:
             elif self._greeted:
                 if events & ~select.EPOLLOUT:
                     self._producer.take_acks()
-                self._producer.flush()
                 if self._waiting:
                     self._receive()
             else:
@@ -163,14 +163,14 @@ class Lane:
         hello.ClearField("target")
         hello.ClearField("held")
         hello.ack.ClearField("released")
-        self._out.append(tcp.framed(hello.SerializeToString()))
+        self._out.append(framed(hello.SerializeToString()))
         self._loop.connect((host.strip("[]"), int(port)), self._connected)
 
     def _relay(self, ack: lane_pb2.Ack) -> None:
         ack.ClearField("released")
         message = ack.SerializeToString()
         if message:
-            self._out.append(tcp.framed(message))
+            self._out.append(framed(message))
 
     # ---- TCP
 
@@ -284,13 +284,14 @@ class Lane:
         if self._frame.cut < self._producer.cuts:
             self._producer.return_unused(slab)  # the pass was left while it came in
         else:
-            self._producer.forward(slab, self._frame)
+            self._producer.forward(slab, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
         """Send what can be sent to the pump, find out whether this is the end, and say what to wait for next."""
         if self.over or not self._greeted:
             return
         sock, out, producer = self._tcp, self._out, self._producer
+        producer.flush()
         try:
             while sock is not None and out:
                 sent = sock.send(out[0])

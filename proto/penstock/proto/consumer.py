@@ -1,7 +1,8 @@
 """The end of a lane that reads: the training loop's, and towards another host the pump's.
 
-The hot path is one `recv_into`, one parse and the checks that keep a wrong peer from steering reads outside its ring;
-everything rarer stands below it. Two things are shaped by what a peer may be doing meanwhile:
+The hot path is one `recv_into` for a packet of frames, and for each of them one parse and the checks that keep a wrong
+peer from steering reads outside its ring; everything rarer stands below it. Two things are shaped by what a peer may
+be doing meanwhile:
 
 A ring's descriptor comes in the packet behind its RING frame. The producer may have had room for the one and not for
 the other, and be inside user code for minutes since; so this end never waits for the second packet, it only
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Iterable
 
@@ -26,8 +28,9 @@ from penstock.proto.frames import (
     CLOSE,
     END,
     ERROR,
+    HEAD,
     KNOWN_STRUCTURES,
-    MAX_FRAME,
+    MAX_PACKET,
     MAX_RINGS,
     RING,
     STRUCTURE,
@@ -38,6 +41,7 @@ from penstock.proto.v1 import lane_pb2
 
 __all__ = ["Consumer"]
 
+_length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
 _GROUP = 2048
 """Numbers of one kind in one ack, so that it stays far below MAX_FRAME. Even: they come in pairs."""
@@ -46,8 +50,8 @@ _GROUP = 2048
 class Consumer:
     """The end that reads. Holds the lane's socket, the mapped rings and the structures announced so far.
 
-    Frames are read one at a time, when the caller wants one: what has not been read waits in the socket, which is as
-    deep as the ring.
+    Frames are read when the caller wants one, a packet at a time: what has not been read waits in the socket, which is
+    as deep as the ring.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
@@ -62,9 +66,9 @@ class Consumer:
         sock.setblocking(False)
         self._sock = sock
         self._frame = lane_pb2.Frame()
-        self._buffer = bytearray(MAX_FRAME)
+        self._buffer = bytearray(MAX_PACKET)
         self._view = memoryview(self._buffer)
-        self._size = 0
+        self._begin = self._at = self._end = 0  # in the buffer: the frame received last, what follows it, and its end
         self._ring_id = 0  # of the last batch
         self._ring: Ring | None = None
         self._newest = 0
@@ -96,26 +100,24 @@ class Consumer:
     def receive_any(self) -> lane_pb2.Frame | None:
         """Like `receive`, but RING (once its descriptor is here) and STRUCTURE frames too, for who passes frames on.
 
-        `packet` is the frame as it came.
+        `framed` is the frame as it came.
         """
-        frame = self._frame
+        frame, view = self._frame, self._view
         while not self._coming:
-            try:
-                size = self._sock.recv_into(self._buffer, MAX_FRAME, socket.MSG_TRUNC)
-            except BlockingIOError:
-                return None
-            except OSError as error:
-                again = self._after_error(error)
-                if again is None:
+            begin = self._at
+            if begin == self._end:
+                if not self._receive_packet():
                     return None
-                size = again
-            if not 0 < size <= MAX_FRAME:
-                raise self._lost(size)
+                begin = 0
+            start = begin + HEAD.size
             try:
-                frame.ParseFromString(self._view[:size])  # type: ignore[arg-type]  # upb reads any buffer
-            except DecodeError as error:
+                stop = start + _length(view, begin)[0]
+                if stop > self._end:
+                    raise ProtocolError(f"{self.name}: a frame of {stop - start} bytes in a packet of {self._end}")
+                frame.ParseFromString(view[start:stop])  # type: ignore[arg-type]  # upb reads any buffer
+            except (DecodeError, struct.error) as error:
                 raise ProtocolError(f"{self.name}: a frame that cannot be read: {error}") from error
-            self._size = size
+            self._begin, self._at = begin, stop
             kind = frame.kind
             if kind == BATCH:
                 if frame.cut < self.cuts:
@@ -145,25 +147,39 @@ class Consumer:
         return self._take_ring()
 
     @property
-    def packet(self) -> memoryview:
-        """The bytes of the frame received last; valid until the next call."""
-        return self._view[: self._size]
+    def framed(self) -> memoryview:
+        """The frame received last as it came, with its length in front; valid until the next call."""
+        return self._view[self._begin : self._at]
+
+    def _receive_packet(self) -> bool:
+        """The next packet into the buffer. False while none is there."""
+        try:
+            size = self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            again = self._after_error(error)
+            if again is None:
+                return False
+            size = again
+        self._begin = self._at = self._end = 0
+        if not size:
+            raise LaneLostError(f"{self.name}: the peer vanished")
+        if size > MAX_PACKET:
+            raise ProtocolError(f"{self.name}: a packet of {size} bytes, above the limit of {MAX_PACKET}")
+        self._end = size
+        return True
 
     def _after_error(self, error: OSError) -> int | None:
         """A killed peer shows as ECONNRESET once, before its last frames: read on until the end of file."""
         if self.closed:
             raise LaneClosedError(f"{self.name}: the lane is closed") from None
         try:
-            return self._sock.recv_into(self._buffer, MAX_FRAME, socket.MSG_TRUNC)
+            return self._sock.recv_into(self._buffer, MAX_PACKET, socket.MSG_TRUNC)
         except BlockingIOError:
             return None
         except OSError:
             raise LaneLostError(f"{self.name}: the peer vanished: {error}") from error
-
-    def _lost(self, size: int) -> LaneLostError | ProtocolError:
-        if not size:
-            return LaneLostError(f"{self.name}: the peer vanished")
-        return ProtocolError(f"{self.name}: a frame of {size} bytes, above the limit of {MAX_FRAME}")
 
     def _turn_to(self, ring_id: int) -> Ring | None:
         """A batch in another ring than the last one. Producers never go back to an older ring: let those go."""

@@ -21,10 +21,12 @@ __all__ = [
     "CLOSE",
     "END",
     "ERROR",
+    "HEAD",
     "KNOWN_STRUCTURES",
     "LANE_PROTOCOL",
     "LONG_SHAPES",
     "MAX_FRAME",
+    "MAX_PACKET",
     "MAX_RINGS",
     "MAX_STRUCTURE",
     "PIECE",
@@ -33,13 +35,18 @@ __all__ = [
     "Pieces",
     "check_peer",
     "connect_local",
+    "framed",
     "long_shapes",
     "pack_shapes",
 ]
 
 LANE_PROTOCOL = 1
 MAX_FRAME = 64 << 10
-"""Bytes. Nothing larger is sent as one packet: a default Unix socket buffer holds 208 KiB."""
+"""Bytes. A default Unix socket buffer holds 208 KiB, so three of the largest are always on their way."""
+HEAD = struct.Struct("<I")
+"""The length of a frame, in front of it on both lanes."""
+MAX_PACKET = HEAD.size + MAX_FRAME
+"""Bytes of one packet of the local lane: one frame of any length, or many small ones."""
 PIECE = 32 << 10
 """Bytes of a structure in one STRUCTURE frame."""
 LONG_SHAPES = 2048
@@ -61,6 +68,11 @@ BATCH, RING, STRUCTURE, END, ERROR, CLOSE = (
 )
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+def framed(message: bytes) -> bytes:
+    """A message with its length in front."""
+    return HEAD.pack(len(message)) + message
 
 
 def pack_shapes(shapes: Sequence[int]) -> bytes:

@@ -32,14 +32,17 @@ from penstock.proto.frames import (
     CLOSE,
     END,
     ERROR,
+    HEAD,
     KNOWN_STRUCTURES,
     LONG_SHAPES,
     MAX_FRAME,
     PIECE,
     RING,
     STRUCTURE,
+    framed,
     pack_shapes,
 )
+from penstock.proto.outbox import Outbox
 from penstock.proto.ring import Ring, slots_for
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -47,6 +50,9 @@ __all__ = ["Producer", "Slab"]
 
 _log = logging.getLogger(__name__)
 
+GROUPS = 4
+"""Packets that a ring's worth of batches travels in at least: of four, one can be on its way back while one is read,
+one sent and one filled."""
 _RESERVED = 1 << 64
 """Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
 
@@ -78,16 +84,12 @@ class _Kept:
     total: int
     epoch: int
     message: bytes
+    """The frame, with its length in front."""
     slab: Slab | None
     """None for END and ERROR."""
     structure: int
     last: bool = False
     """ERROR: nothing comes after it, so it outlives the pass that it came in."""
-
-
-@dataclass(slots=True)
-class _Descriptor:
-    fd: int
 
 
 class Producer:
@@ -118,10 +120,11 @@ class Producer:
         self._rings: dict[int, Ring] = {}
         self._next_ring = 1 + secrets.randbits(31)
         self._current = 0
+        self._group = 1  # frames that may gather in one packet
         self._free: list[int] = []
         self._lent: dict[int, dict[int, int]] = {}  # ring -> slot -> total, for all slots that are not free
         self._kept: deque[_Kept] = deque()
-        self._unsent: deque[bytes | _Descriptor] = deque()
+        self._unsent = Outbox()
         self._structures: dict[int, bytes] = {}
         self._announced: dict[int, None] = {}
         self._frame = lane_pb2.Frame()
@@ -141,8 +144,8 @@ class Producer:
 
     @property
     def blocked(self) -> bool:
-        """Frames wait for room in the socket: poll for writing too, and `flush`."""
-        return bool(self._unsent)
+        """Frames are left after a `flush`: poll for writing too, and `flush` again."""
+        return len(self._unsent) > 0
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
         """Take on a consumer, dropping the one before: send again what it has not delivered, from the ring.
@@ -184,7 +187,7 @@ class Producer:
         for kept in self._kept:
             if kept.slab is not None and kept.structure not in self._announced:
                 self._announce_structure(kept.structure)
-            self._unsent.append(kept.message)
+            self._unsent.add(kept.message)
         self.flush()
 
     def detach(self) -> None:
@@ -225,24 +228,13 @@ class Producer:
 
     def flush(self) -> None:
         """Send what is queued as far as the socket takes it; never blocks."""
-        sock, unsent = self._sock, self._unsent
-        if sock is None:
-            unsent.clear()
+        if self._sock is None:
+            self._unsent.clear()
             return
-        while unsent:
-            message = unsent[0]
-            try:
-                if isinstance(message, _Descriptor):
-                    socket.send_fds(sock, [b"\x00"], [message.fd])
-                else:
-                    sock.send(message)
-            except BlockingIOError:
-                return
-            except OSError:
-                # Its last acks may still be readable; take_acks sees the end of file after them.
-                unsent.clear()
-                return
-            unsent.popleft()
+        try:
+            self._unsent.flush(self._sock)
+        except OSError:
+            pass  # its last acks may still be readable; take_acks sees the end of file after them
 
     # ---- batches
 
@@ -298,9 +290,20 @@ class Producer:
         known[structure] = data
 
     def publish(
-        self, slab: Slab, total: int, epoch: int, structure: int, nbytes: int, shapes: Sequence[int], digest: int
+        self,
+        slab: Slab,
+        total: int,
+        epoch: int,
+        structure: int,
+        nbytes: int,
+        shapes: Sequence[int],
+        digest: int,
+        more: bool = False,
     ) -> None:
-        """Send the batch that was written into `slab`, and keep it until it was delivered."""
+        """Send the batch that was written into `slab`, and keep it until it was delivered.
+
+        more: another one follows at once, or `flush` is called: it may go in one packet with the next.
+        """
         frame = self._frame
         frame.Clear()
         frame.kind = BATCH
@@ -318,19 +321,19 @@ class Producer:
             slab.ring.map[start : start + 8 * len(shapes)] = pack_shapes(shapes)
         else:
             frame.shapes.extend(shapes)
-        self.forward(slab, frame)
+        self.forward(slab, frame, more)
 
-    def forward(self, slab: Slab, frame: lane_pb2.Frame) -> None:
-        """Send a BATCH frame that another producer made; only its place is changed to `slab`."""
+    def forward(self, slab: Slab, frame: lane_pb2.Frame, more: bool = False) -> None:
+        """Send a BATCH frame that another producer made; only its place is changed to `slab`. more: as in `publish`."""
         frame.ring = slab.ring_id
         frame.slot = slab.slot
         total, structure = frame.total, frame.structure
-        message = frame.SerializeToString()
+        message = framed(frame.SerializeToString())
         if structure not in self._announced:
             self._announce_structure(structure)
         self._lent[slab.ring_id][slab.slot] = total
         self._kept.append(_Kept(total, frame.epoch, message, slab, structure))
-        self._send(message)
+        self._send(message, more)
 
     def return_unused(self, slab: Slab) -> None:
         """Give a reserved slot back without publishing it."""
@@ -346,7 +349,7 @@ class Producer:
 
     def forward_end(self, frame: lane_pb2.Frame) -> None:
         """Send an END, ERROR or CLOSE frame; the first two are kept until a later batch was delivered."""
-        message = frame.SerializeToString()
+        message = framed(frame.SerializeToString())
         if frame.kind != CLOSE:
             self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
         self._send(message)
@@ -372,26 +375,19 @@ class Producer:
 
     # ---- inside
 
-    def _send(self, message: bytes) -> None:
-        sock = self._sock
-        if sock is None:
+    def _send(self, message: bytes, more: bool = False) -> None:
+        if self._sock is None:
             return
-        if not self._unsent:
-            try:
-                sock.send(message)
-                return
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # take_acks finds out
-        self._unsent.append(message)
-        self.flush()
+        self._unsent.add(message)
+        if not more or len(self._unsent) >= self._group:
+            self.flush()
 
     def _start_ring(self, nbytes: int, previous: int) -> Ring:
         size = min(max(nbytes, 2 * previous), max(self.max_batch_bytes, nbytes))
         ring = Ring.create(size, slots_for(size))
         old = self._current
         self._current = self._next_ring
+        self._group = max(1, ring.slots // GROUPS)
         self._next_ring += 1
         self._rings[self._current] = ring
         self._free = list(range(ring.slots))
@@ -405,8 +401,8 @@ class Producer:
     def _announce_ring(self, ring_id: int) -> None:
         ring = self._rings[ring_id]
         frame = lane_pb2.Frame(kind=RING, ring=ring_id, slot_bytes=ring.slot_bytes, slots=ring.slots)
-        self._unsent.append(frame.SerializeToString())
-        self._unsent.append(_Descriptor(ring.fd))
+        self._unsent.add(framed(frame.SerializeToString()))
+        self._unsent.add(ring.fd)
 
     def _announce_structure(self, structure: int) -> None:
         data = self._structures.get(structure)
@@ -418,15 +414,14 @@ class Producer:
             del announced[next(iter(announced))]
         for start in range(0, max(len(data), 1), PIECE):
             piece = data[start : start + PIECE]
-            self._send(
-                lane_pb2.Frame(kind=STRUCTURE, structure=structure, inline=piece, size=len(data)).SerializeToString()
-            )
+            frame = lane_pb2.Frame(kind=STRUCTURE, structure=structure, inline=piece, size=len(data))
+            self._unsent.add(framed(frame.SerializeToString()))
 
     def _refuse(self, sock: socket.socket, why: str) -> None:
         _log.warning("a lane was refused: %s", why)
         error = records_pb2.ErrorDetail(name=ProtocolError.__name__, message=why)
         try:
-            sock.send(lane_pb2.Frame(kind=ERROR, error=error).SerializeToString())
+            sock.send(framed(lane_pb2.Frame(kind=ERROR, error=error).SerializeToString()))
         except OSError:
             pass
         sock.close()
@@ -447,9 +442,9 @@ class Producer:
             self._drop_kept()
             return
         for kept in self._kept:
-            self._frame.ParseFromString(kept.message)
-            self._frame.cut = self.cuts
-            kept.message = self._frame.SerializeToString()
+            frame = lane_pb2.Frame.FromString(kept.message[HEAD.size :])
+            frame.cut = self.cuts
+            kept.message = framed(frame.SerializeToString())
 
     def _apply(self, ack: lane_pb2.Ack) -> None:
         if ack.delivered > self.delivered:

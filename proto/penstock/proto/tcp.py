@@ -13,18 +13,16 @@ memory until the kernel gives up on what it could not send, after a quarter of a
 from __future__ import annotations
 
 import socket
-import struct
 import time
 
 from google.protobuf.message import DecodeError
 
 from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
-from penstock.proto.frames import MAX_FRAME
+from penstock.proto.frames import HEAD, MAX_FRAME
 from penstock.proto.v1 import lane_pb2
 
-__all__ = ["HEAD", "Inbox", "framed", "read_hello", "tune"]
+__all__ = ["Inbox", "read_hello", "tune"]
 
-HEAD = struct.Struct("<I")
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 USER_TIMEOUT_S = 30
 
@@ -38,11 +36,6 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_TRIES)
     if user_timeout:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * USER_TIMEOUT_S)
-
-
-def framed(message: bytes) -> bytes:
-    """A message with its length in front."""
-    return HEAD.pack(len(message)) + message
 
 
 def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:

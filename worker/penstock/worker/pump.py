@@ -156,8 +156,7 @@ class Pump(threading.Thread):
                 frame = runner.receive_any()
                 if frame is None:
                     return
-                packet = runner.packet
-                out.append(tcp.HEAD.pack(len(packet)) + packet)
+                out.append(bytes(runner.framed))
                 if frame.kind == lane_pb2.BATCH:
                     ring = runner.rings[frame.ring]
                     size = frame.nbytes + 8 * frame.size

@@ -32,6 +32,9 @@ from penstock.worker.source import END, Base, Place, Source
 
 __all__ = ["run_slot"]
 
+QUICK_BATCH_S = 20e-6
+"""A batch that took less may wait for the next few and travel with them: a packet for each would cost more than the
+batch. A source of real data is never that quick, and what took longer goes out at once."""
 SLOW_BATCH_S = 0.001
 """A batch that took longer is followed by a look at the sockets; it costs 2 us."""
 LONGEST_DEAF_S = 0.1
@@ -94,6 +97,9 @@ class _Runner:
         self._looked = False
         self._begun = False
         self._last_look = 0.0
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+        self._polled = (-1, 0)  # the consumer's socket and what is asked of it
         base = assignment.base
         turns = list(base.live) or list(range(assignment.num_workers_per_box))
         ahead = (turns.index(assignment.slot) - base.cursor) % len(turns) if assignment.slot in turns else 0
@@ -266,19 +272,22 @@ class _Runner:
             number = self._learn(structure) if known is None else known[0]
             del flat
             total = place.total
-            if total in producer.wanted or place.delivered == 1 or self._cadence.due(clock()):
+            now = clock()
+            quick = now - started < QUICK_BATCH_S
+            if total in producer.wanted or place.delivered == 1 or self._cadence.due(now):
+                producer.flush()
+                quick = False
                 self._snapshot()
             if not self._looked and place_of.looked_at():
                 self._looked = True
                 ledger.saw_look()
             ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
-            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest)
+            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest, quick)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")
-            now = clock()
             if (
-                producer.free_slots * 2 <= producer.ring_slots
+                (producer.free_slots * 2 <= producer.ring_slots and not producer.blocked)
                 or now - started > SLOW_BATCH_S
                 or now - self._last_look > LONGEST_DEAF_S
             ):
@@ -423,12 +432,15 @@ class _Runner:
 
     def _serve(self, timeout_s: float | None) -> None:
         """Wait for the daemon or the consumer, and do what they say."""
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
-        producer = self.producer
+        producer, poll = self.producer, self._poll
         producer.flush()
-        if producer.attached:
-            poll.register(producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0))
+        consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)
+        if consumer != self._polled:
+            if self._polled[0] >= 0:
+                poll.unregister(self._polled[0])
+            if consumer[0] >= 0:
+                poll.register(*consumer)
+            self._polled = consumer
         for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000):
             if fd == self._channel.fileno():
                 self._listen()
