@@ -80,8 +80,8 @@ def test_only_quick_batches_share_a_packet(quick: bool, monkeypatch: pytest.Monk
         return came
 
     monkeypatch.setattr(Consumer, "_receive_packet", count)
-    batches = 5000 if quick else 100  # some are there before the lane, and come in one packet
-    input_fn, *arguments = (streams.unsharded, batches) if quick else (streams.slow, 0.002, batches)
+    batches = 5000 if quick else 2000  # some are there before the lane, and come in one packet
+    input_fn, *arguments = (streams.unsharded, batches) if quick else (streams.slow, 0.0003, batches)
     with Appliance(num_workers_per_box=1) as alone:
         assert len(list(DataExecutor(DataLoader(input_fn, *arguments), appliance=alone))) == batches
     assert packets < batches / 2 if quick else packets > batches / 2
