@@ -1,9 +1,9 @@
 """The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
 
 `Feed.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when nothing is
-there it first sends all acks of all lanes, for a producer without credits would wait for us, and then waits for that
-lane or for news of the slots. What went before is acknowledged at the next call and not before the batch is returned:
-until then the loop does not have it.
+there it waits for that lane or for news of the slots. What went before is acknowledged at a later call and not before
+the batch is returned: until then the loop does not have it. Acks go in groups; a wait that lasts sends all acks of all
+lanes, for a producer without credits would wait for us.
 
 Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
 twice after a reconnect is given back unseen.
@@ -43,6 +43,9 @@ ANNOUNCED = 2
 FAILED_GRACE_S = 2.0
 """A slot that has failed may still have batches, and its own error, on the way in its lane."""
 RETRY_FLUSH_S = 0.02
+LAZY_S = 0.002
+"""Seconds of a wait after which acks go out whose group is not full. At once would be one system call and one wake-up
+of the producer for each batch of a loop that is faster than its workers."""
 
 _BATCH, _END, _ERROR = lane_pb2.BATCH, lane_pb2.END, lane_pb2.ERROR
 _pack_link = struct.Struct("<QQ").pack
@@ -202,7 +205,10 @@ class Feed:
             until = min(until, self._failed(lane, view, now))
         if lane.consumer is None and view.phase in (pb.READY, pb.FAILED):
             until = min(until, max(lane.retry_at, now + 0.001))
-        if not self.flush():
+        lazy_until = self._waiting_since + LAZY_S
+        if now < lazy_until:
+            until = min(until, lazy_until)
+        elif not self.flush():
             until = min(until, now + RETRY_FLUSH_S)
         poll = select.poll()
         poll.register(run.wake_fd, select.POLLIN)

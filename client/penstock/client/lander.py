@@ -65,6 +65,9 @@ SMALL = 16 << 10
 """Bytes of payload up to which batches are copied out of the receive buffer, many to a receive."""
 AHEAD = 4 << 10
 """Bytes received behind a larger payload: room for the next frame, and little to be copied."""
+WAKE_AT = 1 << 20
+"""Bytes of a large payload that must have come before it is looked at again. Without this a receive takes 160 KiB of
+8 MiB, and waking up for it costs sender and receiver a tenth of their time (docs/benchmarks.md)."""
 READS_A_TURN = 32
 """Receives of one lane before the others get their turn."""
 NEVER = float("inf")
@@ -93,6 +96,7 @@ class Lane:
         self._slab: Slab | None = None  # where its payload goes
         self._target: memoryview | None = None  # what of the payload is still to come
         self._unwanted = 0  # bytes of a payload that nobody wants any more
+        self._wake_at = 1  # bytes that must have come before TCP counts as readable
         self._limit = 1 << 20  # bytes of one receive into the buffer
         self._slot_bytes: dict[int, int] = {}  # of the sender's rings
         self._pieces = Pieces()
@@ -317,6 +321,11 @@ class Lane:
             self._loop.watch(self, self._consumer_fd, select.EPOLLIN | (select.EPOLLOUT if producer.blocked else 0))
         if sock is not None:
             reading = not self._ended and not self._waiting
+            missing = 0 if self._target is None else len(self._target)
+            wake_at = min(missing, WAKE_AT) if missing > SMALL else 1
+            if wake_at != self._wake_at:
+                self._wake_at = wake_at
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_at)
             self._loop.watch(self, self._tcp_fd, (select.EPOLLIN if reading else 0) | (select.EPOLLOUT if out else 0))
 
 
