@@ -15,7 +15,7 @@ from tests.lanes.conftest import count_rings
 from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
 from penstock.proto.frames import HEAD, MAX_PACKET, framed
 from penstock.proto.lane import MAX_FRAME, Consumer, check_peer
-from penstock.proto.ring import PAGE, Ring, slots_for
+from penstock.proto.ring import PAGE, Ring, ring_bytes, slots_for
 from penstock.proto.v1 import lane_pb2
 
 Pair = tuple[socket.socket, Consumer]
@@ -192,6 +192,14 @@ def test_the_peer_may_vanish_between_a_ring_and_its_descriptor(pair: Pair) -> No
 
 def test_slots_of_a_ring() -> None:
     assert [slots_for(size) for size in (0, 4096, 1 << 18, 1 << 20, 2 << 20, 8 << 20)] == [32, 32, 32, 8, 4, 4]
+
+
+def test_the_rings_of_a_box_share_its_memory() -> None:
+    share = ring_bytes(256)
+    assert share == 2 << 20
+    assert [slots_for(size, share) for size in (0, 4096, 1 << 18, 1 << 19, 1 << 20, 8 << 20)] == [32, 32, 8, 4, 3, 3]
+    for rings in (1, 16, 64):
+        assert slots_for(1 << 20, ring_bytes(rings)) == 8
 
 
 # ---- frames

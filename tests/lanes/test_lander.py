@@ -70,7 +70,7 @@ def rig(lander: Lander) -> Iterator[Rig]:
 
 
 def ring(slot_bytes: int, number: int = 1) -> lane_pb2.Frame:
-    return lane_pb2.Frame(kind=lane_pb2.RING, ring=number, slot_bytes=slot_bytes, slots=4)
+    return lane_pb2.Frame(kind=lane_pb2.RING, ring=number, slot_bytes=slot_bytes, slots=32)
 
 
 def batch(total: int, nbytes: int, **fields: int) -> lane_pb2.Frame:
@@ -224,6 +224,13 @@ def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:
         assert rig.ack().delivered == total + 1
     rig.far.sendall(stream(*(batch(total, size, cut=20, epoch=20) for total in range(41, 49))))
     assert len({rig.expect(total, size) for total in range(41, 49)}) == 8, "all slots are there"
+
+
+def test_its_ring_is_no_larger_than_the_senders(rig: Rig) -> None:
+    ring = lane_pb2.Frame(kind=lane_pb2.RING, ring=1, slot_bytes=1 << 20, slots=3)
+    rig.far.sendall(stream(ring, STRUCTURE, batch(1, 10)))
+    rig.expect(1, 10)
+    assert [known.slots for known in rig.consumer.rings.values()] == [3]
 
 
 def test_a_ring_of_each_lane_has_its_own_number(lander: Lander) -> None:

@@ -254,6 +254,7 @@ class Lane:
                 self._waiting = True
             elif kind == RING:
                 self._slot_bytes[frame.ring] = frame.slot_bytes
+                producer.ring_bytes = frame.slot_bytes * frame.slots  # this end's ring is as large as the sender's
                 if len(self._slot_bytes) > MAX_RINGS:
                     del self._slot_bytes[min(self._slot_bytes)]
             elif kind == STRUCTURE:

@@ -40,7 +40,7 @@ class RingView:
         self.slot_bytes = ring.slot_bytes
         self.held: set[int] = set()
         """Slots that views still see."""
-        self.limit = max(2, ring.slots // 2)
+        self.limit = min(max(2, ring.slots // 2), ring.slots - 1)
         """From so many held slots on the loop gets copies: one that keeps its batches must not stop the producer."""
         self.group = max(1, ring.slots // 4)
         """Deliveries between two acks."""

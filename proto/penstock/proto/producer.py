@@ -43,7 +43,7 @@ from penstock.proto.frames import (
     pack_shapes,
 )
 from penstock.proto.outbox import Outbox
-from penstock.proto.ring import Ring, slots_for
+from penstock.proto.ring import BOX_BYTES, Ring, slots_for
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 __all__ = ["Producer", "Slab"]
@@ -95,11 +95,12 @@ class _Kept:
 class Producer:
     """The end that owns the rings. One for each slot and generation, whatever consumers come and go.
 
-    `max_batch_bytes` bounds the slots of its rings.
+    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.slots_for).
     """
 
-    def __init__(self, max_batch_bytes: int) -> None:
+    def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES) -> None:
         self.max_batch_bytes = max_batch_bytes
+        self.ring_bytes = ring_bytes
         self.open_epochs = 0
         """Passes up to this epoch may be opened."""
         self.abandoned: deque[int] = deque()
@@ -384,7 +385,7 @@ class Producer:
 
     def _start_ring(self, nbytes: int, previous: int) -> Ring:
         size = min(max(nbytes, 2 * previous), max(self.max_batch_bytes, nbytes))
-        ring = Ring.create(size, slots_for(size))
+        ring = Ring.create(size, slots_for(size, self.ring_bytes))
         old = self._current
         self._current = self._next_ring
         self._group = max(1, ring.slots // GROUPS)

@@ -20,19 +20,32 @@ import os
 
 from penstock.proto.errors import ProtocolError
 
-__all__ = ["Ring", "slots_for"]
+__all__ = ["Ring", "ring_bytes", "slots_for"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
 MAX_SLOTS = 32
 MIN_SLOTS = 4
+"""One being filled, one on its way, two that the loop looks at."""
+FEWEST_SLOTS = 3
+"""Where memory is short: with one less, a loop that still holds its last batch would leave none to be filled."""
 RING_BYTES = 8 << 20
 """What a ring aims for: small enough to stay in the last-level cache, so that the reader finds the bytes there."""
+BOX_BYTES = 512 << 20
+"""What all rings of a box aim for together: 64 worker slots with 8 MiB each."""
 
 
-def slots_for(slot_bytes: int) -> int:
-    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_SLOTS, MAX_SLOTS]."""
-    return max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // max(slot_bytes, 1)))
+def ring_bytes(rings: int) -> int:
+    """Bytes that each of the `rings` of a box may take, unless even FEWEST_SLOTS of its batches need more."""
+    return BOX_BYTES // max(rings, 1)
+
+
+def slots_for(slot_bytes: int, limit: int = BOX_BYTES) -> int:
+    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_SLOTS, MAX_SLOTS]; but no more than
+    `limit` bytes, down to FEWEST_SLOTS."""
+    size = max(slot_bytes, 1)
+    wanted = max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // size))
+    return max(FEWEST_SLOTS, min(wanted, limit // size))
 
 
 class Ring:

@@ -21,6 +21,7 @@ from penstock.proto.digest import batch_digest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError, StateMismatchError, UnsupportedStateError
 from penstock.proto.frames import KNOWN_STRUCTURES, LONG_SHAPES
 from penstock.proto.lane import Producer, Slab
+from penstock.proto.ring import ring_bytes
 from penstock.proto.state import decode_state
 from penstock.proto.tensors import FlatBatch, Flattener, Structure
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -82,7 +83,7 @@ class _Runner:
     def __init__(self, assignment: records_pb2.WorkerAssignment, channel: Channel, ledger: Ledger) -> None:
         options = assignment.loader.options
         self.assignment = assignment
-        self.producer = Producer(options.max_batch_bytes)
+        self.producer = Producer(options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box))
         self.source = Source(assignment, self._doing)
         self._channel = channel
         self._ledger = ledger
