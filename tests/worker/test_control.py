@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,22 @@ def test_a_payload_larger_than_the_socket_passes_through() -> None:
     sender.join()
     ours.sock.close()
     theirs.sock.close()
+
+
+@pytest.mark.parametrize("taken", [1, 20, 60, 80, 1000])
+def test_a_send_that_the_kernel_cuts_short_goes_on(taken: int) -> None:
+    class Short(socket.socket):
+        def sendmsg(self, buffers: Any, *rest: Any) -> int:
+            return self.send(b"".join(buffers)[:taken])
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    sender, receiver = Channel(Short(fileno=ours.detach())), Channel(theirs)
+    for payload in (b"", b"payload" * 100):
+        sender.send("cut", payload, total=3)
+        message = received(receiver)
+        assert (message.fields, message.payload) == ({"total": 3}, payload)
+    sender.sock.close()
+    theirs.close()
 
 
 def test_not_waiting_says_none_and_a_closed_end_is_lost() -> None:

@@ -87,11 +87,13 @@ class Channel:
         message = Message(kind, fields, payload, fds or [])
         head = encode_head(message)
         if message.fds:
-            socket.send_fds(self.sock, [head], message.fds)
+            sent = socket.send_fds(self.sock, [head, payload], message.fds)
         else:
-            self.sock.sendall(head)
-        if payload:
-            self.sock.sendall(payload)
+            sent = self.sock.sendmsg([head, payload])
+        if sent < len(head):
+            self.sock.sendall(head[sent:])
+        if sent < len(head) + len(payload):
+            self.sock.sendall(memoryview(payload)[max(0, sent - len(head)) :])
 
     def receive(self, wait: bool = True) -> Message | None:
         """The next message; None if none is there and `wait` is off. LaneLostError when the other side is gone."""
