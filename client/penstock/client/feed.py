@@ -83,6 +83,8 @@ class Feed:
         self._label = label
         self._timeout_s = timeout_s
         self._version = -1
+        self._poll = select.poll()  # for slots without a lane
+        self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [SlotLane(slot, 0, self._lane_name(slot, "")) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
         self._open_epochs = position.epoch
@@ -210,10 +212,7 @@ class Feed:
             until = min(until, lazy_until)
         elif not self.flush():
             until = min(until, now + RETRY_FLUSH_S)
-        poll = select.poll()
-        poll.register(run.wake_fd, select.POLLIN)
-        if lane.consumer is not None:
-            poll.register(lane.consumer.fileno(), select.POLLIN)
+        poll = self._poll if lane.consumer is None else lane.poll
         progress, worker = run.progress, view.worker
         progress.waiting_for = lane.slot + 1
         try:
@@ -337,7 +336,7 @@ class Feed:
         except (OSError, PenstockError) as error:
             lane.lose(now, str(error))
             return False
-        lane.attach(sock)
+        lane.attach(sock, run.wake_fd)
         return True
 
     # ---- between batches

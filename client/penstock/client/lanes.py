@@ -10,6 +10,7 @@ penstock.proto.assemble).
 
 from __future__ import annotations
 
+import select
 import socket
 from collections import deque
 from typing import Any
@@ -63,6 +64,7 @@ class SlotLane:
         "group",
         "last_digest",
         "name",
+        "poll",
         "release",
         "retry_at",
         "rings",
@@ -80,6 +82,8 @@ class SlotLane:
         self.name = name
         """For messages: worker, box, slot."""
         self.consumer: Consumer | None = None
+        self.poll = select.poll()
+        """For what comes over the connection. Made once: it would cost more than the wait of a quick worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
         self.assemblers: dict[int, Assembler] = {}
@@ -130,11 +134,15 @@ class SlotLane:
             hello.ack.abandon_epoch = self.cut_epoch + 1
             hello.epoch = self.cut_epoch
 
-    def attach(self, sock: socket.socket) -> None:
+    def attach(self, sock: socket.socket, wake_fd: int) -> None:
+        """The connection is there; `poll` shall tell of `wake_fd` too."""
         consumer = Consumer(sock, self.name)
         consumer.cuts = self.cuts
         self.consumer = consumer
         self.unacked = 0
+        self.poll = select.poll()
+        self.poll.register(consumer.fileno(), select.POLLIN)
+        self.poll.register(wake_fd, select.POLLIN)
         self.unsettled = True
         self.trouble = ""
 
