@@ -165,8 +165,8 @@ class Zygote:
         self._channel: Channel | None = None
         self.dead = False
 
-    async def start(self, seed: int) -> None:
-        """Start it; returns when it can fork."""
+    async def start(self, seed: int, *, main_script: bool) -> None:
+        """Start it; returns when it can fork. main_script: for an input_fn that is defined in the trainer's script."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
         with theirs:
@@ -177,6 +177,7 @@ class Zygote:
                 "from penstock.worker.zygote import main; main()",
                 str(theirs.fileno()),
                 str(os.getpid()),
+                *(["main"] if main_script else []),
                 pass_fds=[theirs.fileno()],
                 env=child_environment(seed),
                 stdin=asyncio.subprocess.DEVNULL,

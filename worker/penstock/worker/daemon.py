@@ -278,7 +278,7 @@ class Daemon:
         seed = assignment.seed
         starting = self._zygotes.get(seed)
         if starting is None or (starting.done() and (starting.exception() is not None or starting.result().dead)):
-            starting = self._zygotes[seed] = asyncio.ensure_future(_started(seed))
+            starting = self._zygotes[seed] = asyncio.ensure_future(_started(assignment))
         return await asyncio.shield(starting)
 
     def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust:
@@ -317,9 +317,9 @@ def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
 
 
-async def _started(seed: int) -> Zygote:
+async def _started(assignment: records_pb2.WorkerAssignment) -> Zygote:
     zygote = Zygote()
-    await zygote.start(seed)
+    await zygote.start(assignment.seed, main_script=bool(assignment.loader.main_path))
     return zygote
 
 
