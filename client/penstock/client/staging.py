@@ -152,7 +152,9 @@ class DeviceFeed(Feed):
             raise self._late(now - self._stuck_since)
         time.sleep(LOOK_S)
         if self._land():
-            self.flush()
+            for other in self._lanes:
+                if len(other.release) >= other.group:
+                    other.ack(self.position.total[other.slot])
         self._waited(self._run.views[lane.slot].worker, time.monotonic() - now)
 
     def _late(self, waited: float) -> DeadlineError:
