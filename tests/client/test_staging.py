@@ -24,6 +24,8 @@ from penstock.client.device import CpuBackend
 from penstock.client.feed import PASS_ENDED
 from penstock.client.loads import DeviceLane
 from penstock.proto.errors import DeadlineError, InputFnError, ProtocolError, UnsupportedLeafError
+from penstock.proto.frames import framed
+from penstock.proto.v1 import lane_pb2
 
 
 @pytest.fixture
@@ -209,6 +211,24 @@ def test_a_slot_is_released_by_its_copy_s_event(rig: Any, device: FakeBackend) -
     assert taken(rig) == 0
 
 
+def test_acks_go_in_groups_while_every_batch_is_staged(rig: Any, device: FakeBackend) -> None:
+    rig.numbers(0, *range(32))
+    for _ in range(20):
+        rig.feed.next()
+        device.finish()
+    producer = rig.runners[0].producer
+    producer.take_acks()
+    assert (producer.delivered, producer.free_slots) == (16, 16), "8 deliveries make a group in a ring of 32"
+
+
+def test_a_staged_batch_was_not_waited_for(rig: Any) -> None:
+    rig.numbers(0, 0, 1)
+    rig.feed.next()
+    rig.feed.wait_s = 3.0  # as if the first had been
+    rig.feed.next()
+    assert rig.feed.wait_s == 0
+
+
 def test_a_batch_that_is_kept_holds_no_slot(rig: Any, device: FakeBackend) -> None:
     rig.numbers(0, 1)
     batch = rig.feed.next()
@@ -366,23 +386,32 @@ def test_an_error_comes_when_its_step_is_due(rig: Any, device: FakeBackend) -> N
         rig.feed.next()
 
 
-def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any) -> None:
+@pytest.mark.parametrize(("total", "epoch"), [(3, 0), (2, 1)])
+def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any, total: int, epoch: int) -> None:
     rig.numbers(0, 0)
-    rig.runners[0].total += 1
+    rig.runners[0].total, rig.runners[0].epoch = total - 1, epoch
     rig.numbers(0, 2)
     rig.feed.next()
-    with pytest.raises(ProtocolError, match="worker w0: sent batch 3 of pass 0, where batch 2 of pass 0 was due"):
+    words = f"worker w0: sent batch {total} of pass {epoch}, where batch 2 of pass 0 was due"
+    with pytest.raises(ProtocolError, match=words):
         rig.feed.next()
 
 
-def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any) -> None:
+@pytest.mark.parametrize(
+    ("packet", "words"),
+    [
+        (b"\xff" * 9, "worker w0: a frame of"),
+        (framed(lane_pb2.Frame(kind=lane_pb2.BATCH, total=3, ring=1).SerializeToString()), "in no ring slot that was"),
+    ],
+)
+def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any, packet: bytes, words: str) -> None:
     rig.numbers(0, 0)
     rig.feed.next()
     rig.numbers(0, 1)
-    rig.runners[0].producer._sock.send(b"\xff" * 9)
+    rig.runners[0].producer._sock.send(packet)
     rig.feed.next()
     assert rig.feed.position.step == 2
-    with pytest.raises(ProtocolError, match="worker w0: a frame"):
+    with pytest.raises(ProtocolError, match=words):
         rig.feed.next()
 
 
@@ -516,8 +545,12 @@ def test_a_ring_of_a_dead_runner_stays_locked_until_its_last_copy(rigs: Any, dev
     old.producer.close()
     del old
     gc.collect()
-    assert len(device.runtime.locked) == 2
-    device.finish(2)
+    for finished in (0, 1):
+        device.finish(finished)
+        rig.feed.flush()
+        gc.collect()
+        assert len(device.runtime.locked) == 2, "the batch that was staged is still being copied"
+    device.finish(1)
     rig.feed.flush()
     gc.collect()
     assert len(device.runtime.locked) == 1
@@ -598,6 +631,52 @@ def test_a_frame_that_was_seen_of_a_pass_that_is_left_is_forgotten(rig: Any, dev
     device.finish()
     assert int(batch) == 100
     assert rig.feed.position.epoch == 1
+
+
+def test_a_batch_that_could_not_be_staged_is_forgotten_with_its_pass(
+    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.numbers(0, 0, 1)
+    copy = device.copy
+
+    def once(sources: Any) -> Any:
+        monkeypatch.setattr(device, "copy", full)
+        return copy(sources)
+
+    def full(sources: Any) -> Any:
+        raise RuntimeError("out of memory on the device")
+
+    monkeypatch.setattr(device, "copy", once)
+    rig.feed.next()
+    monkeypatch.setattr(device, "copy", copy)
+    rig.feed.cut()
+    assert rig.runners[0].leave_pass() == 0
+    rig.numbers(0, 100)
+    batch = rig.feed.next()
+    device.finish()
+    assert int(batch) == 100
+
+
+def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: Any, device: FakeBackend) -> None:
+    rig = rigs(2, backend=device)
+    rig.numbers(0, 0, 1)
+    rig.numbers(1, 10)
+    rig.feed.next()
+    device.finish()
+    rig.feed.cut()
+    assert [runner.leave_pass() for runner in rig.runners] == [0, 0]
+    rig.numbers(0, 100, 101)
+    rig.numbers(1, 110)
+    rig.feed.next()
+    rig.feed.next()
+    runner = rig.runners[1]
+    runner.break_lane()
+    rig.numbers(1, 111)
+    batches = [rig.feed.next(), rig.feed.next()]
+    assert len(runner.hellos) == 2
+    assert runner.hellos[1].ack.abandon_epoch == 0
+    device.finish()
+    assert [int(batch) for batch in batches] == [101, 111]
 
 
 def test_an_error_that_was_seen_of_a_pass_that_is_left_is_met_in_the_next(rig: Any) -> None:
