@@ -257,10 +257,12 @@ def test_a_batch_without_tensors_needs_no_copy(rig: Any, device: FakeBackend) ->
     assert taken(rig) == 0
 
 
-def test_slots_are_used_again_and_again_and_every_copy_finds_its_own_bytes(rigs: Any) -> None:
-    """32 slots, 400 batches, copies that lag behind by one to many."""
+@pytest.mark.parametrize("slots", [3, 32])
+def test_slots_are_used_again_and_again_and_every_copy_finds_its_own_bytes(rigs: Any, slots: int) -> None:
+    """400 batches, copies that lag behind by one to many."""
     for patience in (0, 1, 5, 40):
         rig = rigs(backend=FakeBackend(patience))
+        rig.runners[0].producer.ring_bytes = slots * 64  # a batch takes 64
         kept = []
         for number in range(400):
             while not rig.runners[0].room():
@@ -271,6 +273,7 @@ def test_slots_are_used_again_and_again_and_every_copy_finds_its_own_bytes(rigs:
         kept += [rig.feed.next(), rig.feed.next()]
         rig.feed._backend.finish()
         assert [int(batch) for batch in kept] == list(range(400))
+        assert rig.runners[0].producer.ring_slots == slots
         assert rig.feed.copies == 0
 
 

@@ -114,7 +114,7 @@ class PageLocks:
                 f"{runtime.cudaGetErrorString(error)} ({int(error)}); batches are copied from pageable memory instead, "
                 "which is slower. What may be locked is bounded by free memory, by a container's memory limit and by "
                 "`ulimit -l` (docker run --ulimit memlock=-1). Smaller batches and fewer workers need less: a ring "
-                "for each worker, of 8 MiB or four batches",
+                "for each worker, of 8 MiB or a few batches",
                 UserWarning,
                 stacklevel=2,
             )
