@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.client.device import Backend
 from penstock.client.feed import Feed
 from penstock.client.run import Progress
 from penstock.client.saved import Start
 from penstock.client.settings import resolve
+from penstock.client.staging import DeviceFeed
 from penstock.proto.calls import FetchedState
 from penstock.proto.digest import batch_digest
 from penstock.proto.errors import PenstockError
@@ -148,10 +150,22 @@ class FakeRun:
 class Rig:
     """Runners, a run and the feed that reads it."""
 
-    def __init__(self, num_slots: int = 1, *, timeout_s: float = 5.0, position: Position | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int = 1,
+        *,
+        timeout_s: float = 5.0,
+        position: Position | None = None,
+        backend: Backend | None = None,
+    ) -> None:
         self.runners = [FakeRunner(slot) for slot in range(num_slots)]
-        self.run = FakeRun(num_slots, self.runners)
-        self.feed = Feed(self.run, position or Position.start(num_slots), "inputs:make", timeout_s)  # type: ignore[arg-type]
+        run: Any = FakeRun(num_slots, self.runners)
+        self.run = run
+        position = position or Position.start(num_slots)
+        if backend is None:
+            self.feed = Feed(run, position, "inputs:make", timeout_s)
+        else:
+            self.feed = DeviceFeed(run, position, "inputs:make", timeout_s, backend)
 
     def numbers(self, slot: int, *values: int) -> None:
         """One batch for each number from a slot."""

@@ -80,8 +80,8 @@ def test_attempts_are_told_apart_by_torchrun_s_restarts(torchrun: pytest.MonkeyP
         ({"max_batch_bytes": "big"}, "max_batch_bytes='big'"),
         ({"job": "a/b"}, "job='a/b'.*slash"),
         ({"retention_steps": 0}, "retention_steps=0"),
-        ({"device": "cuda"}, "device='cuda': .*comes in a later one"),
-        ({"device": torch.device("cuda", 1)}, "device='cuda:1'"),
+        ({"device": "meta"}, "device='meta': .*not to a device of type 'meta'"),
+        ({"device": torch.device("xpu", 1)}, "device='xpu:1': .*not to a device of type 'xpu'"),
     ],
 )
 def test_values_that_cannot_be_meant(given: dict[str, Any], words: str) -> None:
@@ -95,8 +95,20 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve()
 
 
-def test_the_cpu_is_a_device() -> None:
-    assert resolve(device=torch.device("cpu")).device == "cpu"
+def test_the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve().device == "", "and none of them is the default"
+    assert resolve(device=torch.device("cpu", 0)).device == "cpu"
+    monkeypatch.setenv("PENSTOCK_DEVICE", "cpu")
+    assert resolve().device == "cpu"
+
+
+def test_a_device_that_cannot_be_used_is_named_with_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgumentError, match=r"Appliance: device='cuda:1': .*'cuda:1' cannot be used, for"):
+        resolve(device=torch.device("cuda", 1))
+    monkeypatch.setenv("PENSTOCK_DEVICE", "cuda")
+    with pytest.raises(InvalidArgumentError, match=r"device='cuda' \(from PENSTOCK_DEVICE\): .*'cuda' cannot be used"):
+        Appliance()
 
 
 @pytest.mark.parametrize(("box", "num_boxes"), [(2, 2), (-1, 2), (1, 1)])

@@ -92,6 +92,28 @@ def shared(batches: int = 30) -> Shared:
     return Shared(batches)
 
 
+class Mixed(Counter):
+    """A bit of everything that a batch may hold."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            number = batch["number"]
+            yield {
+                "matrix": torch.arange(number, number + 12.0).view(3, 4).t(),
+                "flags": torch.tensor([True, False, bool(number % 2)]),
+                "half": torch.full((2, number % 3), number, dtype=torch.bfloat16),
+                "complex": torch.tensor([complex(number, 1)]),
+                "scalar": torch.tensor(number),
+                "array": np.arange(number % 5, dtype=">i2"),
+                "rest": (f"sample {number}", bytes([number % 7]), number, number / 3, None),
+            }
+
+
+def mixed(batches: int = 10) -> Mixed:
+    """Each worker counts in a range of its own."""
+    return Mixed(batches, first=1000 * current_assignment().global_worker_id)
+
+
 class OnlyOnWorkers(Shared):
     """Its data are where the workers are, and nowhere else."""
 

@@ -282,6 +282,26 @@ def test_read_only_memory_is_no_ring() -> None:
         wrap_buffer(b"x" * 64)
 
 
+def test_leaves_can_be_replaced_before_the_batch_is_made() -> None:
+    flat = Flattener().flatten({"x": torch.tensor([1, 2]), "rest": ["text", None, np.arange(3)]})
+    ring = Ring()
+    ring.write(flat)
+    seen: list[list[Any]] = []
+
+    def move(leaves: list[Any]) -> list[Any]:
+        seen.append([type(leaf) for leaf in leaves])
+        return [leaf * 10 if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    assembler = Assembler(received(flat))
+    batch = assembler.assemble(flat.shapes, ring.view, 128, flat.nbytes, move=move)
+    assert seen == [[torch.Tensor, str, np.ndarray]]
+    assert batch["x"].tolist() == [10, 20]
+    assert batch["rest"][:2] == ["text", None]
+    with pytest.raises(ProtocolError):
+        assembler.assemble(flat.shapes, ring.view, 128, flat.nbytes + 64, move=move)
+    assert len(seen) == 1, "what does not fit is moved nowhere"
+
+
 def test_shapes_of_any_sequence() -> None:
     flat = Flattener().flatten([torch.ones(2, 3), "ab"])
     ring = Ring()

@@ -19,6 +19,8 @@ import weakref
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
+
 from penstock.client.embedded import Embedded
 from penstock.client.landing import Lander
 from penstock.client.reference import MAIN, Reference, forbid_in_runner, search_path
@@ -57,7 +59,13 @@ class Appliance:
         job: the job's name; one that is started again under its name takes its runs over (torchrun's run id unless
             that is "none", else a fresh one).
         seed: of the run, 0 to 2**64 - 1 (the one that the run had, or a fresh one).
-        device: None or "cpu" in this release.
+        device: where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: in the ring that workers fill). On
+            a device they are private copies. With CUDA the ring is page-locked, and the next batch is copied, on a
+            stream of its own, while the loop computes; the current stream of the thread that iterates waits for it.
+            That takes device memory for two batches. "cuda" is the device that is current when the loop starts, so
+            under torchrun call torch.cuda.set_device(LOCAL_RANK) before. Whatever is no tensor stays on the host.
+            Without a device batches are pageable views of the ring, and .to(device, non_blocking=True) in the loop is
+            safe.
         attempt: the same on all boxes of one launch and another for each launch (told by torchrun).
         token: for the coordinator (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
         lane: "auto" (shared memory on this host, TCP from others) or "tcp".
@@ -69,7 +77,8 @@ class Appliance:
         progress: show a line with steps/s and the share of time waited (False).
 
     Raises:
-        InvalidArgumentError, BoxOutOfRangeError: an argument, or a variable, that cannot be meant.
+        InvalidArgumentError, BoxOutOfRangeError: an argument, or a variable, that cannot be meant; a device that this
+            process cannot use.
         RuntimeError: inside a worker, where the main script lacks its main guard.
     """
 
@@ -82,7 +91,7 @@ class Appliance:
         num_boxes: int | None = None,
         job: str | None = None,
         seed: int | None = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         attempt: str | None = None,
         token: str | None = None,
         lane: Literal["auto", "tcp"] | None = None,

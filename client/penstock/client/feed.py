@@ -63,6 +63,8 @@ class Stats:
     """Seconds, by the worker that was waited for."""
     copies: int = 0
     """Batches that were handed out as copies, because the loop held too many views."""
+    ahead: int = 0
+    """Batches whose copy to the device had been started before the loop asked for them; 0 without a device."""
     recoveries: int = 0
     """Slots that moved to another runner while the loop was reading."""
 
@@ -85,7 +87,7 @@ class Feed:
         self._version = -1
         self._poll = select.poll()  # for slots without a lane
         self._poll.register(run.wake_fd, select.POLLIN)
-        self._lanes = [SlotLane(slot, 0, self._lane_name(slot, "")) for slot in range(run.num_slots)]
+        self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
@@ -139,15 +141,19 @@ class Feed:
                 # Not delivered; should the caller try again, the producer sends it again.
                 lane.lose(time.monotonic(), str(error))
                 raise
-            if self._waiting_since:
-                self._waiting_since = 0.0
-            lane.last_digest = digest
-            lane.unacked += 1
-            self.chain = xxh3_64_intdigest(_pack_link(self.chain, digest))
-            self._moving = True
-            position.deliver()
-            self._moving = False
+            self._count(lane, digest)
             return batch
+
+    def _count(self, lane: SlotLane, digest: int) -> None:
+        """The batch that is due is delivered."""
+        if self._waiting_since:
+            self._waiting_since = 0.0
+        lane.last_digest = digest
+        lane.unacked += 1
+        self.chain = xxh3_64_intdigest(_pack_link(self.chain, digest))
+        self._moving = True
+        self.position.deliver()
+        self._moving = False
 
     def _other(self, lane: SlotLane, frame: lane_pb2.Frame) -> bool:
         """Anything but the batch that is due. True if the pass has ended."""
@@ -221,12 +227,15 @@ class Feed:
                     os.eventfd_read(fd)
         finally:
             progress.waiting_for = 0
-            waited = time.monotonic() - now
-            self.wait_s += waited
-            stats = self.stats
-            stats.waited_s += waited
-            stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + waited
-            progress.waited_s = stats.waited_s
+            self._waited(worker, time.monotonic() - now)
+
+    def _waited(self, worker: str, seconds: float) -> None:
+        """Enter a wait into the figures."""
+        self.wait_s += seconds
+        stats = self.stats
+        stats.waited_s += seconds
+        stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
+        self._run.progress.waited_s = stats.waited_s
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
         """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""
@@ -277,6 +286,10 @@ class Feed:
         )
 
     # ---- slots and their lanes
+
+    def _first_lane(self, slot: int) -> SlotLane:
+        """A slot's lane before any generation of it is known."""
+        return SlotLane(slot, 0, self._lane_name(slot, ""))
 
     def _lane_name(self, slot: int, worker: str) -> str:
         return f"box {self._run.box}, slot {slot}, worker {worker or 'unknown'}"

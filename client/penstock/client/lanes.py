@@ -113,10 +113,14 @@ class SlotLane:
 
     def successor(self, generation: int, name: str) -> SlotLane:
         """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
-        after = SlotLane(self.slot, generation, name)
+        after = self._another(generation, name)
         after.cuts, after.cut_epoch, after.unsettled = self.cuts, self.cut_epoch, self.unsettled
         after.last_digest, after.wanted, after.copies = self.last_digest, self.wanted, self.copies
         return after
+
+    def _another(self, generation: int, name: str) -> SlotLane:
+        """A new lane of this slot."""
+        return SlotLane(self.slot, generation, name)
 
     # ---- connections
 
@@ -136,7 +140,7 @@ class SlotLane:
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
         """The connection is there; `poll` shall tell of `wake_fd` too."""
-        consumer = Consumer(sock, self.name)
+        consumer = self._consumer(sock)
         consumer.cuts = self.cuts
         self.consumer = consumer
         self.unacked = 0
@@ -145,6 +149,10 @@ class SlotLane:
         self.poll.register(wake_fd, select.POLLIN)
         self.unsettled = True
         self.trouble = ""
+
+    def _consumer(self, sock: socket.socket) -> Consumer:
+        """What reads a connection."""
+        return Consumer(sock, self.name)
 
     def settle(self) -> None:
         """Something came: the peer works, and has heard of all cuts."""

@@ -24,6 +24,7 @@ from penstock.client.local import LocalLoader
 from penstock.client.reference import encode_arguments, refer
 from penstock.client.run import Run
 from penstock.client.saved import Part, Saved, Start, read
+from penstock.client.staging import feed_for
 from penstock.proto.assignment import Assignment
 from penstock.proto.errors import (
     DeadlineError,
@@ -227,7 +228,7 @@ class DataLoader:
         run = appliance.open_run(self, self._reference, self._arguments, start, seed, key)
         self._openings += 1
         position = Position.from_proto(start.base)
-        feed = Feed(run, position, self.name, settings.timeout_s)
+        feed = feed_for(settings.device, run, position, self.name, settings.timeout_s)
         self._session = session = Session(
             appliance,
             run,

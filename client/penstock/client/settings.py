@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from penstock.client.device import check_device
 from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
 
 __all__ = ["Settings", "Torchrun", "attempt_key", "resolve"]
@@ -50,6 +51,12 @@ class Settings(BaseSettings):
     """Seconds; the deadline of every wait."""
     progress: bool = Field(False, validation_alias=_named("progress"))
     device: str = Field("", validation_alias=_named("device"))
+    """Where batches arrive; "" = in the ring."""
+
+    @field_validator("device")
+    @classmethod
+    def _usable(cls, device: str) -> str:
+        return device and check_device(device)
 
     @field_validator("job")
     @classmethod
@@ -78,11 +85,6 @@ def resolve(**given: Any) -> Settings:
         settings = Settings(**explicit)
     except ValidationError as error:
         raise InvalidArgumentError(_explain(error, explicit)) from error
-    if settings.device not in ("", "cpu"):
-        raise InvalidArgumentError(
-            f"device={settings.device!r}: this release hands out CPU batches only, and copying them to a device as "
-            "they arrive comes in a later one; leave device out, and call .to(device, non_blocking=True) in the loop"
-        )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"
         raise BoxOutOfRangeError(

@@ -116,13 +116,16 @@ class Assembler:
         release: deque[int] | None = None,
         token: int = 0,
         copy: bool = False,
+        move: Callable[[list[Any]], list[Any]] | None = None,
     ) -> Any:
         """The batch whose region is `nbytes` at `offset` of `buffer`.
 
         shapes: FlatBatch.shapes. buffer: writable memory, best the result of wrap_buffer. offset: bytes, a multiple
         of 64. nbytes: exactly FlatBatch.nbytes. Tensors and arrays are writable views of the buffer; `token` is
         appended to `release` exactly once, when the last of them and of their views is gone, or before the return if
-        there are none or they are copies (`copy`). A forked child appends nothing.
+        there are none or they are copies (`copy`). A forked child appends nothing. `move` is called with all leaves in
+        order, and the batch is made of those that it returns instead: who passes it keeps the region as long as it
+        needs, and passes no `release`.
 
         Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then nothing is appended.
         """
@@ -170,6 +173,8 @@ class Assembler:
             start += (size + 63) & -64
         if start != nbytes:
             raise ProtocolError(f"the leaves take {start} bytes of a region of {nbytes}")
+        if move is not None:
+            values = move(values)
         batch = self._build(iter(values))
         if release is not None:
             if region is None or copy:

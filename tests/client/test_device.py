@@ -1,0 +1,403 @@
+"""Devices: one suite for every backend, how CUDA is asked for things, page-locking, and which devices are taken."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import FakeBackend, FakeRuntime
+
+from penstock.client import device as module
+from penstock.client.cuda import CudaBackend, PageLocks
+from penstock.client.device import Backend, CpuBackend, check_device
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.ring import Ring
+from penstock.proto.survey import TORCH_NAMES
+from penstock.proto.tensors import wrap_buffer
+
+# ---- torch.cuda, as far as the backend uses it
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda = cuda
+        self.name = name
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.notes.append(f"{self.name} waits for event {event.number}")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        cuda.events += 1
+        self.cuda, self.number = cuda, cuda.events
+
+    def record(self, stream: FakeStream) -> None:
+        self.cuda.notes.append(f"event {self.number} recorded on {stream.name}")
+
+    def query(self) -> bool:
+        return True
+
+
+class Scope:
+    def __init__(self, cuda: FakeCuda, what: str) -> None:
+        self.cuda, self.what = cuda, what
+
+    def __enter__(self) -> None:
+        self.cuda.notes.append(f"on {self.what}")
+
+    def __exit__(self, *error: object) -> None:
+        self.cuda.notes.append(f"off {self.what}")
+
+
+class FakeCuda:
+    """Takes notes of what is asked of torch.cuda; the memory is the CPU's."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.events = 0
+        self.runtime = FakeRuntime()
+
+    def current_device(self) -> None:
+        self.notes.append("current device")
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        self.notes.append("a stream")
+        return FakeStream(self, "side")
+
+    def Event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def stream(self, stream: FakeStream) -> Scope:
+        return Scope(self, stream.name)
+
+    def device(self, device: torch.device) -> Scope:
+        return Scope(self, "device")
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(self, "loop")
+
+    def cudart(self) -> FakeRuntime:
+        return self.runtime
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    cuda = FakeCuda()
+
+    def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
+        cuda.notes.append(f"{stream.name} uses {tensor.nbytes} bytes")
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    return cuda
+
+
+# ---- the contract
+
+
+def _cpu(cuda: FakeCuda) -> Backend:
+    return CpuBackend()
+
+
+def _fake(cuda: FakeCuda) -> Backend:
+    return FakeBackend(patience=2)
+
+
+def _cuda_on_the_cpu(cuda: FakeCuda) -> Backend:
+    return CudaBackend(torch.device("cpu"), cuda)
+
+
+def _cuda(cuda: FakeCuda) -> Backend:
+    return CudaBackend(torch.device("cuda"))
+
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(_cpu, id="cpu"),
+        pytest.param(_fake, id="fake"),
+        pytest.param(_cuda_on_the_cpu, id="cuda-calls"),
+        pytest.param(_cuda, id="cuda", marks=NO_CUDA),
+    ]
+)
+def backend(request: pytest.FixtureRequest) -> Any:
+    make: Callable[[FakeCuda], Backend] = request.param
+    # The real tensors' record_stream stays where CUDA is the real one.
+    cuda = FakeCuda() if make is _cuda else request.getfixturevalue("fake_cuda")
+    return make(cuda)
+
+
+def landed(event: Any) -> bool:
+    """Within a number of questions, for a device that has nothing else to do."""
+    return any(event.query() for _ in range(1_000_000))
+
+
+@pytest.fixture
+def ring() -> Ring:
+    return Ring.create(1 << 16, 4)
+
+
+def filled(ring: Ring, dtype: torch.dtype, shape: tuple[int, ...], start: int = 0) -> torch.Tensor:
+    """A tensor in the ring with bytes that are not all alike."""
+    count = dtype.itemsize * int(torch.Size(shape).numel())
+    memory = torch.from_numpy(wrap_buffer(ring.map))[start : start + count]
+    memory.copy_(torch.arange(1, count + 1, dtype=torch.uint8) % (2 if dtype is torch.bool else 127))
+    return memory.view(dtype).view(shape)
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    """Dtype, shape and bytes."""
+    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (), (8,), (2, 1, 3)], ids=str)
+def test_every_dtype_arrives_to_the_bit(backend: Backend, ring: Ring, shape: Any) -> None:
+    backend.lock(ring)
+    for dtype in TORCH_NAMES:
+        source = filled(ring, dtype, shape)
+        expected = bits(source)
+        (copy,), event = backend.copy([source])
+        backend.hand_over([copy], event)
+        assert landed(event)
+        assert copy.device == backend.device
+        assert bits(copy) == expected
+
+
+def test_empty_tensors_arrive(backend: Backend, ring: Ring) -> None:
+    backend.lock(ring)
+    sources = [torch.empty(0), torch.empty(3, 0, 2, dtype=torch.bfloat16), filled(ring, torch.int32, (2,))]
+    copies, event = backend.copy(sources)
+    backend.hand_over(copies, event)
+    assert landed(event)
+    assert [(tuple(copy.shape), copy.dtype) for copy in copies] == [
+        ((0,), torch.float32),
+        ((3, 0, 2), torch.bfloat16),
+        ((2,), torch.int32),
+    ]
+    assert all(copy.device == backend.device for copy in copies)
+
+
+def test_copies_have_memory_of_their_own(backend: Backend, ring: Ring) -> None:
+    backend.lock(ring)
+    sources = [filled(ring, torch.int32, (4,), start=start) for start in (0, 64, 128)]
+    expected = [source.tolist() for source in sources]
+    copies, event = backend.copy(sources)
+    assert landed(event)
+    for source in sources:
+        source.zero_()  # the slot is another batch's now
+    backend.hand_over(copies, event)
+    assert [copy.tolist() for copy in copies] == expected
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 3
+    assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies), "torch.save writes a leaf alone"
+
+
+def test_copies_are_done_in_the_order_in_which_they_were_started(backend: Backend, ring: Ring) -> None:
+    backend.lock(ring)
+    started = [backend.copy([filled(ring, torch.int64, (1000,))]) for _ in range(20)]
+    assert landed(started[-1][1])
+    assert all(event.query() for _, event in started)
+
+
+def test_what_is_computed_after_handing_over_sees_the_batch(backend: Backend, ring: Ring) -> None:
+    backend.lock(ring)
+    for number in range(50):
+        source = filled(ring, torch.int64, (1024,)).fill_(number)
+        copies, event = backend.copy([source])
+        backend.hand_over(copies, event)
+        if backend.device.type == "cpu":
+            assert landed(event)  # a CPU does not wait for events
+        total = copies[0].sum()
+        assert int(total) == 1024 * number
+
+
+def test_a_ring_may_go_once_its_copies_are_done(backend: Backend) -> None:
+    for number in range(3):
+        ring = Ring.create(1 << 16, 4)
+        backend.lock(ring)
+        copies, event = backend.copy([filled(ring, torch.uint8, (100,)).fill_(number)])
+        assert landed(event)
+        del ring
+        backend.hand_over(copies, event)
+        assert copies[0].tolist() == [number] * 100
+
+
+# ---- how CUDA is asked
+
+
+def test_the_copy_is_made_on_a_stream_of_its_own_and_the_loop_s_waits_for_it(fake_cuda: FakeCuda, ring: Ring) -> None:
+    backend = CudaBackend(torch.device("cpu"), fake_cuda)
+    assert fake_cuda.notes == [], "nothing of CUDA is touched before the first ring"
+    backend.lock(ring)
+    assert fake_cuda.notes == ["current device", "a stream", "on device", "off device"]
+    fake_cuda.notes.clear()
+    sources = [filled(ring, torch.uint8, (count,), start=64 * count) for count in (2, 3)]
+    copies, event = backend.copy(sources)
+    assert fake_cuda.notes == ["on side", "event 1 recorded on side", "off side"]
+    fake_cuda.notes.clear()
+    backend.hand_over(copies, event)
+    assert fake_cuda.notes == ["loop waits for event 1", "loop uses 2 bytes", "loop uses 3 bytes"]
+
+
+def test_what_the_fake_of_cuda_offers_torch_has_too() -> None:
+    for name in ("current_device", "Stream", "Event", "stream", "device", "current_stream", "cudart"):
+        assert callable(getattr(torch.cuda, name))
+    for name in ("wait_event",):
+        assert callable(getattr(torch.cuda.Stream, name))
+    for name in ("record", "query"):
+        assert callable(getattr(torch.cuda.Event, name))
+
+
+# ---- page-locking
+
+
+def test_a_ring_is_locked_as_a_whole_until_it_is_gone() -> None:
+    runtime, ring = FakeRuntime(), Ring.create(1 << 16, 4)
+    assert PageLocks(runtime, "cuda:0", pytest.fail).lock(ring)
+    address, size = ring.address, ring.slots * ring.slot_bytes
+    assert runtime.locked == {address: size}
+    view = wrap_buffer(ring.map)
+    gc.collect()
+    assert runtime.locked
+    del ring
+    gc.collect()
+    assert runtime.unlocked == [address]
+    assert view[0] == 0, "views of it live on"
+
+
+def test_the_mapping_is_there_when_it_is_unlocked() -> None:
+    ring = Ring.create(1 << 20, 4)
+    address = ring.address
+
+    class Looks(FakeRuntime):
+        def cudaHostUnregister(self, address: int) -> int:
+            seen.append(is_mapped(address))
+            return super().cudaHostUnregister(address)
+
+    seen: list[bool] = []
+    runtime = Looks()
+    PageLocks(runtime, "cuda:0", pytest.fail).lock(ring)
+    del ring
+    gc.collect()
+    assert seen == [True]
+    assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    """As part of a ring."""
+    with open("/proc/self/maps") as file:
+        for line in file:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if start <= address < end:
+                return "penstock-ring" in line
+    return False
+
+
+def test_a_fork_unlocks_nothing() -> None:
+    runtime, ring = FakeRuntime(), Ring.create(1 << 16, 4)
+    PageLocks(runtime, "cuda:0", pytest.fail).lock(ring)
+    address, gone = ring.address, weakref.ref(ring)
+    child = os.fork()
+    if child == 0:
+        del ring
+        gc.collect()
+        os._exit(0 if gone() is None and not runtime.unlocked else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del ring
+    gc.collect()
+    assert runtime.unlocked == [address]
+
+
+def test_a_ring_that_cannot_be_locked_is_told_of_once_with_the_remedy(ring: Ring) -> None:
+    runtime, taken = FakeRuntime(), []
+    runtime.error = 2
+    locks = PageLocks(runtime, "cuda:1", lambda: taken.append(True))
+    words = r"ring of 262,144 bytes could not be page-locked for cuda:1: error number 2 \(2\).*slower.*ulimit -l"
+    with pytest.warns(UserWarning, match=words):
+        assert not locks.lock(ring)
+    assert not locks.lock(Ring.create(4096, 4)), "warnings are errors here: this one says nothing"
+    assert len(taken) == 2, "the runtime keeps each error for the loop's next kernel, unless it is taken"
+    runtime.error = 0
+    assert locks.lock(ring), "the next may fit"
+
+
+def test_an_error_is_taken_by_a_kernel_of_ours(
+    fake_cuda: FakeCuda, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CudaBackend(torch.device("cpu"), fake_cuda)
+    fake_cuda.runtime.error = 2
+    launched = []
+
+    def fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
+        launched.append(value)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "fill_", fill)
+    with pytest.warns(UserWarning, match="could not be page-locked for cpu"):
+        backend.lock(ring)
+    assert launched == [0]
+
+
+@NO_CUDA
+def test_a_failed_lock_leaves_no_error_behind(ring: Ring) -> None:
+    backend = CudaBackend(torch.device("cuda"))
+    backend.lock(ring)
+    with pytest.warns(UserWarning, match="could not be page-locked"):
+        backend.lock(ring)  # a second time, which is an error
+    assert int(torch.ones(3, device="cuda").sum()) == 3
+
+
+# ---- which devices are taken
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nonsense", r"'nonsense' names no device: use \"cpu\", \"cuda\" or \"cuda:N\""),
+        ("0", "'0' names no device"),
+        ("cpu:1", "'cpu:1' names no device, for there is one"),
+        ("meta", "not to a device of type 'meta'"),
+        ("mps", "not to a device of type 'mps': leave device out"),
+        ("xpu:0", "not to a device of type 'xpu'"),
+    ],
+)
+def test_devices_that_are_none(name: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        check_device(name)
+
+
+@pytest.mark.parametrize(("name", "known_as"), [("cpu", "cpu"), ("cpu:0", "cpu")])
+def test_the_cpu(name: str, known_as: str) -> None:
+    assert check_device(name) == known_as
+
+
+def test_cuda_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(module, "_built_for_cuda", lambda: False)
+    with pytest.raises(
+        InvalidArgumentError, match=r"'cuda:1' cannot be used, for this torch .* built without CUDA; inst"
+    ):
+        check_device("cuda:1")
+
+
+def test_cuda_where_no_device_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(module, "_built_for_cuda", lambda: True)
+    with pytest.raises(
+        InvalidArgumentError, match=r"'cuda' cannot be used, for torch finds no CUDA device.*nvidia-smi"
+    ):
+        check_device("cuda")
+
+
+def test_cuda_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [check_device(name) for name in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda:0", "cuda:1"]
+    with pytest.raises(InvalidArgumentError, match=r"'cuda:2' cannot be used, for this process sees 2 CUDA devices"):
+        check_device("cuda:2")

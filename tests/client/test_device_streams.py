@@ -1,0 +1,160 @@
+"""Whole streams with a device, from real workers: the same as without one, batch by batch and state by state."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import streams
+import torch
+from devices import FakeBackend
+
+from penstock.client import Appliance, DataExecutor, DataLoader, staging
+
+Lane = Literal["auto", "tcp"]
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def appliance() -> Iterator[Any]:
+    """Appliances by device and lane; one of each kind serves all tests, for starting one takes seconds."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def make(device: str | None, lane: Lane = "auto") -> Appliance:
+            settings = {"num_workers_per_box": 2, "seed": SEED, "device": device, "lane": lane}
+            return stack.enter_context(Appliance(**settings))  # type: ignore[arg-type]
+
+        yield make
+
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+
+
+@pytest.fixture(params=["cpu", "late", pytest.param("cuda", marks=NO_CUDA)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name to pass. "late": copies happen when they have been asked after often, or when `arrived` says so."""
+    if request.param == "late":
+        backends: list[FakeBackend] = []
+
+        def late(name: str) -> FakeBackend:
+            backends.append(FakeBackend(patience=4))
+            return backends[-1]
+
+        monkeypatch.setattr(staging, "backend_of", late)
+        yield "cpu"
+        assert all(backend.started for backend in backends)
+    else:
+        yield request.param
+
+
+def arrived(loader: DataLoader) -> None:
+    """All copies that are under way have happened."""
+    feed = loader._session.feed if loader._session is not None else None
+    if isinstance(feed, staging.DeviceFeed) and isinstance(feed._backend, FakeBackend):
+        feed._backend.finish()
+
+
+def plain(value: Any) -> Any:
+    """A batch as values that can be compared."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def stream(where: Appliance, steps: int) -> tuple[list[Any], list[int], list[Any]]:
+    """What a loop sees: batches, digests of the stream so far, and the state at each step."""
+    batches, digests, states = [], [], []
+    loader = DataLoader(streams.mixed, 4)
+    executor = DataExecutor(loader, num_steps=steps, appliance=where)
+    for batch in executor:
+        digests.append(executor.digest)
+        states.append(loader.state_dict())
+        arrived(loader)
+        assert batch["matrix"].device.type == (where.settings.device or "cpu")
+        batches.append(plain(batch))
+    assert executor.step == steps
+    return batches, digests, states
+
+
+@pytest.fixture(scope="module")
+def expected(appliance: Any) -> tuple[list[Any], list[int], list[Any]]:
+    """Without a device: ten steps, over the end of a pass of eight."""
+    return stream(appliance(None), 10)
+
+
+@pytest.mark.parametrize("lane", ["auto", "tcp"])
+def test_streams_and_states_are_those_without_a_device(appliance: Any, device: str, lane: Lane, expected: Any) -> None:
+    batches, digests, states = stream(appliance(device, lane), 10)
+    assert batches == expected[0]
+    assert digests == expected[1]
+    assert states == expected[2]
+
+
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_a_state_saved_with_a_device_is_resumed_exactly(appliance: Any, device: str, expected: Any, at: int) -> None:
+    loader = DataLoader(streams.mixed, 4)
+    iterator: Any = iter(DataExecutor(loader, num_steps=10, appliance=appliance(device)))
+    for _ in range(at):
+        next(iterator)
+    state = copy.deepcopy(loader.state_dict())
+    iterator.close()
+    loader.close()
+    again = DataLoader(streams.mixed, 4)
+    again.load_state_dict(state)
+    batches = []
+    for batch in DataExecutor(again, num_steps=10 - at, appliance=appliance(device)):
+        arrived(again)
+        batches.append(plain(batch))
+    assert batches == expected[0][at:]
+
+
+def passes(where: Appliance) -> list[list[Any]]:
+    """Three passes, of which two are left early."""
+    loader, seen = DataLoader(streams.mixed, 4), []
+    for wanted in (1, 3, 9):
+        taken: list[Any] = []
+        for batch in DataExecutor(loader, appliance=where):
+            arrived(loader)
+            taken.append(plain(batch))
+            if len(taken) == wanted:
+                break
+        seen.append(taken)
+    return seen
+
+
+def test_a_pass_left_by_break_is_followed_by_the_same_as_without_a_device(appliance: Any, device: str) -> None:
+    seen = passes(appliance(device))
+    assert [len(taken) for taken in seen[:2]] == [1, 3]
+    assert seen == passes(appliance(None))
+
+
+def test_keeping_every_batch_of_a_long_pass(appliance: Any, device: str) -> None:
+    """More than the rings have slots, many times over."""
+    loader = DataLoader(streams.counter, 300)
+    executor = DataExecutor(loader, appliance=appliance(device))
+    batches = list(executor)
+    arrived(loader)
+    assert executor.stats.copies == 0
+    assert executor.stats.ahead > 0
+    loader.close()
+    assert [batch["number"] for batch in batches] == [1000 * slot + n for n in range(1, 301) for slot in (0, 1)]
+    assert all(batch["x"].tolist() == [batch["number"]] * 4 for batch in batches), "also when the rings are gone"
+
+
+def test_executors_follow_each_other_over_a_staged_batch(appliance: Any, device: str, expected: Any) -> None:
+    loader, batches = DataLoader(streams.mixed, 4), []
+    for steps in (1, 2, 4, 3):
+        for batch in DataExecutor(loader, num_steps=steps, appliance=appliance(device)):
+            arrived(loader)
+            batches.append(plain(batch))
+    assert batches == expected[0]
