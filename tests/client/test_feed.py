@@ -25,7 +25,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import records_pb2
+from penstock.proto.v1 import lane_pb2, records_pb2
 
 
 def test_slots_take_turns_whatever_came_first(rigs: Any) -> None:
@@ -434,6 +434,22 @@ def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: A
     assert rig.runners[1].leave_pass() == 0
     rig.numbers(1, 110)
     assert rig.take(1) == [110]
+
+
+def test_a_lane_that_closes_may_not_have_heard_that_a_pass_was_left(rigs: Any) -> None:
+    rig = rigs(timeout_s=0.05)
+    runner = rig.runners[0]
+    rig.numbers(0, 0)
+    assert rig.take(1) == [0]
+    rig.feed.cut()
+    runner.producer.forward_end(lane_pb2.Frame(kind=lane_pb2.CLOSE))
+    runner.break_lane()
+    with pytest.raises(DeadlineError):
+        rig.feed.next()
+    assert runner.hellos[1].ack.abandon_epoch == 1
+    assert runner.leave_pass() == 0
+    rig.numbers(0, 100)
+    assert rig.take(1) == [100]
 
 
 def test_a_pass_left_before_a_slot_was_ready_is_told_with_the_first_hello(rigs: Any) -> None:

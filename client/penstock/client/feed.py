@@ -47,7 +47,7 @@ LAZY_S = 0.002
 """Seconds of a wait after which acks go out whose group is not full. At once would be one system call and one wake-up
 of the producer for each batch of a loop that is faster than its workers."""
 
-_BATCH, _END, _ERROR = lane_pb2.BATCH, lane_pb2.END, lane_pb2.ERROR
+_BATCH, _END, _ERROR, _CLOSE = lane_pb2.BATCH, lane_pb2.END, lane_pb2.ERROR, lane_pb2.CLOSE
 _pack_link = struct.Struct("<QQ").pack
 
 
@@ -128,7 +128,7 @@ class Feed:
             if frame is None:
                 self._wait(lane)
                 continue
-            if lane.unsettled:
+            if lane.unsettled and frame.kind != _CLOSE:  # that one may have been sent before a cut was heard of
                 lane.settle()
             if frame.kind != _BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
                 if self._other(lane, frame):
