@@ -12,6 +12,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Setup is done when this file is newer than pyproject.toml.
 STAMP := $(VENV)/.setup-done
+# Environments of what Penstock is compared with, one folder each; `make bench PEERS=DIR` takes others.
+PEERS ?= .peers
+PEER_NAMES := ray streaming tf torchdata
+BENCH_ARGS ?=
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -25,7 +29,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test demo bench clean
+.PHONY: help setup proto proto-check lint format format-check types pytest test demo bench bench-peers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -69,9 +73,19 @@ test: lint format-check types proto-check pytest ## all checks and tests: what C
 demo: $(STAMP) ## train a small model through Penstock on this machine
 	$(BIN)/python examples/train_lm/demo.py
 
-bench: $(STAMP) ## measure the whole path on this machine
-	$(BIN)/python benchmarks/full_path.py
+bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_ARGS="--quick" for a try
+	$(BIN)/python -m benchmarks.full_path --peers $(PEERS) $(BENCH_ARGS)
+
+bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.setup-done) ## make the peers' environments, 5 GB below PEERS
+
+# torch goes first and alone, so that pip takes the build that this machine's configuration prefers, and not another
+# one that some package's dependencies would bring.
+$(PEERS)/%/.setup-done: benchmarks/peers/requirements/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	if grep -q '^torch==' $<; then $(@D)/bin/python -m pip install $$(grep -E '^(torch|numpy)==' $<); fi
+	$(@D)/bin/python -m pip install --requirement $<
+	touch $@
 
 clean: ## remove .venv, builds and caches
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,148 +1,143 @@
-"""Batches per second through the whole public path, beside torch's DataLoader and a plain memcpy, in one run.
+"""The whole public path against what users would take instead, in one run on one machine.
 
-    python benchmarks/full_path.py [--rounds 3] [--json FILE]
+    python -m benchmarks.full_path [--suite path|snapshots|slots|slow|all] [--quick] [--write docs/benchmarks.md]
 
-The work is the same for all: a source that yields one ready uint8 tensor, taken by a loop that does nothing with it.
-Penstock streams from one worker slot with everything on (round robin, deadlines, digests, snapshots' cadence), on the
-same host's lane and on the TCP lane over loopback; the DataLoader has one worker process and no batching of its own.
-Rounds are interleaved and the medians reported: these are ratios of one run on one machine, not absolute claims.
+Same work for all, modes in turn within each round, medians and ratios. What is measured, how the peers are set up and
+what the figures do not say stands in docs/benchmarks.md. The results go to a folder (--out): results.json with
+everything of every round, results.md with the tables, results.png, and what each player printed.
+
+Peers run in environments of their own, made by `make bench-peers`; one that is not there is named and left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import datetime
 import json
-import statistics
+import os
+import sys
 import time
-import warnings
-from collections.abc import Iterator
-from functools import partial
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.utils.data
+from benchmarks import machine
+from benchmarks.cases import PATH, Times
+from benchmarks.modes import ROOT, Stage
+from benchmarks.processes import adopt_orphans, busy_cores, cpu_s, kill_tree, machine_s, tree
+from benchmarks.report import IDLE_CORES, between, markdown
+from benchmarks.suites import SUITES, Plan
+from benchmarks.targets import judge
 
-from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.ring import Ring, slots_for
+__all__ = ["main"]
 
-SIZES = {4 << 10: 30_000, 64 << 10: 30_000, 1 << 20: 5_000, 8 << 20: 600}
-"""Bytes of a batch -> batches of one round of ours."""
-DATALOADER_SHARE = 20
-"""torch's DataLoader gets so many times fewer batches: it is that much slower."""
-
-
-class Ready(torch.utils.data.IterableDataset[torch.Tensor]):
-    """One tensor, again and again: a new tensor object each time, over memory that is ready.
-
-    The same object each time would flatter torch's DataLoader, which moves a tensor's memory to shared memory when it
-    first sends it and then never copies again: no loader of real data has that luck.
-    """
-
-    def __init__(self, size: int, batches: int) -> None:
-        self.size = size
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        ready = np.random.randint(0, 255, self.size, dtype=np.uint8)
-        for _ in range(self.batches):
-            yield torch.from_numpy(ready)
+QUICK = Plan(
+    rounds=1,
+    state_rounds=1,
+    times=Times(warm_s=0.1, span_s=0.2, latency_s=0.05, at_least=5, at_most_s=2.0),
+    slow_spans=1,
+    slots=(4, 8),
+    slots_s=0.5,
+)
+"""To see that all works. Its figures are worth nothing."""
 
 
-def source(size: int, batches: int) -> Ready:
-    """The input_fn."""
-    return Ready(size, batches)
-
-
-def rate(batches: Any) -> tuple[float, float]:
-    """(batches per second, microseconds of this thread's processor per batch), from the first batch on."""
-    iterator = iter(batches)
-    next(iterator)
-    started, cpu, count = time.perf_counter(), time.thread_time(), 0
-    for _ in iterator:
-        count += 1
-    return count / (time.perf_counter() - started), 1e6 * (time.thread_time() - cpu) / count
-
-
-def penstock(appliance: Appliance, size: int, batches: int) -> tuple[float, float]:
-    return rate(DataExecutor(DataLoader(source, size, batches), appliance=appliance))
-
-
-def torch_dataloader(size: int, batches: int) -> tuple[float, float]:
-    loader: Any = torch.utils.data.DataLoader(Ready(size, batches), batch_size=None, num_workers=1)
-    return rate(loader)
-
-
-def memcpy(size: int, batches: int) -> tuple[float, float]:
-    """The floor: copies into the slots of a pre-faulted ring of the size that the runner would use."""
-    ring = Ring.create(size, slots_for(size))
-    data = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    address = data.data_ptr()
-
-    def copies() -> Iterator[None]:
-        for number in range(batches + 1):
-            ctypes.memmove(ring.address + number % ring.slots * ring.slot_bytes, address, size)
-            yield None
-
-    return rate(copies())
-
-
-def measure(rounds: int) -> list[dict[str, Any]]:
-    rows = []
-    with (
-        Appliance(num_workers_per_box=1, timeout_s=60) as local,
-        Appliance(num_workers_per_box=1, timeout_s=60, lane="tcp") as tcp,
-    ):
-        for size, batches in SIZES.items():
-            modes = {
-                "same host": partial(penstock, local, size, batches),
-                "tcp lane": partial(penstock, tcp, size, max(batches // 3, 200)),
-                "torch DataLoader, 1 worker": partial(torch_dataloader, size, max(batches // DATALOADER_SHARE, 100)),
-                "memcpy": partial(memcpy, size, batches),
-            }
-            figures: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
-            for _ in range(rounds):
-                for mode, run in modes.items():
-                    figures[mode].append(run())
-            for mode, found in figures.items():
-                per_second = statistics.median(f[0] for f in found)
-                rows.append(
-                    {
-                        "bytes": size,
-                        "mode": mode,
-                        "batches_per_s": round(per_second),
-                        "gb_per_s": round(per_second * size / 1e9, 2),
-                        "loop_thread_us": round(statistics.median(f[1] for f in found), 1),
-                        "spread": [round(min(f[0] for f in found)), round(max(f[0] for f in found))],
-                    }
-                )
-    return rows
-
-
-def main() -> None:
+def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", help="write the rows there too")
-    given = parser.parse_args()
-    warnings.filterwarnings("ignore", message="'set_vital'")
-    torch.set_num_threads(1)
-    rows = measure(given.rounds)
-    head = ("batch", "mode", "batches/s", "GB/s", "loop us", "to DataLoader", "to memcpy")
-    print("{:>9}  {:28} {:>10} {:>7} {:>8}   {:>13} {:>10}".format(*head))
-    for size in SIZES:
-        of_size = {row["mode"]: row for row in rows if row["bytes"] == size}
-        peer, floor = of_size["torch DataLoader, 1 worker"], of_size["memcpy"]
-        for mode, row in of_size.items():
-            print(
-                f"{size >> 10:5} KiB  {mode:28} {row['batches_per_s']:10,} {row['gb_per_s']:7.2f} "
-                f"{row['loop_thread_us']:8.1f}   {row['batches_per_s'] / peer['batches_per_s']:12.1f}x "
-                f"{row['batches_per_s'] / floor['batches_per_s']:9.2f}"
-            )
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    parser.add_argument("--suite", choices=[*SUITES, "all"], default="all")
+    parser.add_argument("--rounds", type=int, help=f"of each case; {Plan().rounds}")
+    parser.add_argument("--seconds", type=float, help=f"of the span for throughput; {Times().span_s:g}")
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that all works")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of their environments")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/out", help="folder for the results")
+    parser.add_argument("--write", type=Path, help="put the tables between the two markers of this document")
+    return parser.parse_args(given)
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    plan = QUICK if options.quick else Plan()
+    rounds = options.rounds or plan.rounds
+    times = plan.times if options.seconds is None else replace(plan.times, span_s=options.seconds)
+    state_rounds = plan.state_rounds if options.rounds is None else rounds
+    return replace(plan, rounds=rounds, state_rounds=state_rounds, times=times)
+
+
+def run(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """All suites that were asked for. What is returned can be written as JSON."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    noise = {"load_before": os.getloadavg()[0], "busy_before": busy_cores(2.0)}
+    if noise["busy_before"] > IDLE_CORES:
+        print(f"the machine is not idle: {noise['busy_before']:.2f} cores are busy", file=sys.stderr)
+    stage = Stage(options.peers.absolute(), options.out)
+    results: dict[str, Any] = {}
+    suites_s: dict[str, float] = {}
+    started, steal, used = time.monotonic(), machine.steal_s(), machine_s() - _ours_s()
+    try:
+        for name, suite in SUITES.items():
+            if options.suite in (name, "all"):
+                begun = time.monotonic()
+                results[name] = suite(stage, plan, options.out)
+                suites_s[name] = time.monotonic() - begun
+        took = time.monotonic() - started
+        noise["others"] = max(0.0, machine_s() - _ours_s() - used) / took
+    finally:
+        stage.close()
+        kill_tree(os.getpid(), itself=False)  # nothing that a player left behind shall outlive us
+    noise["steal"] = (machine.steal_s() - steal) / (took * (os.cpu_count() or 1))
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": " ".join(["python -m benchmarks.full_path", *_shown(options)]),
+        "commit": machine.commit(),
+        "machine": machine.describe(),
+        "versions": stage.versions,
+        "settings": asdict(plan),
+        "sizes": {case.name: case.nbytes for case in PATH},
+        "noise": noise,
+        "took_s": took,
+        "suites_s": suites_s,
+        "missing": stage.missing,
+        "failures": stage.failures,
+        **results,
+    }
+
+
+def _ours_s() -> float:
+    """Processor seconds of this process and all that it started, those that have ended too."""
+    return sum(map(cpu_s, tree(os.getpid())))
+
+
+def _shown(options: argparse.Namespace) -> list[str]:
+    """The options that change what is measured; folders are nobody's business."""
+    shown = ["--quick"] if options.quick else []
+    for name in ("suite", "rounds", "seconds"):
+        if getattr(options, name) not in (None, "all"):
+            shown.append(f"--{name} {getattr(options, name)}")
+    return shown
+
+
+def main(given: list[str] | None = None) -> int:
+    """Exit status 0 if everything that is there could be measured, whatever the targets say; 1 if something failed."""
+    options = arguments(given)
+    adopt_orphans()
+    results = run(options, plan_of(options))
+    text = markdown(results)
+    results["targets"] = [asdict(verdict) for verdict in judge(results)]
+    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.out / "results.md").write_text(text + "\n")
+    print(text)
+    picture = options.out / "results.png"
+    if "path" in results:
+        from benchmarks.plot import draw  # matplotlib takes a second, and only this suite is drawn
+
+        draw(results, picture)
+    if options.write:
+        if "path" in results:
+            shown = options.write.with_suffix(".png")
+            shown.write_bytes(picture.read_bytes())
+            text = f"![Batches per second and processor time per GB]({shown.name})\n\n{text}"
+        options.write.write_text(between(options.write.read_text(), text))
+    return 1 if results["failures"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

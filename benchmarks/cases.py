@@ -1,0 +1,120 @@
+"""What is streamed: the batches of each case, as data that every player understands.
+
+A player is the process that measures one mode (see `serve.py`); some run in a peer's environment, so this module
+imports nothing but the standard library. The torch sources made of a case stand in `sources.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+__all__ = ["BUSY_S", "PATH", "SLOW", "SNAPSHOTS", "Case", "Times", "calibrate", "spin"]
+
+BUSY_S = 0.002
+"""Seconds of pure Python that a slow source spends on each batch."""
+LEAF_SHAPE = (8, 128)
+"""Of each leaf of the dict case: int64, 8 KiB."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch after the other, for ever."""
+
+    name: str
+    nbytes: int
+    """Bytes of a batch, of all its leaves together."""
+    leaves: int = 1
+    """1: a uint8 tensor. More: a dict of so many int64 tensors of LEAF_SHAPE."""
+    busy_s: float = 0.0
+    """Seconds that the source is busy with each batch, by the clock."""
+    work: int = 0
+    """Turns of `spin` that the source makes for each batch instead: work that takes longer where others take its
+    processor, which `busy_s` would hide."""
+    state_tensors: int | None = None
+    """Tensors of 1 KiB in the source's state; None: it has no state methods."""
+    checkpoint_every: int | None = None
+    """Penstock's `checkpoint_steps`: N asks for a snapshot at every N-th step."""
+    counter: str = ""
+    """A file of 8 bytes in which the source counts the calls of its state_dict; "" = nowhere."""
+    slots: int = 4
+    """Ring slots that the floors go round in: as many as Penstock's ring was seen to have, else by its rule."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long one measurement takes; all in seconds."""
+
+    warm_s: float = 0.25
+    span_s: float = 0.8
+    """Throughput and processor time are taken over this span."""
+    latency_s: float = 0.2
+    """Every `next()` of this span is timed by itself, after the other."""
+    at_least: int = 20
+    """Batches that a span has at least, up to `at_most_s`."""
+    at_most_s: float = 6.0
+
+
+KIB, MIB = 1 << 10, 1 << 20
+MAX_SLOTS, MIN_SLOTS, RING_BYTES = 32, 4, 8 << 20  # Penstock's rule for a ring, see proto/penstock/proto/ring.py
+
+
+def ring_slots(nbytes: int) -> int:
+    """How many slots of this many bytes a ring of Penstock has by its rule."""
+    return max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // max(nbytes, 1)))
+
+
+def _case(name: str, nbytes: int, **more: Any) -> Case:
+    return Case(name, nbytes, slots=ring_slots(nbytes), **more)
+
+
+PATH = (
+    _case("4 KiB", 4 * KIB),
+    _case("64 KiB", 64 * KIB),
+    _case("1 MiB", MIB),
+    _case("8 MiB", 8 * MIB),
+    _case("dict of 8 x 8 KiB", 64 * KIB, leaves=8),
+)
+"""Ready batches: what the path itself can do."""
+
+SLOW = (
+    _case("2 ms by the clock", MIB, busy_s=BUSY_S),
+    _case("2 ms of work", MIB, work=1),  # `work` is calibrated when the suite begins, once for all modes
+)
+"""Batches of 1 MiB that cost their source 2 ms of pure Python: what the path adds."""
+
+_NONE = _case("no state", MIB)
+_SLOW_NONE = _case("no state, 2 ms", MIB, busy_s=BUSY_S)
+SNAPSHOTS = (
+    _NONE,
+    replace(_NONE, name="1 KiB", state_tensors=1),
+    replace(_NONE, name="100 x 1 KiB", state_tensors=100),
+    replace(_NONE, name="1 KiB, every step", state_tensors=1, checkpoint_every=1),
+    _SLOW_NONE,
+    replace(_SLOW_NONE, name="1 KiB, every step, 2 ms", state_tensors=1, checkpoint_every=1),
+)
+"""Batches of 1 MiB from sources with and without a state; each is compared with the one without, of its speed."""
+
+
+def spin(turns: int) -> int:
+    """A fixed amount of pure Python."""
+    value = 0
+    for turn in range(turns):
+        value = (value * 31 + turn) & 0xFFFF
+    return value
+
+
+def calibrate(seconds: float) -> int:
+    """Turns of `spin` that take so long here: the least of several attempts, for others can only slow it."""
+    turns = 10_000
+
+    def took() -> float:
+        started = time.perf_counter()
+        spin(turns)
+        return time.perf_counter() - started
+
+    return round(turns * seconds / min(took() for _ in range(50)))

@@ -1,0 +1,101 @@
+"""From what was measured in each round to one figure: medians, ratios within a round, costs per gigabyte.
+
+A ratio is taken within each round, between two measurements that lie seconds apart, and then its median: what slows the
+machine for a minute slows both. A figure that cannot be had is None all the way, and never left out silently.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from benchmarks.processes import CONSUMER
+
+__all__ = [
+    "RECEIVING",
+    "Figures",
+    "cpu_us",
+    "loss",
+    "median",
+    "memory_mib",
+    "rate",
+    "ratio",
+    "record_rate",
+    "roles_in",
+    "shared_files_mib",
+    "values",
+]
+
+Record = dict[str, Any]
+Figures = dict[str, dict[str, list[Record | None]]]
+Place = tuple[str, str]
+"""A case and a mode."""
+
+RECEIVING = frozenset((CONSUMER, "lander"))
+"""The roles that run on the training host; all others are where the data come from, on this host or elsewhere."""
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Of those that are there."""
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def values(figures: Figures, place: Place, of: Callable[[Record], float]) -> list[float | None]:
+    """One value a round."""
+    case, mode = place
+    records = figures.get(case, {}).get(mode, [])
+    return [None if record is None else of(record) for record in records]
+
+
+def record_rate(record: Record) -> float:
+    """Batches a second."""
+    return float(record["batches"] / record["span_s"])
+
+
+def rate(figures: Figures, place: Place) -> float | None:
+    """Batches a second, median of the rounds."""
+    return median(values(figures, place, record_rate))
+
+
+def ratio(figures: Figures, over: Place, under: Place, of: Callable[[Record], float] = record_rate) -> float | None:
+    """Median of the ratios of each round."""
+    pairs = zip(values(figures, over, of), values(figures, under, of), strict=False)
+    return median(above / below for above, below in pairs if above is not None and below)
+
+
+def loss(figures: Figures, place: Place, base: Place) -> float | None:
+    """By how much of the base's rate the other is slower; below 0 if it is faster."""
+    kept = ratio(figures, place, base)
+    return None if kept is None else 1 - kept
+
+
+def cpu_us(roles: Iterable[str] | None) -> Callable[[Record], float]:
+    """Processor microseconds a batch of these roles; None: of all that do not receive."""
+    chosen = None if roles is None else frozenset(roles)
+
+    def of(record: Record) -> float:
+        used: dict[str, float] = record["cpu_s"]
+        seconds = sum(
+            spent for role, spent in used.items() if (role not in RECEIVING if chosen is None else role in chosen)
+        )
+        return float(1e6 * seconds / record["batches"])
+
+    return of
+
+
+def memory_mib(record: Record) -> float:
+    """Of all processes of the mode."""
+    return float(sum(entry["pss"] for entry in record["memory"].values()))
+
+
+def shared_files_mib(record: Record) -> float:
+    """The part of it that maps files, libraries above all."""
+    return float(sum(entry["files"] for entry in record["memory"].values()))
+
+
+def roles_in(records: Sequence[Record | None]) -> list[str]:
+    """All roles seen, in the order of their cost in the first round."""
+    first = next((record for record in records if record is not None), None)
+    return sorted(first["cpu_s"], key=lambda role: -first["cpu_s"][role]) if first else []

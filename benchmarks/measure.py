@@ -1,0 +1,122 @@
+"""One measurement of one mode: a warm-up, a span for throughput and processor time, memory, a span for latency.
+
+The loop does nothing with a batch but hold it until the next one is there, as a `for` loop does. In the span for
+throughput the clock is read about a hundred times a second and not at each batch; each `next()` is timed by itself in a
+span of its own. Standard library only: it runs in the peers' environments too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case, Times
+from benchmarks.processes import CONSUMER, Role, cpu_by_role, cpu_s, memory_by_role, ring_bytes
+
+__all__ = ["batch_bytes", "consume", "count_of", "latencies", "measure", "percentile"]
+
+Clock = Callable[[], float]
+CHECK_S = 0.01
+"""Between two looks at the clock."""
+
+
+def consume(
+    batches: Iterator[Any], seconds: float, at_least: int, at_most_s: float, clock: Clock = time.perf_counter
+) -> tuple[int, float]:
+    """Take batches for so long. Returns how many and the seconds that it took.
+
+    at_least: batches, also if it takes longer, up to `at_most_s` seconds.
+    """
+    started = now = clock()
+    count, group = 0, 1
+    batch: Any = None
+    while (now < started + seconds or count < at_least) and now < started + at_most_s:
+        for batch in islice(batches, group):  # noqa: B007  # held until the next one is there
+            count += 1
+        before, now = now, clock()
+        group = max(1, min(group * 2, round(group * CHECK_S / max(now - before, 1e-9))))
+    return count, now - started
+
+
+def latencies(
+    batches: Iterator[Any], seconds: float, at_least: int, at_most_s: float, clock: Clock = time.perf_counter
+) -> list[float]:
+    """Seconds of each single `next()` in the loop."""
+    times = [started := clock()]
+    batch: Any = None
+    for batch in batches:  # noqa: B007
+        now = clock()
+        times.append(now)
+        if (now >= started + seconds and len(times) > at_least) or now >= started + at_most_s:
+            break
+    return [after - before for before, after in pairwise(times)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of the values does not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of all leaves of a batch of torch, numpy or TensorFlow."""
+    if isinstance(batch, dict):
+        return sum(batch_bytes(leaf) for leaf in batch.values())
+    if isinstance(batch, int):
+        return batch  # a floor says how many bytes it moved
+    nbytes = getattr(batch, "nbytes", None)
+    return int(nbytes if nbytes is not None else batch.numpy().nbytes)
+
+
+def count_of(counter: str) -> int:
+    """What a source has written into its counter; 0 where there is none."""
+    return int.from_bytes(Path(counter).read_bytes(), sys.byteorder) if counter else 0
+
+
+def measure(batches: Iterator[Any], case: Case, times: Times, roles: Sequence[Role]) -> dict[str, Any]:
+    """Everything about one mode and case.
+
+    batches: never ends. A batch that has not as many bytes as the case says is an error.
+
+    Returns a dict: `batches`, `span_s`, `thread_s` (processor seconds of this thread), `cpu_s` (processor seconds by
+    role), `states` (calls of the source's state_dict in the span, where it counts them), `memory` (see
+    memory_by_role), `rings` (bytes of each), `latency_us` (p50, p99, samples).
+    """
+    root = os.getpid()
+    first = next(batches)
+    if batch_bytes(first) != case.nbytes:
+        raise ValueError(f"a batch of {batch_bytes(first)} bytes where {case.nbytes} were due")
+    del first
+    consume(batches, times.warm_s, 3, times.at_most_s)
+    states = count_of(case.counter)
+    # To read /proc of a whole tree costs this process milliseconds: its own time is taken after that, and before it.
+    before = {**cpu_by_role(root, roles), CONSUMER: cpu_s(root)}
+    thread = time.thread_time()
+    count, span = consume(batches, times.span_s, times.at_least, times.at_most_s)
+    thread = time.thread_time() - thread
+    own = cpu_s(root)
+    after = {**cpu_by_role(root, roles), CONSUMER: own}
+    states = count_of(case.counter) - states
+    memory, rings = memory_by_role(root, roles), ring_bytes(root)
+    # Reading all that took a while, in which batches were prepared: the first ones after it tell of no latency.
+    consume(batches, times.latency_s / 4, 3, times.at_most_s)
+    waits = latencies(batches, times.latency_s, times.at_least, times.at_most_s)
+    return {
+        "batches": count,
+        "span_s": span,
+        "thread_s": thread,
+        "cpu_s": {role: after[role] - before.get(role, 0.0) for role in after},
+        "states": states,
+        "memory": memory,
+        "rings": rings,
+        "latency_us": {
+            "p50": 1e6 * percentile(waits, 0.5),
+            "p99": 1e6 * percentile(waits, 0.99),
+            "samples": len(waits),
+        },
+    }

@@ -1,0 +1,113 @@
+"""mosaicml-streaming: StreamingDataLoader with one worker over a dataset in local files. A player.
+
+    python -m benchmarks.peers.mosaic
+
+Its source is files in its own format, and it cannot yield ready batches: the worker finds, reads and decodes each
+sample. The files are written before anything is timed, without compression and hashes, and are in the page cache. A
+sample is one batch of ours and the loader's batches have one sample, handed on as it was decoded: batches of 8 smaller
+samples, collated by torch, were slower. No shuffling. One epoch is longer than any measurement.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.cases import LEAF_SHAPE, Case
+from benchmarks.processes import Role
+from benchmarks.serve import Way, serve
+
+DATA_BYTES = 128 << 20
+"""Of a dataset, at most; an epoch goes over it again and again."""
+MOST_SAMPLES = 8192
+EPOCH_SAMPLES = 200_000
+
+
+def _stand_in_for_torchvision() -> None:
+    """Let streaming be imported where torchvision cannot be.
+
+    Its package imports torchvision for its image datasets, which are not used here, and fails where torchvision was
+    built for another torch: the one that pip finds may be for CUDA where torch is not.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except Exception:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        names: dict[str, dict[str, Any]] = {"": {}, ".datasets": {"VisionDataset": object}, ".transforms": {}}
+        names[".transforms.functional"] = {"to_tensor": torch.as_tensor}
+        for name, attributes in names.items():
+            module = types.ModuleType(f"torchvision{name}")
+            module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
+            module.__path__ = []
+            vars(module).update(attributes)
+            sys.modules[module.__name__] = module
+
+
+_stand_in_for_torchvision()
+# By name, for the type checker's environment has no streaming.
+streaming: Any = importlib.import_module("streaming")
+
+
+def _handed_on(samples: list[dict[str, Any]]) -> Any:
+    """The collate_fn: the one sample, as tensors over the memory that it was decoded in."""
+    (sample,) = samples
+    leaves = {name: torch.from_numpy(leaf) for name, leaf in sample.items()}
+    return leaves.get("data", leaves)
+
+
+class Mosaic(Way):
+    # A fork has our command line.
+    roles = (Role("benchmarks.peers.mosaic", "worker"), Role("resource_tracker", "resource tracker"))
+    packages = ("mosaicml-streaming", "torch", "numpy")
+
+    def __init__(self) -> None:
+        # The decoded sample is read-only memory, which torch warns of; nobody writes to it here.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        torch.set_num_threads(1)
+        self.files = tempfile.TemporaryDirectory(prefix="penstock-bench-")
+        self.written: dict[str, Path] = {}
+
+    def _write(self, case: Case) -> Path:
+        out = Path(self.files.name) / str(len(self.written))
+        random = np.random.default_rng(0)
+        sample: dict[str, Any]
+        if case.leaves == 1:
+            columns = {"data": f"ndarray:uint8:{case.nbytes}"}
+            sample = {"data": random.integers(0, 255, case.nbytes, dtype=np.uint8)}
+        else:
+            shape = ",".join(map(str, LEAF_SHAPE))
+            columns = {f"leaf{n}": f"ndarray:int64:{shape}" for n in range(case.leaves)}
+            sample = {name: random.integers(0, 1 << 40, LEAF_SHAPE) for name in columns}
+        with streaming.MDSWriter(out=str(out), columns=columns, compression=None, hashes=[]) as writer:
+            for _ in range(min(MOST_SAMPLES, DATA_BYTES // case.nbytes)):
+                writer.write(sample)
+        return out
+
+    @contextmanager
+    def open(self, case: Case) -> Iterator[Iterator[Any]]:
+        if case.name not in self.written:
+            self.written[case.name] = self._write(case)
+        dataset = streaming.StreamingDataset(
+            local=str(self.written[case.name]),
+            shuffle=False,
+            batch_size=1,
+            epoch_size=EPOCH_SAMPLES,
+            num_canonical_nodes=1,
+        )
+        loader = streaming.StreamingDataLoader(dataset, batch_size=1, num_workers=1, collate_fn=_handed_on)
+        yield iter(loader)  # its end is what stops the worker
+
+
+if __name__ == "__main__":
+    serve(Mosaic)

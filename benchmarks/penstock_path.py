@@ -1,0 +1,57 @@
+"""Penstock, as its users run it: embedded, one worker slot, every default. A player.
+
+    python -m benchmarks.penstock_path auto|tcp
+
+Everything is on: round robin, deadlines, digests, the snapshots' cadence, acknowledgements. "auto" is the lane
+of the same host; "tcp" sends the same batches over loopback, through pump and lander, as to another host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+from benchmarks.cases import Case
+from benchmarks.processes import Role
+from benchmarks.serve import Way, serve
+from benchmarks.sources import source
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+__all__ = ["ROLES"]
+
+TIMEOUT_S = 60
+
+ROLES = (
+    Role("penstock.worker.zygote", "zygote", forked="runner"),
+    Role("penstock.worker", "daemon"),
+    Role("penstock.appliance", "coordinator"),
+    Role("lander.py", "lander"),
+)
+
+
+class Penstock(Way):
+    roles = ROLES
+    packages = ("penstock", "torch", "numpy", "grpcio", "protobuf")
+
+    def __init__(self, lane: Literal["auto", "tcp"]) -> None:
+        self.lane: Literal["auto", "tcp"] = lane
+
+    @contextmanager
+    def open(self, case: Case) -> Iterator[Iterator[Any]]:
+        # An appliance for each opening: one that is kept also keeps, for a while, the zygotes of runs that have ended.
+        with Appliance(num_workers_per_box=1, timeout_s=TIMEOUT_S, lane=self.lane) as appliance:
+            loader = DataLoader(source, **case.to_json())
+            executor = DataExecutor(loader, checkpoint_steps=case.checkpoint_every, appliance=appliance)
+            batches = cast(Generator[Any, None, None], iter(executor))
+            try:
+                yield batches
+            finally:
+                batches.close()
+                loader.close()
+
+
+if __name__ == "__main__":
+    serve(lambda: Penstock(cast(Literal["auto", "tcp"], sys.argv[1])))

@@ -1,0 +1,204 @@
+"""What a tree of processes costs, read from /proc: processor time, memory, rings. Standard library only.
+
+Every mode is measured in the same way: a player is the root of a tree, the consumer, and what it started are the other
+sides. Processes are told apart by their command lines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "CONSUMER",
+    "Process",
+    "Role",
+    "adopt_orphans",
+    "busy_cores",
+    "cpu_by_role",
+    "cpu_s",
+    "kill_tree",
+    "machine_s",
+    "memory_by_role",
+    "ring_bytes",
+    "rings_in",
+    "role_of",
+    "tree",
+]
+
+CONSUMER = "consumer"
+"""The role of the tree's root: the process with the training loop."""
+TICKS = os.sysconf("SC_CLK_TCK")
+PR_SET_CHILD_SUBREAPER = 36
+RING_NAME = "memfd:penstock-ring"
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    command: str
+    """The command line, arguments parted by spaces."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A process whose command line contains `sign`."""
+
+    sign: str
+    name: str
+    forked: str = ""
+    """The name of one that such a process forked, which has the same command line; "" = the same name."""
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent ends is this process's child: it stays in the tree."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _stat(pid: int) -> list[str]:
+    # The name in brackets may hold anything; fields are counted from behind it, the state being the first.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def tree(root: int) -> dict[int, Process]:
+    """The process `root` and all its descendants, by pid."""
+    found: dict[int, Process] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            pid = int(entry)
+            try:
+                parent = int(_stat(pid)[1])
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue  # it has ended meanwhile
+            found[pid] = Process(pid, parent, command)
+    kept: dict[int, Process] = {}
+    fresh = {root} & found.keys()
+    while fresh:
+        kept.update({pid: found[pid] for pid in fresh})
+        fresh = {pid for pid, process in found.items() if process.parent in kept and pid not in kept}
+    return kept
+
+
+def role_of(process: Process, family: Mapping[int, Process], root: int, roles: Iterable[Role]) -> str:
+    """What a process of the tree is; "other" if no role fits."""
+    if process.pid == root:
+        return CONSUMER
+    parent = family.get(process.parent)
+    for role in roles:
+        if role.sign in process.command:
+            forked = role.forked and parent is not None and role.sign in parent.command
+            return role.forked if forked else role.name
+    return "other"
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far, and of those of its children that ended and were waited for.
+
+    Its own are exact to the nanosecond, those of the children to a clock tick. Summed over a tree nothing is lost when
+    a process of it ends: its time moves to its parent.
+    """
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return 0.0
+    try:
+        own = time.clock_gettime((~pid << 3) | 2)  # the id of clock_getcpuclockid(3)
+    except OSError:
+        own = (int(fields[11]) + int(fields[12])) / TICKS
+    return own + (int(fields[13]) + int(fields[14])) / TICKS
+
+
+def cpu_by_role(root: int, roles: Iterable[Role]) -> dict[str, float]:
+    """Processor seconds of the tree so far, by role."""
+    family, roles, used = tree(root), list(roles), dict[str, float]()
+    for process in family.values():
+        name = role_of(process, family, root, roles)
+        used[name] = used.get(name, 0.0) + cpu_s(process.pid)
+    return used
+
+
+def memory_by_role(root: int, roles: Iterable[Role]) -> dict[str, dict[str, float]]:
+    """Of each role: `processes`, `pss` and the part of it that maps files, `files`, both in MiB.
+
+    Memory that several processes share is divided among them (PSS). That of files is divided among all of the machine
+    that map them, of other trees too, so its share depends on who else runs.
+    """
+    family, roles = tree(root), list(roles)
+    found: dict[str, dict[str, float]] = {}
+    for process in family.values():
+        try:
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        sizes = {line.partition(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.endswith("kB")}
+        entry = found.setdefault(role_of(process, family, root, roles), {"processes": 0, "pss": 0.0, "files": 0.0})
+        entry["processes"] += 1
+        entry["pss"] += sizes.get("Pss", 0.0)
+        entry["files"] += sizes.get("Pss_File", 0.0)
+    return found
+
+
+def rings_in(maps: Iterable[str]) -> dict[int, int]:
+    """Inode -> bytes of each of Penstock's rings in the lines of a /proc/PID/maps."""
+    rings: dict[int, int] = {}
+    for line in maps:
+        if RING_NAME in line:
+            span, _, _, _, inode, *_ = line.split()
+            start, end = (int(address, 16) for address in span.split("-"))
+            rings[int(inode)] = rings.get(int(inode), 0) + end - start
+    return rings
+
+
+def ring_bytes(root: int) -> list[int]:
+    """The sizes of all rings that the tree has mapped, each counted once."""
+    rings: dict[int, int] = {}
+    for pid in tree(root):
+        try:
+            with open(f"/proc/{pid}/maps") as maps:
+                for inode, size in rings_in(maps).items():
+                    rings[inode] = max(size, rings.get(inode, 0))
+        except OSError:
+            continue
+    return sorted(rings.values())
+
+
+def machine_s() -> float:
+    """Processor seconds that all processes of the machine have used since it started, interrupts not counted."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split(None, 4)[1:4])
+    return (user + nice + system) / TICKS
+
+
+def busy_cores(seconds: float) -> float:
+    """Cores that the whole machine uses over this time, by whatever runs on it."""
+    before, started = machine_s(), time.perf_counter()
+    time.sleep(seconds)
+    return (machine_s() - before) / (time.perf_counter() - started)
+
+
+def kill_tree(root: int, *, itself: bool) -> None:
+    """Kill all descendants of a process, and, if asked for, the process. New ones are looked for until none is left."""
+    for _ in range(20):
+        pids = [pid for pid in tree(root) if itself or pid != root]
+        alive = [pid for pid in pids if _stat_state(pid) not in "ZX"]
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        if not alive:
+            return
+        time.sleep(0.02)
+
+
+def _stat_state(pid: int) -> str:
+    try:
+        return _stat(pid)[0]
+    except OSError:
+        return "X"

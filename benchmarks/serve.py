@@ -1,0 +1,74 @@
+"""A player's side of the talk: requests as JSON, one a line, on standard input; answers likewise on standard output.
+
+A player is a process of its own, so that the consumer of each mode is alone in its process, whatever the mode starts is
+its descendant, and a peer runs with the interpreter of its own environment. It starts once and is asked in turn with
+the others; between its turns it sleeps.
+
+    {"do": "measure", "case": Case, "times": Times}  ->  what `measure` returns, and `open_s`
+    {"do": "hello"}                                  ->  {"versions": {...}}
+
+A failure is an answer too: {"error": traceback}. What the mode itself prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from typing import Any
+
+from benchmarks.cases import Case, Times
+from benchmarks.measure import consume, measure
+from benchmarks.processes import Role, adopt_orphans
+
+__all__ = ["Way", "serve"]
+
+
+class Way(ABC):
+    """A way to get batches: what a player makes and measures."""
+
+    roles: Sequence[Role] = ()
+    """Who is who among the processes that it starts."""
+    packages: Sequence[str] = ()
+    """Whose versions are told."""
+    settle_s = 0.0
+    """Seconds that it is read for before the warm-up."""
+
+    @abstractmethod
+    def open(self, case: Case) -> AbstractContextManager[Iterator[Any]]:
+        """The case's batches, without end, until the block is left."""
+
+
+def _answer(way: Way, request: dict[str, Any]) -> dict[str, Any]:
+    if request["do"] == "hello":
+        return {"versions": {name: version(name) for name in way.packages}}
+    case, times = Case(**request["case"]), Times(**request["times"])
+    started = time.perf_counter()
+    with way.open(case) as batches:
+        next(batches)
+        opened = time.perf_counter()
+        consume(batches, way.settle_s, 0, times.at_most_s)
+        return {**measure(batches, case, times, way.roles), "open_s": opened - started}
+
+
+def serve(make: Callable[[], Way]) -> None:
+    """Make the way, and answer requests until standard input ends."""
+    adopt_orphans()
+    # Libraries print to standard output, and so do processes that they start: it is theirs, the answers take a copy.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        way = make()
+        for line in sys.stdin:
+            try:
+                answer = _answer(way, json.loads(line))
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+                traceback.print_exc()
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()

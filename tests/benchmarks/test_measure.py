@@ -1,0 +1,124 @@
+"""The loop that measures, in virtual time, and what it says of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.cases import Case, Times, calibrate, ring_slots, spin
+from benchmarks.measure import batch_bytes, consume, count_of, latencies, measure, percentile
+
+from penstock.proto.ring import slots_for
+
+
+class Clock:
+    """Time passes only where batches are taken."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def batches(self, *seconds: float) -> Iterator[int]:
+        """Endless; each takes as long as the next of these, over and over."""
+        while True:
+            for took in seconds:
+                self.now += took
+                yield 8
+
+
+@pytest.mark.parametrize("each", [1e-5, 1e-3, 0.05])
+def test_the_rate_is_that_of_the_batches(each: float) -> None:
+    clock = Clock()
+    count, span = consume(clock.batches(each), 1.0, 5, 10.0, clock)
+    assert count / span == pytest.approx(1 / each)
+    assert 1.0 <= span < 1.0 + 2 * max(each, 0.01)
+
+
+def test_a_span_lasts_until_there_are_enough_batches() -> None:
+    clock = Clock()
+    count, span = consume(clock.batches(0.5), 1.0, 8, 10.0, clock)
+    assert count == 8
+    assert span == pytest.approx(4.0)
+
+
+def test_but_not_for_ever() -> None:
+    clock = Clock()
+    count, span = consume(clock.batches(0.5), 1.0, 1000, 3.0, clock)
+    assert count == 6
+    assert span == pytest.approx(3.0)
+
+
+def test_each_next_is_timed_by_itself() -> None:
+    clock = Clock()
+    found = latencies(clock.batches(0.001, 0.003), 0.02, 4, 1.0, clock)
+    assert found == pytest.approx([0.001, 0.003] * 5)
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 50), (0.99, 99), (1.0, 100)])
+def test_percentiles_are_of_the_nearest_rank(share: float, value: int) -> None:
+    assert percentile(range(100, 0, -1), share) == value
+
+
+def test_a_percentile_of_one_value_is_that_value() -> None:
+    assert percentile([3.0], 0.5) == percentile([3.0], 0.99) == 3.0
+
+
+class Tensorlike:
+    """TensorFlow's tensors have no nbytes of their own."""
+
+    def numpy(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return np.zeros((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "nbytes"),
+    [
+        (torch.zeros(3, 5, dtype=torch.int64), 120),
+        (np.zeros(7, np.uint8), 7),
+        ({"a": torch.zeros(4), "b": {"c": np.zeros(2)}}, 32),
+        (Tensorlike(), 24),
+        (4096, 4096),
+    ],
+)
+def test_bytes_of_a_batch(batch: object, nbytes: int) -> None:
+    assert batch_bytes(batch) == nbytes
+
+
+def test_a_measurement_is_complete_and_refuses_other_batches() -> None:
+    times = Times(warm_s=0.001, span_s=0.02, latency_s=0.005, at_least=5, at_most_s=1.0)
+
+    def batches() -> Iterator[int]:
+        while True:
+            spin(200)
+            yield 8
+
+    found = measure(batches(), Case("8 bytes", 8), times, [])
+    assert found["batches"] >= 5
+    assert 0.02 <= found["span_s"] < 1.0
+    assert 0 < found["thread_s"] < found["span_s"] + 0.01  # the two are not read at the same moment
+    assert found["thread_s"] <= found["cpu_s"]["consumer"] + 0.01
+    assert found["memory"]["consumer"]["pss"] > 1
+    assert 0 < found["latency_us"]["p50"] <= found["latency_us"]["p99"]
+    with pytest.raises(ValueError, match="8 bytes where 9 were due"):
+        measure(batches(), Case("9 bytes", 9), times, [])
+
+
+def test_the_count_of_states_is_read_from_the_sources_file(tmp_path: object) -> None:
+    counter = f"{tmp_path}/states"
+    np.array([12345], np.int64).tofile(counter)
+    assert count_of(counter) == 12345
+    assert count_of("") == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 4 << 10, 64 << 10, 1 << 20, 3 << 20, 8 << 20, 64 << 20])
+def test_the_floors_go_round_in_as_many_slots_as_a_ring_has(nbytes: int) -> None:
+    assert ring_slots(nbytes) == slots_for(nbytes)
+
+
+def test_calibrated_work_is_pure_and_grows_with_the_time() -> None:
+    assert spin(1000) == spin(1000)
+    assert 0 < calibrate(0.0001) < calibrate(0.01)

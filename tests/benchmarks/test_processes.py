@@ -1,0 +1,160 @@
+"""What /proc says of real processes, and how they are told apart."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from benchmarks.penstock_path import ROLES
+from benchmarks.processes import (
+    CONSUMER,
+    Process,
+    Role,
+    busy_cores,
+    cpu_by_role,
+    cpu_s,
+    kill_tree,
+    memory_by_role,
+    ring_bytes,
+    rings_in,
+    role_of,
+    tree,
+)
+
+# Starts a grandchild, says its pid, and waits.
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@contextlib.contextmanager
+def family() -> Iterator[tuple[int, int]]:
+    """The pids of a child of this process and of a child of that one."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            yield child.pid, int(child.stdout.readline())
+        finally:
+            kill_tree(child.pid, itself=True)
+
+
+def test_a_tree_holds_children_of_children_and_nobody_else() -> None:
+    with family() as (child, grandchild):
+        found = tree(child)
+        assert found.keys() == {child, grandchild}
+        assert found[grandchild].parent == child
+        assert "time.sleep(60)" in found[grandchild].command
+
+
+def test_a_killed_tree_is_dead_to_the_last() -> None:
+    with family() as (child, grandchild):
+        watched = os.pidfd_open(grandchild)
+        kill_tree(child, itself=True)
+        with contextlib.closing(os.fdopen(watched, "rb")):
+            with contextlib.suppress(ProcessLookupError):  # reaped already
+                signal.pidfd_send_signal(watched, 0)
+            assert grandchild not in tree(child)
+
+
+def test_a_tree_of_nobody_is_empty() -> None:
+    assert tree(2**22 + 1) == {}
+
+
+def test_processor_time_is_that_of_the_process_and_of_children_it_waited_for() -> None:
+    before, started = cpu_s(os.getpid()), time.process_time()
+    while time.process_time() < started + 0.05:
+        pass
+    assert 0.04 < cpu_s(os.getpid()) - before < 0.5
+    busy = "import time\nwhile time.process_time() < 0.2: pass"
+    before = cpu_s(os.getpid())
+    subprocess.run([sys.executable, "-c", busy], check=True)
+    assert cpu_s(os.getpid()) - before > 0.15
+
+
+def test_processor_time_of_one_that_is_gone_is_none() -> None:
+    assert cpu_s(2**22 + 1) == 0.0
+
+
+def test_roles_follow_command_lines_and_forks() -> None:
+    zygote = "python -P -c from penstock.worker.zygote import main; main()"
+    there = [
+        Process(1, 0, "python -m benchmarks.penstock_path tcp"),
+        Process(2, 1, "python -P -m penstock.appliance --listen x"),
+        Process(3, 1, "python -P -m penstock.worker --coordinator x"),
+        Process(4, 3, zygote),
+        Process(5, 4, zygote),
+        Process(6, 1, "python -P /somewhere/penstock/client/lander.py"),
+        Process(7, 5, "ffmpeg"),
+    ]
+    found = {process.pid: process for process in there}
+    names = [role_of(process, found, 1, ROLES) for process in there]
+    assert names == [CONSUMER, "coordinator", "daemon", "zygote", "runner", "lander", "other"]
+
+
+def test_a_fork_of_the_root_is_no_consumer() -> None:
+    family = {1: Process(1, 0, "python -m bench x"), 2: Process(2, 1, "python -m bench x")}
+    roles = [Role("bench", "worker")]
+    assert [role_of(process, family, 1, roles) for process in family.values()] == [CONSUMER, "worker"]
+
+
+def test_costs_are_told_by_role() -> None:
+    with family() as (child, _):
+        roles = [Role("time.sleep(60)", "sleeper")]
+        assert cpu_by_role(child, roles).keys() == {CONSUMER, "sleeper"}
+        memory = memory_by_role(child, roles)
+        assert memory.keys() == {CONSUMER, "sleeper"}
+        for entry in memory.values():
+            assert entry["processes"] == 1
+            assert entry["pss"] > entry["files"] >= 0
+
+
+MAPS = """\
+7f0000000000-7f0000020000 rw-s 00000000 00:01 77   /memfd:penstock-ring (deleted)
+7f0000020000-7f0000040000 rw-s 00020000 00:01 77   /memfd:penstock-ring (deleted)
+7f0000040000-7f0000041000 rw-s 00000000 00:01 78   /memfd:penstock-ledger (deleted)
+7f0000050000-7f0000850000 rw-s 00000000 00:01 79   /memfd:penstock-ring (deleted)
+7f0001000000-7f0001001000 r--p 00000000 00:00 0
+"""
+
+
+def test_rings_are_found_by_name_and_put_together() -> None:
+    assert rings_in(MAPS.splitlines()) == {77: 0x40000, 79: 0x800000}
+
+
+def test_a_ring_that_is_mapped_twice_counts_once() -> None:
+    before = ring_bytes(os.getpid())
+    fd = os.memfd_create("penstock-ring")
+    try:
+        os.ftruncate(fd, 24 * mmap.PAGESIZE)
+        with mmap.mmap(fd, 24 * mmap.PAGESIZE):
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+                os._exit(0)
+            try:
+                assert sorted([*before, 24 * mmap.PAGESIZE]) == ring_bytes(os.getpid())
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+    finally:
+        os.close(fd)
+
+
+def test_busy_cores_are_no_more_than_there_are() -> None:
+    found = busy_cores(0.05)
+    assert 0 <= found <= (os.cpu_count() or 1) * 1.5  # ticks of 10 ms in a span of 50
+
+
+@pytest.mark.parametrize("pid", [2**22 + 1])
+def test_killing_nobody_is_no_error(pid: int) -> None:
+    kill_tree(pid, itself=True)
