@@ -24,6 +24,7 @@ from penstock.proto.errors import (
     WorkerLostError,
 )
 from penstock.proto.position import Position
+from penstock.proto.ring import MAX_SLOTS
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -507,13 +508,29 @@ def test_checkpoint_steps_are_announced_ahead(rigs: Any) -> None:
     rig.numbers(0, 0)
     rig.numbers(1, 10)
     rig.take(2)
-    assert rig.feed.announce(Schedule.of(5), None) == 5
+    assert rig.feed.announce(Schedule.of(500), None) == 500
     rig.feed.flush()
     for runner in rig.runners:
         runner.producer.take_acks()
-    assert rig.runners[0].producer.wanted == {3: [5], 5: [10]}
-    assert rig.runners[1].producer.wanted == {2: [5], 5: [10]}
+    assert rig.runners[0].producer.wanted == {250: [500], 500: [1000]}
+    assert rig.runners[1].producer.wanted == {250: [500], 500: [1000]}
     assert rig.feed.announce(Schedule.of(100), 7) == 7, "the executor's last step is one"
+
+
+def test_dense_checkpoint_steps_are_announced_further_than_a_worker_can_be_ahead(rigs: Any) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0)
+    rig.numbers(1, 10)
+    rig.take(2)
+    again = rig.feed.announce(Schedule.of(1), None)
+    rig.feed.flush()
+    for runner, first in zip(rig.runners, ([3, 4], [4, 5]), strict=True):
+        runner.producer.take_acks()
+        wanted = runner.producer.wanted
+        assert list(wanted) == list(range(2, max(wanted) + 1))
+        assert wanted[2] == first
+        # When more is announced, the worker may be a ring ahead of the loop, and has one in the making.
+        assert max(wanted) - again // 2 > MAX_SLOTS + 1
 
 
 def test_the_position_can_be_read_from_another_thread(rigs: Any) -> None:

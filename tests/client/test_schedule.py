@@ -38,6 +38,32 @@ def test_steps(given: Any, expected: list[int]) -> None:
     assert walked == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "last", "expected"),
+    [
+        (None, None, []),
+        (1000, None, [1000, 2000]),
+        (1000, 1500, [1000, 1500]),
+        (1000, 1000, [1000]),
+        (1000, 30, [30]),
+        (1000, 7, []),
+        (3, None, [9, 12, 15]),
+        (3, 11, [9, 11]),
+        ([9, 100], 50, [9]),
+        ([9, 12, 15, 40], None, [9, 12, 15]),
+        ([9, 40, 50], None, [9, 40]),
+        (lambda step: step % 20 == 0, 30, [20]),
+        ([range(8, 300)], None, [*range(8, 18)]),
+    ],
+)
+def test_steps_ahead_of_7(given: Any, last: int | None, expected: list[int]) -> None:
+    assert Schedule.of(given).ahead(7, last, 10) == expected
+
+
+def test_no_more_than_256_steps_ahead() -> None:
+    assert Schedule.of(1).ahead(0, None, 10_000) == [*range(1, 257)]
+
+
 def test_only_every_n_steps_includes_the_last() -> None:
     assert Schedule.of(5).and_last
     assert not Schedule.of([5]).and_last

@@ -48,6 +48,23 @@ def counter(batches: int = 10) -> Counter:
     return Counter(batches, first=1000 * current_assignment().global_worker_id)
 
 
+class Noting(Counter):
+    """Notes in `path` after which batches its state was taken."""
+
+    def __init__(self, path: str, batches: int) -> None:
+        super().__init__(batches)
+        self.path = path
+
+    def state_dict(self) -> dict[str, Any]:
+        with open(self.path, "a") as file:
+            file.write(f"{self.done}\n")
+        return super().state_dict()
+
+
+def noting(path: str, batches: int) -> Noting:
+    return Noting(path, batches)
+
+
 def uneven(lengths: list[int]) -> Counter:
     """Worker k yields lengths[k] batches a pass."""
     place = current_assignment()

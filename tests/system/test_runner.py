@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.consumer import Consumer
+from penstock.proto.ring import MAX_SLOTS
 from penstock.worker import current_assignment
 
 
@@ -65,6 +67,17 @@ def test_runners_end_with_their_appliance() -> None:
         pid = look(alone)[0]["pid"]
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_every_checkpoint_step_has_its_snapshot_however_far_ahead_the_worker_is(tmp_path: Path) -> None:
+    """The worker is a ring ahead of the loop, which takes its time: it has to hear of each step before that. Only what
+    it produced before there was a lane, a ring's worth, it cannot have heard of."""
+    taken = tmp_path / "taken"
+    with Appliance(num_workers_per_box=1) as alone:
+        loader = DataLoader(streams.noting, str(taken), 1000)
+        for _ in DataExecutor(loader, num_steps=300, checkpoint_steps=1, appliance=alone):
+            time.sleep(0.0005)
+    assert set(range(MAX_SLOTS + 1, 301)) <= set(map(int, taken.read_text().split()))
 
 
 @pytest.mark.parametrize("quick", [True, False])

@@ -28,6 +28,7 @@ from penstock.client.schedule import Schedule
 from penstock.proto.channel import error_of
 from penstock.proto.errors import DeadlineError, LaneLostError, NoWorkersError, PenstockError, ProtocolError
 from penstock.proto.position import Position, advance
+from penstock.proto.ring import MAX_SLOTS
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -38,8 +39,9 @@ PASS_ENDED: Final = object()
 PASSES_AHEAD = 64
 """Passes that workers may run ahead where passes follow each other. A ring has at most 32 slots, so only empty passes
 come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
-ANNOUNCED = 2
-"""Checkpoint steps that workers hear of ahead."""
+OUTRUN = 2 * (MAX_SLOTS + 8)
+"""Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and hears
+of more when the loop is half way there."""
 FAILED_GRACE_S = 2.0
 """A slot that has failed may still have batches, and its own error, on the way in its lane."""
 RETRY_FLUSH_S = 0.02
@@ -371,29 +373,21 @@ class Feed:
                     lane.consumer.open_epochs(limit)
 
     def announce(self, schedule: Schedule, last: int | None) -> int | None:
-        """Tell the workers which snapshots will be asked for next. Returns the first of these steps."""
-        position, first = self.position, None
+        """Tell the workers which snapshots will be asked for next. Returns the step at which to do so again."""
+        position = at = self.position
+        steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
-        step: int | None = position.step
-        for _ in range(ANNOUNCED):
-            step = schedule.after(step) if step is not None else None
-            if last is not None and schedule.and_last and position.step < last and (step is None or step > last):
-                step = last
-            if step is None or (last is not None and step > last):
-                break
-            first = first or step
-            at = advance(position, step, {})
+        for step in steps:
+            at = advance(at, step, {})
             for lane in self._lanes:
                 if at.total[lane.slot] > position.total[lane.slot]:
                     pairs[lane.slot] += (step, at.total[lane.slot])
-            if step == last:
-                break
         for lane in self._lanes:
             new = pairs[lane.slot]
             if new != lane.wanted and new and lane.consumer is not None:
                 lane.consumer.want(new)
             lane.wanted = new
-        return first
+        return steps[(len(steps) - 1) // 2] if steps else None
 
     def cut(self) -> None:
         """Leave the pass here; the workers drop what they have of it."""

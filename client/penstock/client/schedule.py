@@ -24,6 +24,8 @@ CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
 """Steps ahead that a callable is asked about, to announce its next checkpoint step."""
+FEWEST_AHEAD, MOST_AHEAD = 2, 256
+"""Checkpoint steps that are announced at once, however far they are, and however near."""
 
 
 def positive(name: str, value: Any) -> int:
@@ -94,3 +96,20 @@ class Schedule:
             if at < len(entry):
                 candidates.append(entry[at])
         return min(candidates, default=None)
+
+    def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
+        """The checkpoint steps beyond `step` that workers should hear of now: those within the next `horizon` steps,
+        but no fewer than FEWEST_AHEAD and no more than MOST_AHEAD. last: the executor's last step, if it is known.
+        """
+        found: list[int] = []
+        at: int | None = step
+        while at is not None and len(found) < MOST_AHEAD:
+            at = self.after(at)
+            if last is not None and (at is None or at >= last):
+                at = last if at == last or (self.and_last and step < last) else None
+            if at is None or (at > step + horizon and len(found) >= FEWEST_AHEAD):
+                break
+            found.append(at)
+            if at == last:
+                break
+        return found

@@ -20,7 +20,7 @@ import os
 
 from penstock.proto.errors import ProtocolError
 
-__all__ = ["Ring", "ring_bytes", "slots_for"]
+__all__ = ["MAX_SLOTS", "Ring", "ring_bytes", "slots_for"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE

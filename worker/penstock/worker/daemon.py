@@ -47,6 +47,8 @@ ATTACH_DEADLINE_S = 30.0
 SCRATCH_AT_ONCE = 2
 IDLE_ZYGOTE_S = 60.0
 """That a zygote is kept for after its last slot: starting one takes seconds."""
+IDLE_ZYGOTES = 2
+"""So many are kept, the newest: of a trainer that is started again, its loaders for training and for evaluation."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,9 @@ class Daemon:
                 self._retiring.pop(seed).cancel()
             elif seed not in seeds and seed not in self._retiring:
                 self._retiring[seed] = asyncio.get_running_loop().call_later(IDLE_ZYGOTE_S, self._retire, seed)
+        for seed in list(self._retiring)[:-IDLE_ZYGOTES]:
+            self._retiring[seed].cancel()
+            self._retire(seed)
 
     def _retire(self, seed: int) -> None:
         self._retiring.pop(seed, None)

@@ -343,6 +343,8 @@ class _Runner:
                     self._channel.send("unsaved", error=plain_detail(error))
                     return
                 self._send_base(base, data, origin=False)
+                if not base.step:
+                    break  # its state_dict() did not ask for the step: it is the same for all of them
         for stale in [known for known in producer.wanted if known <= producer.delivered]:
             del producer.wanted[stale]
 
