@@ -13,6 +13,7 @@ import torch
 
 from penstock.proto.lane import Producer, Slab
 from penstock.proto.tensors import FlatBatch, Flattener
+from penstock.worker import lease as module
 from penstock.worker.lease import VAIN_LIMIT, Lease
 
 SLOT = 4096
@@ -21,6 +22,11 @@ SLOTS = 32
 
 def never() -> bool:
     raise AssertionError("it waited")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORTH_FROM", 0)
 
 
 @pytest.fixture
@@ -297,6 +303,13 @@ def test_no_slot_when_it_is_not_offered_or_in_another_thread_or_before_the_first
     fresh = Lease(Producer(1 << 20), never)
     fresh.offered = True
     assert fresh.begin() is None
+
+
+def test_small_batches_are_not_worth_it(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORTH_FROM", SLOT + 1)
+    assert lease.begin() is None
+    monkeypatch.setattr(module, "WORTH_FROM", SLOT)
+    assert lease.begin() is not None
 
 
 def test_a_ring_short_of_slots_spares_none() -> None:

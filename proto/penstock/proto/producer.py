@@ -284,6 +284,12 @@ class Producer:
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.slots
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the current ring, 0 before the first batch."""
+        ring = self._rings.get(self._current)
+        return 0 if ring is None else ring.slot_bytes
+
     def knows_structure(self, structure: int) -> bool:
         """Whether `know_structure` is not needed before a batch of this structure."""
         return structure in self._structures

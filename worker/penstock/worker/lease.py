@@ -33,10 +33,13 @@ from penstock.proto.lane import Producer, Slab
 from penstock.proto.ring import MIN_SLOTS
 from penstock.proto.tensors import ALIGN, FlatBatch
 
-__all__ = ["NOWHERE", "VAIN_LIMIT", "Arena", "Lease"]
+__all__ = ["NOWHERE", "VAIN_LIMIT", "WORTH_FROM", "Arena", "Lease"]
 
 NOWHERE = 1 << 62
 """A cursor from which nothing fits any more."""
+WORTH_FROM = 512 << 10
+"""Bytes of a ring slot below which none is lent: copying half a MiB takes 9 us, and doing without it as long (see
+docs/benchmarks-collate.md)."""
 VAIN_LIMIT = 8
 """Batches in a row that were built in a slot and had to be copied, after which the rest of the pass is built in
 ordinary memory: this loader keeps its batches, or changes them, and will go on to do so."""
@@ -162,7 +165,7 @@ class Lease:
     def _reserve(self) -> Slab | None:
         producer = self._producer
         # The first batch is copied: only then is it known how large a slot must be.
-        while producer.ring_slots >= MIN_SLOTS:
+        while producer.ring_slots >= MIN_SLOTS and producer.slot_bytes >= WORTH_FROM:
             slab = producer.reserve_current()
             if slab is not None or not self._wait():
                 return slab

@@ -32,6 +32,7 @@ from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
 from penstock.worker.source import END, Base, Place, Source
+from penstock.worker.stacking import Builder
 
 __all__ = ["run_slot"]
 
@@ -92,7 +93,7 @@ class _Runner:
         self._flattener = Flattener(strict=options.strict_structure)
         self._lease = Lease(self.producer, self._wait_in_user_code)
         self._interrupt: Exception | None = None  # what came up while user code waited for a slot
-        lend(self._lease)
+        lend(Builder(self._lease))
         self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
         self._structures = 0
         self._cadence = Cadence()
