@@ -23,7 +23,7 @@ NAMES = {
         "checkpoint_closure",
         "get_worker_state",
     },
-    "penstock.worker": {"current_assignment"},
+    "penstock.worker": {"collate", "current_assignment", "empty"},
 }
 """Public module -> names that it exports at least."""
 
@@ -40,7 +40,9 @@ SIGNATURES = {
     "penstock.client:RestartableDataLoader.aggregate_state_dict": "(self, worker_states)",
     "penstock.client:RestartableDataLoader.deaggregate_state_dict": "(self, aggregated, strict=True)",
     "penstock.client:get_worker_state": "()",
+    "penstock.worker:collate": "(samples)",
     "penstock.worker:current_assignment": "()",
+    "penstock.worker:empty": "(shape, dtype=None)",
 }
 """module:name -> its parameters, without annotations."""
 

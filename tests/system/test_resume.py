@@ -105,6 +105,17 @@ def test_a_pass_left_by_break_is_followed_by_the_next_and_does_not_depend_on_how
     assert len(one) == 5 + 120
 
 
+def test_passes_left_before_a_worker_has_opened_them(appliance: Appliance) -> None:
+    """A worker that is still on its way back from one pass hears that the next was left, too. It must not matter."""
+    seen = set()
+    for _ in range(4):
+        executor = DataExecutor(DataLoader(streams.stateful, 1600, 0, True), appliance=appliance)
+        for length in (3, 40, 1, 25, 1, 1, 2):
+            got = [plain(batch) for batch in islice(executor, length)]
+        seen.add(str(got))
+    assert len(seen) == 1
+
+
 def test_uneven_workers_leave_one_by_one_and_resume_exactly(appliance: Appliance) -> None:
     lengths = [3, 7]
     loader = DataLoader(streams.uneven, lengths)

@@ -242,7 +242,7 @@ class Producer:
     def reserve(self, nbytes: int, dims: int = 0) -> Slab | None:
         """A slot for a batch of `nbytes` whose shapes have `dims` numbers, or None while all are taken.
 
-        A batch that fits no slot starts a larger ring. One slot is reserved at a time: publish it, or return it, first.
+        A batch that fits no slot starts a larger ring. Publish the slot, or return it, before the next `reserve`.
 
         Raises BatchTooLargeError above max_batch_bytes.
         """
@@ -256,11 +256,23 @@ class Producer:
                     "make smaller batches, or raise max_batch_bytes"
                 )
             ring = self._start_ring(nbytes, 0 if ring is None else ring.slot_bytes)
-        if not self._free:
+        return self.reserve_current()
+
+    def reserve_current(self) -> Slab | None:
+        """A slot of the ring as it is, or None while all are taken; None before the first batch, too.
+
+        For who builds a batch in the slot before its size is known. Such a slot may stay reserved beside another.
+        """
+        ring = self._rings.get(self._current)
+        if ring is None or not self._free:
             return None
         slot = self._free.pop()  # the last one back: most likely still in the cache
         self._lent[self._current][slot] = _RESERVED
         return Slab(self._current, slot, ring)
+
+    def is_current(self, slab: Slab) -> bool:
+        """Whether `slab` is of the ring that batches go into now: in an outgrown one none may be published any more."""
+        return slab.ring_id == self._current
 
     @property
     def free_slots(self) -> int:
@@ -271,6 +283,12 @@ class Producer:
         """Slots of the current ring, 0 before the first batch."""
         ring = self._rings.get(self._current)
         return 0 if ring is None else ring.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the current ring, 0 before the first batch."""
+        ring = self._rings.get(self._current)
+        return 0 if ring is None else ring.slot_bytes
 
     def knows_structure(self, structure: int) -> bool:
         """Whether `know_structure` is not needed before a batch of this structure."""

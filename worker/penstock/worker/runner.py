@@ -25,11 +25,14 @@ from penstock.proto.ring import ring_bytes
 from penstock.proto.state import decode_state
 from penstock.proto.tensors import FlatBatch, Flattener, Structure
 from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.worker.building import lend
 from penstock.worker.cadence import Cadence
 from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
 from penstock.worker.source import END, Base, Place, Source
+from penstock.worker.stacking import Builder
 
 __all__ = ["run_slot"]
 
@@ -88,6 +91,9 @@ class _Runner:
         self._channel = channel
         self._ledger = ledger
         self._flattener = Flattener(strict=options.strict_structure)
+        self._lease = Lease(self.producer, self._wait_in_user_code)
+        self._interrupt: Exception | None = None  # what came up while user code waited for a slot
+        lend(Builder(self._lease))
         self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
         self._structures = 0
         self._cadence = Cadence()
@@ -252,8 +258,13 @@ class _Runner:
         self._doing("next")
         while True:
             started = clock()
-            batch = source.next()
+            batch = self._next()
+            if producer.abandoned:  # heard of while user code waited for a slot: nothing more of this pass may be sent
+                del batch
+                self._go_back()
+                return
             if batch is END:
+                self._lease.release()
                 ended = place.epoch - 1
                 producer.end(ended, place.total)
                 ledger.end(ended, place.total)
@@ -262,6 +273,7 @@ class _Runner:
             del batch
             slab = self._reserve(flat)
             if slab is None:
+                del flat
                 self._go_back()
                 return
             ring, offset = slab.ring, slab.offset
@@ -298,6 +310,16 @@ class _Runner:
                     self._go_back()
                     return
 
+    def _next(self) -> Any:
+        """The next batch or END; the user's code may build it in a ring slot."""
+        self._lease.offered = True
+        try:
+            return self.source.next()
+        finally:
+            self._lease.offered = False
+            if self._interrupt is not None:
+                raise self._interrupt
+
     def _learn(self, structure: Structure) -> int:
         """A number for a structure. It stays alive in the table, so its id is its own."""
         self._structures += 1
@@ -311,7 +333,7 @@ class _Runner:
         """A ring slot; waits for one. None if the loop left this pass meanwhile."""
         producer = self.producer
         need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
-        slab = producer.reserve(need)
+        slab = self._lease.take(flat, need) or producer.reserve(need)
         if slab is not None:
             return slab
         self._doing("sending")
@@ -322,6 +344,18 @@ class _Runner:
             slab = producer.reserve(need)
         self._doing("next")
         return slab
+
+    def _wait_in_user_code(self) -> bool:
+        """The same wait, for a batch that is yet to be built. What ends it is raised when user code has returned, for
+        that might catch it; False until then, and if the loop left this pass meanwhile."""
+        if self._interrupt is None and not self.producer.abandoned:
+            self._doing("sending")
+            try:
+                self._serve(None)
+            except Exception as error:
+                self._interrupt = error
+            self._doing("next")
+        return self._interrupt is None and not self.producer.abandoned
 
     # ---- snapshots
 
@@ -387,9 +421,13 @@ class _Runner:
             return
         if not source.saves_state:
             self._leave_unsaved(epoch, delivered)
+        elif place.epoch == epoch and not source.is_open:
+            # Left before it was opened here, by a loop that was quick to leave two passes. Others had opened it.
+            self._keep(source.open_pass(step=self._step_of(place.total)), origin=True)
         elif not (place.epoch == epoch and place.total == delivered and source.is_open):
             self._return_to(epoch, delivered)
         source.leave_pass()
+        self._lease.release()
         for bases in (self._origins, self._snapshots):
             while bases and bases[-1].epoch > epoch:
                 bases.pop()

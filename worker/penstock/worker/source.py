@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ __all__ = ["END", "Base", "Place", "Source"]
 
 
 _COUNT = struct.Struct("<I")
+_TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
 class _End:
@@ -394,7 +396,8 @@ def _offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
     """Answer torch's get_worker_info() in this process with the worker's place among all of the run's.
 
     Datasets that shard by it do the right thing unchanged. In the worker processes of a torch DataLoader its own answer
-    stands, and does not count as a look at ours.
+    stands, and does not count as a look at ours. Nor does torch's own default_collate: it asks whether to build batches
+    in shared memory that it makes for each, which costs more than the batch and is of no use here.
     """
     from torch.utils.data._utils import worker as torch_worker
 
@@ -410,6 +413,8 @@ def _offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
     def get_worker_info() -> Any:
         if os.getpid() != own:
             return theirs()
+        if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
+            return None
         place_of.mark_looked_at()
         return info
 

@@ -1,0 +1,151 @@
+"""Batches built in the ring are those that are copied into it, to the bit, whatever the user's code does with them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import built
+import pytest
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.state import decode_state, encode_state
+from penstock.proto.tensors import Flattener
+from penstock.worker.lease import VAIN_LIMIT
+from penstock.worker.offprint import Offprint
+
+STEPS = 90
+
+
+def digests(appliance: Appliance, input_fn: Any, *arguments: Any, steps: int | None = None) -> list[int]:
+    """Of all batches, each of which the loop then writes into."""
+    offprint = Offprint(Flattener())
+    got = []
+    for batch in DataExecutor(DataLoader(input_fn, *arguments), num_steps=steps, appliance=appliance):
+        got.append(offprint.take(batch)[0])
+        scribble(batch)
+    return got
+
+
+def scribble(batch: Any) -> None:
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for part in batch:
+            scribble(part)
+    elif hasattr(batch, "shape") and batch.shape:
+        batch[...] = 3
+
+
+@pytest.mark.parametrize(("workers", "stateful"), [(0, False), (0, True), (1, False)])
+def test_a_torch_loader_gives_the_same_batches(appliance: Appliance, workers: int, stateful: bool) -> None:
+    # 150 steps go over the ends of two passes, each with a smaller last batch.
+    default = digests(appliance, built.collated, "default", 404, workers, stateful, steps=150)
+    assert len(set(default)) == 150
+    assert digests(appliance, built.collated, "ours", 404, workers, stateful, steps=150) == default
+
+
+def test_they_are_built_in_the_ring_and_not_copied(appliance: Appliance) -> None:
+    """The first batch of a slot tells how large a ring slot must be. The image is 32 KiB of a batch's 33."""
+    loader = DataLoader(built.collated, "watched")
+    batches = list(DataExecutor(loader, num_steps=STEPS, appliance=appliance))
+    assert [batch["in_ring"] for batch in batches] == [False] * 2 + [True] * (STEPS - 2)
+    assert all(batch["moved"] > 4 * built.ROWS * built.WIDTH for batch in batches[2:4])
+    assert {batch["moved"] for batch in batches[4:]} == {
+        built.ROWS * 8 + built.ROWS * 8 + built.ROWS
+    }  # int, float, bool
+
+
+def test_a_lost_worker(appliance: Appliance, tmp_path: Path) -> None:
+    default = digests(appliance, built.collated, "default", 400, 0, True, steps=STEPS)
+    dies = (23, str(tmp_path / "died"))
+    with pytest.warns(UserWarning, match="recovered"):
+        assert digests(appliance, built.collated, "ours", 400, 0, True, dies, steps=STEPS) == default
+
+
+@pytest.mark.parametrize("saved_at", [1, 37, 100])
+def test_a_resumed_run(appliance: Appliance, saved_at: int) -> None:
+    default = digests(appliance, built.collated, "default", 400, 0, True, steps=130)
+    loader = DataLoader(built.collated, "ours", 400, 0, True)
+    executor = DataExecutor(loader, num_steps=saved_at + 3, checkpoint_steps=10, appliance=appliance)
+    state = b""
+    for _ in executor:
+        if executor.step == saved_at:
+            state = encode_state(loader.state_dict())
+    again = DataLoader(built.collated, "ours", 400, 0, True)
+    again.load_state_dict(cast(dict[str, Any], decode_state(state)))
+    offprint = Offprint(Flattener())
+    got = [offprint.take(b)[0] for b in DataExecutor(again, num_steps=130 - saved_at, appliance=appliance)]
+    assert got == default[saved_at:]
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_passes_that_the_loop_leaves(appliance: Appliance, stateful: bool) -> None:
+    def run(how: str) -> list[int]:
+        offprint = Offprint(Flattener())
+        executor = DataExecutor(DataLoader(built.collated, how, 400, 0, stateful), appliance=appliance)
+        got = []
+        for length in (3, 40, 1, 25):
+            for taken, batch in enumerate(executor, 1):
+                got.append(offprint.take(batch)[0])
+                if taken == length:
+                    break
+        return got
+
+    assert run("ours") == run("default")
+
+
+def test_a_pass_that_is_left_while_its_worker_waits_in_user_code_at_its_end() -> None:
+    """Wherever it waits: the ring has 32 slots, and the loop is at its third batch."""
+    with Appliance(num_workers_per_box=1, seed=7, replay=True) as alone:
+        for count in range(32, 40):
+            executor = DataExecutor(DataLoader(built.one_more, count, True), appliance=alone)
+            for _ in range(2):
+                for taken, batch in enumerate(executor):
+                    assert batch["number"] == taken
+                    if taken == 2:
+                        time.sleep(0.05)
+                        break
+            assert [batch["number"] for batch in executor] == list(range(count))
+
+
+@pytest.mark.parametrize("how", built.BY_HAND)
+def test_whatever_user_code_does_with_a_batch(appliance: Appliance, how: str) -> None:
+    count = 70
+    default = digests(appliance, built.by_hand, how, count, False)
+    assert len(default) >= count
+    assert digests(appliance, built.by_hand, how, count, True) == default
+
+
+def test_a_state_dict_that_makes_batches(appliance: Appliance) -> None:
+    assert digests(appliance, built.stateful, 60, True) == digests(appliance, built.stateful, 60, False)
+
+
+def test_a_worker_that_waits_for_a_slot_inside_user_code_can_be_stopped(tmp_path: Path) -> None:
+    marker = tmp_path / "caught"
+    with Appliance(num_workers_per_box=1, seed=7, replay=True) as alone:
+        iterator = iter(DataExecutor(DataLoader(built.swallows, str(marker)), appliance=alone))
+        assert [int(next(iterator)[0, 0]) for _ in range(3)] == [1000, 2000, 3000]
+        time.sleep(0.5)  # the ring is full long before
+        started = time.monotonic()
+    assert time.monotonic() - started < 8
+    assert not marker.exists(), "nothing of ours passes through user code"
+
+
+def test_a_loop_that_keeps_its_batches(appliance: Appliance) -> None:
+    offprint = Offprint(Flattener())
+    kept = list(DataExecutor(DataLoader(built.collated, "ours"), num_steps=STEPS, appliance=appliance))
+    expected = digests(appliance, built.collated, "default", steps=STEPS)
+    assert [offprint.take(batch)[0] for batch in kept] == expected
+
+
+def test_torchs_default_collate_is_no_look_and_shares_no_memory(appliance: Appliance) -> None:
+    loader = DataLoader(built.shared_by_torch, 400)
+    with pytest.warns(UserWarning, match="current_assignment"):
+        batches = list(DataExecutor(loader, num_steps=800, appliance=appliance))
+    assert not any(bool(batch["shared"]) for batch in batches)
+
+
+def test_the_limit_of_vain_tries_is_reached_in_these_tests() -> None:
+    assert VAIN_LIMIT < 70 / 2

@@ -1,0 +1,364 @@
+"""The slot of a batch that is being built: reserved, matched, given back, and never in two hands."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.proto.lane import Producer, Slab
+from penstock.proto.tensors import FlatBatch, Flattener
+from penstock.worker import lease as module
+from penstock.worker.lease import VAIN_LIMIT, Lease
+
+SLOT = 4096
+SLOTS = 32
+
+
+def never() -> bool:
+    raise AssertionError("it waited")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORTH_FROM", 0)
+
+
+@pytest.fixture
+def producer() -> Iterator[Producer]:
+    """With a ring of 32 slots of 4 KiB, all free."""
+    made = Producer(1 << 20)
+    first = made.reserve(SLOT)
+    assert first is not None
+    made.return_unused(first)
+    assert (made.ring_slots, made.free_slots) == (SLOTS, SLOTS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lease(producer: Producer) -> Lease:
+    made = Lease(producer, never)
+    made.offered = True
+    return made
+
+
+def leaf(lease: Lease, values: Any, *, guess: bool = False) -> torch.Tensor:
+    """A tensor of int64 in the slot."""
+    arena = lease.begin()
+    assert arena is not None
+    at = lease.place(arena, 8 * len(values), guess=guess)
+    assert at is not None
+    made = torch.from_numpy(np.ndarray((len(values),), np.int64, arena, at))
+    made.copy_(torch.as_tensor(values))
+    return made
+
+
+def take(lease: Lease, batch: list[Any], need: int = 0) -> tuple[FlatBatch, Slab | None]:
+    """What the runner does with a batch that nobody else holds; the list is emptied."""
+    flat = Flattener().flatten(tuple(batch))
+    batch.clear()
+    return flat, lease.take(flat, need or flat.nbytes)
+
+
+def written(flat: FlatBatch, slab: Slab) -> np.ndarray[Any, np.dtype[np.int64]]:
+    flat.write_to(slab.ring.address + slab.offset)
+    return np.frombuffer(bytes(slab.view[: flat.nbytes]), np.int64)
+
+
+def in_place(lease: Lease, make: Callable[[], list[Any]]) -> list[int]:
+    """Take a batch that must stay where it was built, without one byte moved."""
+    built = lease.built
+    batch = make()
+    before = torch.cat([part.flatten() for part in batch]).tolist()
+    flat, slab = take(lease, batch)
+    assert slab is not None
+    assert lease.built == built + 1
+    got = written(flat, slab)
+    lease._producer.return_unused(slab)
+    assert [value for value in got.tolist() if value] == [value for value in before if value]
+    return list(got)
+
+
+def copied(lease: Lease, batch: list[Any]) -> list[int]:
+    """Take a batch that must not be published where it is; what another slot then holds."""
+    flat, slab = take(lease, batch)
+    assert slab is None
+    other = lease._producer.reserve(flat.nbytes)
+    assert other is not None
+    got = written(flat, other).tolist()
+    lease._producer.return_unused(other)
+    return list(got)
+
+
+def test_a_batch_built_in_the_slot_is_published_there(lease: Lease, producer: Producer) -> None:
+    assert in_place(lease, lambda: [leaf(lease, [1, 2]), leaf(lease, [3])])[:2] == [1, 2]
+    assert producer.free_slots == SLOTS
+    assert lease.copied == 0
+
+
+def test_other_leaves_are_copied_in_between(lease: Lease) -> None:
+    def make() -> list[Any]:
+        first = leaf(lease, range(1, 9))
+        lease.skip(16)
+        return [first, torch.tensor([100, 200]), leaf(lease, range(11, 19))]
+
+    assert in_place(lease, make) == [*range(1, 9), 100, 200, 0, 0, 0, 0, 0, 0, *range(11, 19)]
+
+
+def test_gaps_become_zero(lease: Lease, producer: Producer) -> None:
+    for slab in [producer.reserve(1) for _ in range(SLOTS)]:
+        assert slab is not None
+        slab.view[:] = b"\xff" * SLOT
+        producer.return_unused(slab)
+    assert in_place(lease, lambda: [leaf(lease, [5])]) == [5] + 7 * [0]
+
+
+def test_a_batch_that_is_still_held_is_copied_and_its_holder_sees_no_change(lease: Lease, producer: Producer) -> None:
+    held = leaf(lease, [1, 2])
+    assert copied(lease, [held])[:2] == [1, 2]
+    assert producer.free_slots == SLOTS - 1, "the slot stays with its holder"
+    assert lease.begin() is None, "one slot at a time"
+    assert held.tolist() == [1, 2]
+    del held
+    in_place(lease, lambda: [leaf(lease, [3])])
+    assert producer.free_slots == SLOTS
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda t: t[1:],
+        lambda t: t.view(torch.uint8),
+        lambda t: t.numpy()[:1],
+        lambda t: memoryview(t.numpy()),
+        lambda t: t.untyped_storage(),
+        lambda t: t.numpy().base,
+        lambda t: {"deep": [t.detach()]},
+        lambda t: t.__dlpack__(),
+        lambda t: lambda: t,
+    ],
+)
+def test_whatever_holds_a_piece_of_it(lease: Lease, hold: Callable[[torch.Tensor], Any]) -> None:
+    made = leaf(lease, [1, 2])
+    holder = hold(made)
+    batch = [made]
+    del made
+    assert copied(lease, batch)[:2] == [1, 2]
+    del holder
+    in_place(lease, lambda: [leaf(lease, [3])])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a, b: [b, a],
+        lambda a, b: [b],
+        lambda a, b: [a, a],
+        lambda a, b: [a, torch.tensor([0]), b],
+        lambda a, b: [a[:1], a[1:], b],
+        lambda a, b: [a.flip(0), b[::2]],
+        lambda a, b: [a.numpy(), b.numpy()[::-1]],
+        lambda a, b: [np.array([7, 8]), a],
+        lambda a, b: [a[1:], b],
+        lambda a, b: [a.reshape(4, 2).T, b],
+    ],
+)
+def test_leaves_that_lie_elsewhere_in_the_slot_are_copied_whole(lease: Lease, change: Callable[..., list[Any]]) -> None:
+    def make() -> list[Any]:
+        return change(leaf(lease, range(1, 9)), leaf(lease, range(11, 20)))
+
+    expected = Flattener().flatten(tuple(copy.deepcopy(make())))
+    memory = np.zeros(expected.nbytes, np.uint8)
+    expected.write_to(memory.ctypes.data)
+    assert copied(lease, make()) == memory.view(np.int64).tolist()
+
+
+@pytest.mark.parametrize("change", [lambda a: [a[:5]], lambda a: [a.view(2, 4)], lambda a: [a.numpy()]])
+def test_what_begins_at_its_place_may_stay(lease: Lease, change: Callable[[torch.Tensor], list[Any]]) -> None:
+    flat, slab = take(lease, change(leaf(lease, range(1, 9))))
+    assert slab is not None
+    assert written(flat, slab).tolist()[:5] == [1, 2, 3, 4, 5]
+    assert lease.built == 1
+
+
+def test_nothing_is_written_over_a_piece_that_is_held(lease: Lease) -> None:
+    scratch = leaf(lease, [1, 2])
+    assert copied(lease, [torch.tensor([7, 8]), leaf(lease, [3])])[0] == 7
+    assert scratch.tolist() == [1, 2]
+
+
+def test_prefetched_batches_come_right(lease: Lease, producer: Producer) -> None:
+    ahead = [[leaf(lease, [number])] for number in range(1, 4)]
+    assert [copied(lease, batch)[0] for batch in ahead[:2]] == [1, 2]
+    # The last one has the slot for itself, but not at its start.
+    assert copied(lease, ahead[2])[0] == 3
+    in_place(lease, lambda: [leaf(lease, [4])])
+    assert producer.free_slots == SLOTS
+
+
+def test_a_batch_dropped_on_the_way_frees_the_slot_from_its_start(lease: Lease, producer: Producer) -> None:
+    for _ in range(100):
+        leaf(lease, range(300))
+    in_place(lease, lambda: [leaf(lease, [1])])
+    leaf(lease, [1])
+    assert producer.free_slots == SLOTS - 1
+    lease.release()
+    assert producer.free_slots == SLOTS
+
+
+def test_a_held_slot_outlives_the_pass_and_comes_back(lease: Lease, producer: Producer) -> None:
+    held = leaf(lease, [1])
+    lease.release()
+    assert producer.free_slots == SLOTS - 1
+    assert held.tolist() == [1]
+    del held
+    lease.release()
+    assert producer.free_slots == SLOTS
+
+
+def test_an_unused_slot_serves_an_ordinary_batch(lease: Lease, producer: Producer) -> None:
+    leaf(lease, [1])
+    flat, slab = take(lease, [torch.tensor([5])])
+    assert slab is not None
+    assert written(flat, slab)[0] == 5
+    assert (lease.built, lease.copied) == (0, 0)
+
+
+def test_a_batch_that_needs_more_starts_a_larger_ring(lease: Lease, producer: Producer) -> None:
+    batch = [leaf(lease, range(8)), torch.arange(SLOT)]
+    assert copied(lease, batch)[: 8 + 3] == [*range(8), 0, 1, 2]
+    assert producer.ring_slots > 0
+    in_place(lease, lambda: [leaf(lease, [1])])
+    assert producer.free_slots == producer.ring_slots
+    assert len(producer._rings) == 1, "the outgrown ring is gone"
+
+
+def test_a_leaf_in_an_outgrown_ring_is_copied(lease: Lease, producer: Producer) -> None:
+    """A consumer has dropped that ring when it met the larger one."""
+    batch = [leaf(lease, [1, 2])]
+    larger = producer.reserve(2 * SLOT)
+    assert larger is not None
+    producer.return_unused(larger)
+    assert copied(lease, batch)[:2] == [1, 2]
+
+
+def test_no_leaf_beyond_the_slot(lease: Lease) -> None:
+    arena = lease.begin()
+    assert arena is not None
+    assert lease.place(arena, SLOT + 1) is None
+    assert lease.place(arena, SLOT - 64) == 0
+    assert lease.place(arena, 65) is None
+    assert lease.place(arena, 64) == SLOT - 64
+
+
+def test_places_are_guessed_from_the_last_batch_that_was_wrong(lease: Lease) -> None:
+    def make(rows: int) -> list[Any]:
+        label = torch.tensor(rows * [9])
+        return [leaf(lease, rows * [1], guess=True), label, leaf(lease, rows * [2], guess=True), label]
+
+    copied(lease, make(10))
+    in_place(lease, lambda: make(10))
+    in_place(lease, lambda: make(10))
+    arena = lease.begin()
+    assert arena is not None
+    assert lease.place(arena, 8, guess=True) is None, "of another size: it will be somewhere else"
+    del arena
+    copied(lease, make(11))
+    in_place(lease, lambda: make(11))
+
+
+def test_it_waits_for_a_slot_and_gives_up_when_told(producer: Producer) -> None:
+    taken = [producer.reserve(1) for _ in range(SLOTS)]
+    answers = [False, True, True]
+
+    def wait() -> bool:
+        if len(answers) == 1:
+            slab = taken.pop()
+            assert slab is not None
+            producer.return_unused(slab)
+        return answers.pop(0)
+
+    lease = Lease(producer, wait)
+    lease.offered = True
+    assert lease.begin() is None
+    assert answers == [True, True]
+    assert lease.begin() is not None
+    assert answers == []
+
+
+def test_no_slot_when_it_is_not_offered_or_in_another_thread_or_before_the_first_batch(lease: Lease) -> None:
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(lease.begin()))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+    lease.offered = False
+    assert lease.begin() is None
+    fresh = Lease(Producer(1 << 20), never)
+    fresh.offered = True
+    assert fresh.begin() is None
+
+
+def test_small_batches_are_not_worth_it(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORTH_FROM", SLOT + 1)
+    assert lease.begin() is None
+    monkeypatch.setattr(module, "WORTH_FROM", SLOT)
+    assert lease.begin() is not None
+
+
+def test_a_ring_short_of_slots_spares_none() -> None:
+    producer = Producer(1 << 20, 3 * SLOT)
+    slab = producer.reserve(SLOT)
+    assert slab is not None
+    producer.return_unused(slab)
+    assert producer.ring_slots == 3
+    lease = Lease(producer, never)
+    lease.offered = True
+    assert lease.begin() is None
+    producer.close()
+
+
+def test_a_loader_that_keeps_its_batches_gets_ordinary_memory_until_the_next_pass(lease: Lease) -> None:
+    for number in range(1, VAIN_LIMIT + 1):
+        kept = leaf(lease, [number])
+        copied(lease, [kept])
+        del kept
+    assert lease.begin() is None
+    lease.release()
+    assert lease.begin() is not None
+
+
+def test_a_slot_that_a_child_may_see_is_written_off(lease: Lease, producer: Producer) -> None:
+    batch = [leaf(lease, [1, 2])]
+    lease.forking()
+    assert copied(lease, batch)[:2] == [1, 2]
+    for _ in range(3):
+        assert lease.begin() is None
+        lease.release()
+        assert producer.free_slots == SLOTS - 1
+    larger = producer.reserve(2 * SLOT)
+    assert larger is not None
+    producer.return_unused(larger)
+    in_place(lease, lambda: [leaf(lease, [3])])
+    assert producer.free_slots == producer.ring_slots
+
+
+def test_a_fork_between_two_batches_costs_nothing(lease: Lease) -> None:
+    in_place(lease, lambda: [leaf(lease, [3])])
+    leaf(lease, [1])
+    lease.forking()
+    in_place(lease, lambda: [leaf(lease, [3])])
+
+
+def test_two_batches_of_one_tensor(lease: Lease) -> None:
+    held = leaf(lease, [1, 2])
+    assert copied(lease, [held])[:2] == [1, 2]
+    assert copied(lease, [held])[:2] == [1, 2]
+    held += 1
+    assert copied(lease, [held])[:2] == [2, 3]
