@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from penstock.proto.compression import require
 from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
 
 __all__ = ["Settings", "Torchrun", "attempt_key", "resolve"]
@@ -40,6 +41,8 @@ class Settings(BaseSettings):
     seed: int | None = Field(None, ge=0, lt=1 << 64, validation_alias=_named("seed"))
     attempt: str = Field("", validation_alias=_named("attempt"))
     lane: Literal["auto", "tcp"] = Field("auto", validation_alias=_named("lane"))
+    compression: Literal["lz4", "zstd"] | None = Field(None, validation_alias=_named("compression"))
+    """Of batches over TCP, where the worker has it too."""
     max_batch_bytes: int = Field(1 << 30, ge=1, validation_alias=_named("max_batch_bytes"))
     """Bytes; a batch above is an error."""
     strict_structure: bool = Field(False, validation_alias=_named("strict_structure"))
@@ -78,6 +81,8 @@ def resolve(**given: Any) -> Settings:
         settings = Settings(**explicit)
     except ValidationError as error:
         raise InvalidArgumentError(_explain(error, explicit)) from error
+    if settings.compression is not None:
+        require(settings.compression)
     if settings.device not in ("", "cpu"):
         raise InvalidArgumentError(
             f"device={settings.device!r}: this release hands out CPU batches only, and copying them to a device as "
