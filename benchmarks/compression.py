@@ -7,7 +7,7 @@ so that other work on the machine disturbs little; of the rounds the fastest cou
 Gbit/s for one lane: *faster below*, where the slower of the two sides keeps up with the network, and a stream is
 therefore faster compressed than not, if both have a core to spare; and *worth it below*, where a second of processor
 time (both sides together) saves at least a second of network.
-levels: why these levels, over bare pieces. small: why batches below 1 KiB are left alone.
+levels: why these levels, over bare pieces. small: why batches below 2 KiB are left alone.
 lane: batches a second over the whole TCP lane (runner, pump, lander, consumer) on the loopback, which is faster than
 any network: what it shows is the cost. Processor time per batch of runner, pump, lander, consumer.
 

@@ -16,7 +16,7 @@ from tests.lanes.test_lander import Rig as LanderRig
 from tests.lanes.test_pump import Rig as PumpRig
 
 from penstock.client.landing import Lander
-from penstock.proto.compression import NAMES, PIECE, Packer, load
+from penstock.proto.compression import NAMES, PIECE, SMALLEST, Packer, load
 from penstock.proto.errors import LaneLostError
 from penstock.proto.frames import framed
 from penstock.proto.v1 import lane_pb2
@@ -48,7 +48,7 @@ def sent(frame: lane_pb2.Frame, number: int) -> bytes:
 @BOTH
 def test_the_pump_compresses_what_shrinks(number: int) -> None:
     rig = PumpRig(codecs=[number]).start()
-    rig.publish(100, 5000, 1023, 1024, 300_000)  # the fifth is noise
+    rig.publish(100, 5000, 2047, 2048, 300_000)  # the fifth is noise
     rig.batches(5)
     assert rig.compressed == [2, 4]
     rig.publish(8 << 20, 8 << 20, 8 << 20)
@@ -133,7 +133,7 @@ def test_the_hello_names_what_the_lander_has(lander: Lander) -> None:
 
 
 def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
-    sizes = [1024, 40_000, 5, 0, PIECE, PIECE + 1, 300_000, SLOT, SLOT - 1, 3, 700_000, 2000]
+    sizes = [2048, 40_000, 5, 0, PIECE, PIECE + 1, 300_000, SLOT, SLOT - 1, 3, 700_000, 2000]
     rng = random.Random(3)
     for number in CODECS:
         for longest in (7, 5000, 100_000, 1 << 22):
@@ -143,7 +143,7 @@ def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
             data = b""
             for total, size in enumerate(used, 1):
                 frame = batch(total, size)
-                plain = size < 1024 or total % 5 == 0
+                plain = size < SMALLEST or total % 5 == 0
                 data += framed(frame.SerializeToString()) + content(total, size) if plain else sent(frame, number)
             at = total = 0
             while total < len(used):
@@ -277,7 +277,7 @@ def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: La
     st.sampled_from(CODECS),
     st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=5),
     st.integers(0, 200),
-    st.integers(1024, 4096),
+    st.integers(2048, 4096),
 )
 def test_corrupt_streams_end_their_lane_and_no_other(
     lander: Lander, number: int, flips: list[tuple[int, int]], cut: int, size: int

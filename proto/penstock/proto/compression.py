@@ -33,18 +33,18 @@ Buffer = bytes | bytearray | memoryview
 
 PIECE = 256 << 10
 """Bytes of a batch in one piece: part of the protocol."""
-SMALLEST = 1 << 10
-"""Bytes below which a batch is never compressed. At 1 KiB of token ids lz4 takes 2.8 us and saves 3.2 us of a 1 Gbit/s
-network, zstd 6.3 and 5.6: no more than even, and below that it only loses (docs/benchmarks.md)."""
+SMALLEST = 2 << 10
+"""Bytes below which a batch is never compressed. Of 1 KiB of token ids lz4 takes 3.6 us on the slower side to save
+3.3 us of a 1 Gbit/s network, zstd 7.4 for 5.5; of 2 KiB 4.5 for 6.9, and 9.6 for 11.3 (docs/benchmarks.md)."""
 ENOUGH = 7 / 8
 """Share of its size that a batch, or a piece of one, must not exceed. Noisy float32 images are the case: zstd takes
-12 % off them at 1.1 GB/s, which pays below 1 Gbit/s only, and there by little."""
+12 % off them at 1.2 GB/s, which pays below 1 Gbit/s only, and there by little."""
 MOST_SKIPPED = 64
 """Batches between two tries, at most: trying costs next to nothing then, and a change is noticed soon enough."""
 ZSTD_LEVEL = 1
-"""Levels 2 and 3 are slower and leave token ids larger, not smaller (424 and 367 MB/s with a ratio of 3.5 and 3.3,
-against 592 MB/s with 4.0); level 5 takes a quarter more off quantised images, at a third of the speed; negative ones
-give up ratio on skewed ids, for next to no speed."""
+"""Levels 2 and 3 are slower and leave token ids larger, not smaller (438 and 386 MB/s with a ratio of 3.5 and 3.3,
+against 605 MB/s with 4.0); level 5 takes a quarter more off quantised images, at a third of the speed; level -1 gives
+up a quarter of the ratio on skewed ids, for a tenth in speed (docs/benchmarks.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
 """What a user may ask for -> what the frames call it."""
