@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.client.landing import Lander
@@ -61,9 +61,9 @@ def source(size: int) -> memoryview:
     return memoryview((os.urandom(1 << 16) * (size // (1 << 16) + 1))[:size])
 
 
-def run_runner(sock: socket.socket, size: int) -> None:
+def run_runner(sock: socket.socket, size: int, content: memoryview | None = None) -> None:
     """A runner without user code: copy, publish, and wait only for slots."""
-    producer, batch = Producer(1 << 30), source(size)
+    producer, batch = Producer(1 << 30), source(size) if content is None else content
     producer.know_structure(1, b"x")
     producer.attach(sock, lane_pb2.Hello(next_total=1))
     poll = select.poll()
@@ -143,7 +143,9 @@ def local(size: int, seconds: float) -> tuple[float, list[float]]:
         end(pid)
 
 
-def remote(size: int, seconds: float) -> tuple[float, list[float]]:
+def remote(
+    size: int, seconds: float, content: memoryview | None = None, codecs: Sequence[lane_pb2.Codec.ValueType] = ()
+) -> tuple[float, list[float]]:
     lander = Lander()
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -157,7 +159,7 @@ def remote(size: int, seconds: float) -> tuple[float, list[float]]:
 
     def runner() -> None:
         ours.close()
-        run_runner(theirs, size)
+        run_runner(theirs, size, content)
 
     pids = [in_child(runner), in_child(daemon)]
     ours.close()
@@ -165,7 +167,7 @@ def remote(size: int, seconds: float) -> tuple[float, list[float]]:
     name = lander.start()
     sock = connect_local(name, 5)
     target = f"127.0.0.1:{listener.getsockname()[1]}"
-    sock.send(lane_pb2.Hello(next_total=1, target=target).SerializeToString())
+    sock.send(lane_pb2.Hello(next_total=1, target=target, codecs=codecs).SerializeToString())
     consumer = Consumer(sock, "the lander")
     assert lander.pid is not None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from penstock.client import Appliance
 from penstock.client.settings import Torchrun, attempt_key, resolve
+from penstock.proto.compression import require
 from penstock.proto.errors import AuthenticationError, BoxOutOfRangeError, InvalidArgumentError
 
 TORCHRUN = {
@@ -75,6 +77,7 @@ def test_attempts_are_told_apart_by_torchrun_s_restarts(torchrun: pytest.MonkeyP
         ({"num_boxes": 0}, "num_boxes=0"),
         ({"seed": -1}, "seed=-1"),
         ({"lane": "udp"}, "lane='udp'"),
+        ({"compression": "gzip"}, "compression='gzip': .*'lz4' or 'zstd'"),
         ({"timeout_s": 0}, "timeout_s=0"),
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
         ({"max_batch_bytes": "big"}, "max_batch_bytes='big'"),
@@ -109,6 +112,24 @@ def test_a_device_that_cannot_be_used_is_named_with_where_it_came_from(monkeypat
     monkeypatch.setenv("PENSTOCK_DEVICE", "cuda")
     with pytest.raises(InvalidArgumentError, match=r"device='cuda' \(from PENSTOCK_DEVICE\): .*'cuda' cannot be used"):
         Appliance()
+
+
+def test_compression_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve().compression is None
+    assert resolve(compression="lz4").compression == "lz4"
+    monkeypatch.setenv("PENSTOCK_COMPRESSION", "zstd")
+    assert resolve().compression == "zstd"
+    monkeypatch.setenv("PENSTOCK_COMPRESSION", "brotli")
+    with pytest.raises(InvalidArgumentError, match=r"compression='brotli' \(from PENSTOCK_COMPRESSION\): .*'lz4'"):
+        resolve()
+
+
+def test_compression_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    require.cache_clear()
+    monkeypatch.setitem(sys.modules, "lz4", None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install penstock\[compression\]"):
+        resolve(compression="lz4")
+    assert resolve(compression="zstd").compression == "zstd"
 
 
 @pytest.mark.parametrize(("box", "num_boxes"), [(2, 2), (-1, 2), (1, 1)])

@@ -2,7 +2,8 @@
 
 The test is the training loop (a Consumer) and the daemon (it accepts, reads the Hello, hands the connection on); the
 runner is a child process (runner_child.py) that obeys; over TCP the pump is a thread of the test and the lander a
-process of its own, as they are in life. `Link` is that arrangement, for either lane; the contract tests run on both.
+process of its own, as they are in life. `Link` is that arrangement, for either lane; the contract tests run on both,
+and over TCP with each codec too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 
 from penstock.client.landing import Lander
+from penstock.proto.compression import NAMES, Unpacker, load
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, Consumer, check_peer, connect_local
 from penstock.proto.tcp import read_hello
 from penstock.proto.v1 import lane_pb2
@@ -111,7 +113,7 @@ class Link:
     """One kind of lane from `runner` to consumers that this test makes."""
 
     def __init__(self, kind: str, runner: Runner, lander: Lander) -> None:
-        self.kind = kind
+        self.kind, _, self.codec = kind.partition("+")
         self.runner = runner
         self.lander = lander
         self.pumps: list[Pump] = []
@@ -134,6 +136,8 @@ class Link:
             check_peer(theirs)
             received = lane_pb2.Hello.FromString(theirs.recv(MAX_FRAME))
         else:
+            if self.codec:
+                greeting.codecs.append(NAMES[self.codec])  # type: ignore[arg-type]
             greeting.target = f"127.0.0.1:{self._tcp.getsockname()[1]}"
             sock = connect_local(self.lander.start(), DEADLINE_S)
             sock.send(greeting.SerializeToString())
@@ -141,6 +145,8 @@ class Link:
             received = read_hello(connection, DEADLINE_S)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.pumps.append(Pump(connection, ours, received, "the test"))
+            packer = self.pumps[-1]._packer
+            assert ("" if packer is None else packer.codec.name) == self.codec
         self.runner.ask("attach", theirs.fileno(), hello=base64.b64encode(received.SerializeToString()).decode())
         theirs.close()
         if self.kind == "tcp":
@@ -160,8 +166,13 @@ class Link:
 
 
 def content(total: int, size: int) -> bytes:
-    """What the runner puts into batch `total`."""
-    return random.Random(total * 1_000_003 + size).randbytes(size)
+    """What the runner puts into batch `total`: every fifth cannot be compressed."""
+    rng = random.Random(total * 1_000_003 + size)
+    if total % 5 == 0:
+        return rng.randbytes(size)
+    data = bytearray(size)
+    data[::8] = rng.randbytes((size + 7) // 8)
+    return bytes(data)
 
 
 def digest(total: int) -> int:
@@ -208,6 +219,20 @@ def finish(consumer: Consumer, total: int, place: tuple[int, int]) -> None:
     consumer.flush()
 
 
+def unpacked(codec: int, data: bytes, size: int) -> bytes:
+    """A payload of `size` bytes that came compressed."""
+    found = load(codec)
+    assert found is not None
+    unpacker, slot, at = Unpacker(found), bytearray(size), 0
+    target: memoryview | None = unpacker.begin(memoryview(slot), len(data))
+    while target is not None:
+        target[:] = data[at : at + len(target)]
+        at += len(target)
+        target = unpacker.step()
+    assert at == len(data)
+    return bytes(slot)
+
+
 def count_rings(pid: int | str) -> int:
     """Rings that a process has mapped."""
     with open(f"/proc/{pid}/maps") as maps:
@@ -251,9 +276,9 @@ def runner(_runners: list[Runner]) -> Runner:
     return _runners[0]
 
 
-@pytest.fixture(params=["local", "tcp"])
+@pytest.fixture(params=["local", "tcp", "tcp+lz4", "tcp+zstd"])
 def link(request: pytest.FixtureRequest, runner: Runner, lander: Lander) -> Iterator[Link]:
-    """The lane under test, in both kinds."""
+    """The lane under test, in all its kinds."""
     link = Link(request.param, runner, lander)
     yield link
     link.close()

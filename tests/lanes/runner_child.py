@@ -26,8 +26,13 @@ Item = dict[str, Any]
 
 
 def content(total: int, size: int) -> bytes:
-    """What batch `total` holds."""
-    return random.Random(total * 1_000_003 + size).randbytes(size)
+    """What batch `total` holds: every fifth cannot be compressed."""
+    rng = random.Random(total * 1_000_003 + size)
+    if total % 5 == 0:
+        return rng.randbytes(size)
+    data = bytearray(size)
+    data[::8] = rng.randbytes((size + 7) // 8)
+    return bytes(data)
 
 
 def digest(total: int) -> int:

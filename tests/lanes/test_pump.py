@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.lanes.conftest import DEADLINE_S, content, count_rings, wait_for
+from tests.lanes.conftest import DEADLINE_S, content, count_rings, unpacked, wait_for
 
 from penstock.proto import tcp
 from penstock.proto.frames import HEAD, MAX_PACKET, framed
@@ -24,7 +24,7 @@ from penstock.worker.pump import FRAMES_A_TURN, MAX_OUT, Pump
 class Rig:
     """A producer, the pump, and the far end of its TCP connection."""
 
-    def __init__(self, **hello: int) -> None:
+    def __init__(self, **hello: object) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.far = socket.create_connection(listener.getsockname())
         near, _ = listener.accept()
@@ -38,6 +38,8 @@ class Rig:
         self.ended = threading.Event()
         self.pump = Pump(near, ours, greeting, "slot 0", on_end=lambda _: self.ended.set())
         self.total = 0
+        self.compressed: list[int] = []
+        """Batches read that came compressed."""
         self._inbox = tcp.Inbox()
 
     def start(self) -> Rig:
@@ -64,6 +66,9 @@ class Rig:
         """The next frame over TCP, and its payload."""
         (size,) = HEAD.unpack(self.read(4))
         frame = lane_pb2.Frame.FromString(self.read(size))
+        if frame.codec:
+            self.compressed.append(frame.total)
+            return frame, unpacked(frame.codec, self.read(frame.wire), frame.nbytes + 8 * frame.size)
         return frame, self.read(frame.nbytes + 8 * frame.size) if frame.kind == lane_pb2.BATCH else b""
 
     def batches(self, last: int) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.proto.calls import CoordinatorClient, FetchedState
+from penstock.proto.compression import require
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
@@ -50,6 +51,8 @@ class Link(Protocol):
     host: str
     """See penstock.proto.channel.host_id."""
     force_tcp: bool
+    compression: str | None
+    """Of batches over TCP: see penstock.proto.compression.NAMES."""
     embedded: bool
 
     def client(self) -> CoordinatorClient:
@@ -227,6 +230,8 @@ class Run:
         hello.slot, hello.generation, hello.ticket = view.slot, view.generation, view.ticket
         if self.is_remote(view):
             hello.target = view.tcp_address
+            if self.link.compression is not None:
+                hello.codecs.append(require(self.link.compression))  # type: ignore[arg-type]
             address = self.link.lander()
         else:
             address = view.local_address

@@ -14,6 +14,7 @@ from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_vali
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.client.device import check_device
+from penstock.proto.compression import require
 from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
 
 __all__ = ["Settings", "Torchrun", "attempt_key", "resolve"]
@@ -41,6 +42,8 @@ class Settings(BaseSettings):
     seed: int | None = Field(None, ge=0, lt=1 << 64, validation_alias=_named("seed"))
     attempt: str = Field("", validation_alias=_named("attempt"))
     lane: Literal["auto", "tcp"] = Field("auto", validation_alias=_named("lane"))
+    compression: Literal["lz4", "zstd"] | None = Field(None, validation_alias=_named("compression"))
+    """Of batches over TCP, where the worker has it too."""
     max_batch_bytes: int = Field(1 << 30, ge=1, validation_alias=_named("max_batch_bytes"))
     """Bytes; a batch above is an error."""
     strict_structure: bool = Field(False, validation_alias=_named("strict_structure"))
@@ -85,6 +88,8 @@ def resolve(**given: Any) -> Settings:
         settings = Settings(**explicit)
     except ValidationError as error:
         raise InvalidArgumentError(_explain(error, explicit)) from error
+    if settings.compression is not None:
+        require(settings.compression)
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"
         raise BoxOutOfRangeError(

@@ -1,13 +1,14 @@
 """The pump: a runner's ring -> TCP, for a box on another host.
 
 A thread of the daemon, one for each TCP lane. Towards the runner it is a consumer like any other; towards the lander
-it writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping. So the runner does
-not know where its batches go, keeps its processor, and what it had produced when it died is still sent.
+it writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if
+the consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had
+produced when it died is still sent.
 
 It never waits for one side deaf to the other: one poll over both sockets, and writes that take as much as the socket
 does. What is on its way stands in `_out`, a list of buffers to be sent in order; many small ones go out in one call.
-`_out` needs no bound of its own: each batch in it holds a ring slot, and the ring is the bound; only
-announcements are counted, for a runner that floods them.
+`_out` needs no bound of its own: each batch in it holds a ring slot, and the ring is the bound (compressed batches are
+copies, smaller than their slots); only announcements are counted, for a runner that floods them.
 
 A slot goes back to the runner when the far training loop was handed its batch, not when it was sent. So a TCP
 connection that breaks costs no computation: the pump leaves, the runner keeps what was not delivered, and the next
@@ -27,13 +28,16 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
 
 from google.protobuf.message import DecodeError
 
 from penstock.proto import tcp
+from penstock.proto.compression import Packer, first_of
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError
+from penstock.proto.frames import framed
 from penstock.proto.lane import Consumer
 from penstock.proto.v1 import lane_pb2
 
@@ -45,6 +49,8 @@ BUFFERS_A_CALL = 128
 """Buffers given to one sendmsg: two for each batch. The kernel takes up to 1,024."""
 FRAMES_A_TURN = 64
 """Frames read from the runner before the others get their turn: more than a ring has slots."""
+PACKED_A_TURN = 1 << 20
+"""Bytes of batches to compress before the others get their turn: 2 ms."""
 MAX_OUT = 512
 """Buffers on their way out above which the runner is not read: more than ring slots alone can be."""
 
@@ -73,6 +79,7 @@ class Pump(threading.Thread):
         self._tcp = tcp_socket
         self._runner = Consumer(local, f"the runner of {name}")
         self._runner.cuts = hello.cuts
+        self._packer = _packer(tuple(hello.codecs))
         self._on_end = on_end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # guards _wake against being written to once it is closed
@@ -122,7 +129,7 @@ class Pump(threading.Thread):
         poll.register(tcp_fd, select.POLLIN)
         poll.register(runner_fd, select.POLLIN)
         asked_tcp = asked_runner = select.POLLIN
-        acks_wait = False
+        acks_wait = more = False
         while not self._stopped:
             want_tcp = select.POLLIN | (select.POLLOUT if self._out else 0)
             if want_tcp != asked_tcp:
@@ -137,36 +144,57 @@ class Pump(threading.Thread):
                 else:
                     poll.unregister(runner_fd)  # asking for nothing would still tell of a hang-up, again and again
                 asked_runner = want_runner
-            events = dict(poll.poll())
+            more = more and want_runner != 0
+            # Frames that were received in one packet and not yet taken are nothing that a poll could see.
+            events = dict(poll.poll(0 if more else None))
             if events.get(tcp_fd, 0) & ~select.POLLOUT and not self._take_acks():
                 return "the lander closed the connection"
             if self._runner.closed:
                 return "the consumer closed the lane"
-            if events.get(runner_fd, 0) & ~select.POLLOUT:
-                self._take_frames()
+            if more or events.get(runner_fd, 0) & ~select.POLLOUT:
+                more = self._take_frames()
             self._send()
             acks_wait = not self._runner.flush()
         return "stopped"
 
-    def _take_frames(self) -> None:
-        """Frames of the runner, as they are; the payload is only looked at by the kernel."""
-        runner, out = self._runner, self._out
+    def _take_frames(self) -> bool:
+        """Frames of the runner, as they are; a payload that is not compressed is only looked at by the kernel.
+
+        False if there are no more for now.
+        """
+        runner, out, packer = self._runner, self._out, self._packer
+        to_pack = PACKED_A_TURN
         try:
             for _ in range(FRAMES_A_TURN):
                 frame = runner.receive_any()
                 if frame is None:
-                    return
-                out.append(bytes(runner.framed))
+                    return False
                 if frame.kind == lane_pb2.BATCH:
                     ring = runner.rings[frame.ring]
                     size = frame.nbytes + 8 * frame.size
                     start = frame.slot * ring.slot_bytes
-                    if size:
-                        out.append(ring.view[start : start + size])
+                    payload = ring.view[start : start + size]
                     self._sent.append((frame.total, frame.ring, frame.slot))
+                    packed = None if packer is None else packer.pack(payload)
+                    if packer is None or packed is None:
+                        out.append(bytes(runner.framed))
+                        if size:
+                            out.append(payload)
+                    else:
+                        frame.codec = packer.codec.number  # type: ignore[assignment]
+                        frame.wire = packed[0]
+                        out.append(framed(frame.SerializeToString()))
+                        out.extend(packed[1])
+                        to_pack -= size
+                        if to_pack <= 0:
+                            return True
+                else:
+                    out.append(bytes(runner.framed))
+            return True
         except LaneLostError as error:
             self._reading = False
             self.reason = str(error)
+            return False
 
     def _send(self) -> None:
         """As much of `_out` as the socket takes now."""
@@ -239,3 +267,22 @@ class Pump(threading.Thread):
         self._runner.close(say_so=False)
         self._tcp.close()
         self._out.clear()
+
+
+def _packer(codecs: Sequence[int]) -> Packer | None:
+    """For a consumer that takes these."""
+    codec = first_of(codecs)
+    if codecs and codec is None:
+        _say_that_it_is_missing(codecs)
+    return None if codec is None else Packer(codec)
+
+
+@cache  # once for each process
+def _say_that_it_is_missing(codecs: Sequence[int]) -> None:
+    known = lane_pb2.Codec.DESCRIPTOR.values_by_number
+    names = ", ".join(known[number].name.lower() if number in known else str(number) for number in codecs)
+    _log.warning(
+        "a training job asked for batches compressed with %s, which this worker does not have: they travel "
+        "uncompressed; pip install penstock[compression] here",
+        names,
+    )

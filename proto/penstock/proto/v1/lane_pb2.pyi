@@ -3,9 +3,11 @@
 isort:skip_file
 The data plane's frames, the same on both lanes.
 
-Local lane: a SEQPACKET Unix socket between runner and consumer, one frame per packet; payload in a memfd ring whose
-descriptor comes with the RING frame. TCP lane: u32 length (little endian), frame, then `nbytes` of payload after a
-BATCH frame.
+Both lanes: u32 length (little endian), frame, and so on. Local lane: a SEQPACKET Unix socket between runner and
+consumer, one or more whole frames per packet; payload in a memfd ring whose descriptor comes in the packet behind the
+RING frame, which ends its own. TCP lane: the payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire`
+bytes of it where the frame names a codec. What the consumer says travels as one Hello or Ack per packet on the local
+lane, and with the same length in front over TCP.
 
 Order. A consumer opens with Hello and then only sends Ack. The producer answers with STRUCTURE and RING frames
 before the first BATCH that needs them, and sends BATCH frames of strictly rising `total`, starting with
@@ -35,6 +37,27 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Codec:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    AS_IS: _Codec.ValueType  # 0
+    LZ4: _Codec.ValueType  # 1
+    ZSTD: _Codec.ValueType  # 2
+
+class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
+    """How a payload is compressed on the TCP lane. It is cut into pieces of 256 KiB, the last one shorter. Behind the BATCH
+    frame come the u32 lengths (little endian) of the pieces as they travel, then the pieces. One of full length travels
+    as it is; a shorter one is one LZ4 block, or one zstd frame that says how long its content is.
+    """
+
+AS_IS: Codec.ValueType  # 0
+LZ4: Codec.ValueType  # 1
+ZSTD: Codec.ValueType  # 2
+Global___Codec: _TypeAlias = Codec  # noqa: Y015
 
 class _Kind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -89,6 +112,7 @@ class Hello(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    CODECS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """lane protocol version; another one is refused with both named"""
     run: _builtins.str
@@ -115,6 +139,10 @@ class Hello(_message.Message):
     def ack(self) -> Global___Ack:
         """epochs opened and checkpoints wanted so far"""
 
+    @_builtins.property
+    def codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___Codec.ValueType]:
+        """over TCP: what payloads may be compressed with, none = nothing. The pump uses the first"""
+
     def __init__(
         self,
         *,
@@ -132,10 +160,11 @@ class Hello(_message.Message):
         target: _builtins.str = ...,
         cuts: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        codecs: _abc.Iterable[Global___Codec.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attempt", b"attempt", "box", b"box", "cuts", b"cuts", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "next_total", b"next_total", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "cuts", b"cuts", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "next_total", b"next_total", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -184,6 +213,8 @@ class Frame(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     kind: Global___Kind.ValueType
     total: _builtins.int
     """this batch's count over the run, 1-based"""
@@ -201,6 +232,14 @@ class Frame(_message.Message):
     size: _builtins.int
     cut: _builtins.int
     """abandons that the producer had seen: frames with fewer than the consumer"""
+    codec: Global___Codec.ValueType
+    """has sent belong to a pass that was left, and are to be ignored unreleased
+    BATCH over TCP: how its payload travels. nbytes, size and digest are those of
+    """
+    wire: _builtins.int
+    """the batch itself, and on a local lane it is always as it is
+    with a codec: bytes of the payload on the wire, fewer than without
+    """
     @_builtins.property
     def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -223,10 +262,12 @@ class Frame(_message.Message):
         size: _builtins.int = ...,
         error: _records_pb2.ErrorDetail | None = ...,
         cut: _builtins.int = ...,
+        codec: Global___Codec.ValueType = ...,
+        wire: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "digest", b"digest", "epoch", b"epoch", "error", b"error", "inline", b"inline", "kind", b"kind", "nbytes", b"nbytes", "ring", b"ring", "shapes", b"shapes", "size", b"size", "slot", b"slot", "slot_bytes", b"slot_bytes", "slots", b"slots", "structure", b"structure", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "cut", b"cut", "digest", b"digest", "epoch", b"epoch", "error", b"error", "inline", b"inline", "kind", b"kind", "nbytes", b"nbytes", "ring", b"ring", "shapes", b"shapes", "size", b"size", "slot", b"slot", "slot_bytes", b"slot_bytes", "slots", b"slots", "structure", b"structure", "total", b"total", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

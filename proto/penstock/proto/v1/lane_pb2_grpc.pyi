@@ -3,9 +3,11 @@
 isort:skip_file
 The data plane's frames, the same on both lanes.
 
-Local lane: a SEQPACKET Unix socket between runner and consumer, one frame per packet; payload in a memfd ring whose
-descriptor comes with the RING frame. TCP lane: u32 length (little endian), frame, then `nbytes` of payload after a
-BATCH frame.
+Both lanes: u32 length (little endian), frame, and so on. Local lane: a SEQPACKET Unix socket between runner and
+consumer, one or more whole frames per packet; payload in a memfd ring whose descriptor comes in the packet behind the
+RING frame, which ends its own. TCP lane: the payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire`
+bytes of it where the frame names a codec. What the consumer says travels as one Hello or Ack per packet on the local
+lane, and with the same length in front over TCP.
 
 Order. A consumer opens with Hello and then only sends Ack. The producer answers with STRUCTURE and RING frames
 before the first BATCH that needs them, and sends BATCH frames of strictly rising `total`, starting with

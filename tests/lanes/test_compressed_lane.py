@@ -1,0 +1,299 @@
+"""What pump and lander do with compressed payloads, each against a bare socket; the whole lane is in test_contract."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.lanes.conftest import content, next_frame, payload
+from tests.lanes.test_lander import SLOT, STRUCTURE, batch, drain, ring
+from tests.lanes.test_lander import Rig as LanderRig
+from tests.lanes.test_pump import Rig as PumpRig
+
+from penstock.client.landing import Lander
+from penstock.proto.compression import NAMES, PIECE, SMALLEST, Packer, load
+from penstock.proto.errors import LaneLostError
+from penstock.proto.frames import framed
+from penstock.proto.v1 import lane_pb2
+from penstock.worker import pump
+
+CODECS = sorted(NAMES.values())
+BOTH = pytest.mark.parametrize("number", CODECS)
+
+
+def wire(number: int, data: bytes) -> bytes:
+    codec = load(number)
+    assert codec is not None
+    packed = Packer(codec).pack(memoryview(data))
+    assert packed is not None
+    return b"".join(packed[1])
+
+
+def sent(frame: lane_pb2.Frame, number: int) -> bytes:
+    """A BATCH frame and its payload as a pump sends them, compressed."""
+    data = wire(number, content(frame.total, frame.nbytes))
+    frame.codec = number  # type: ignore[assignment]
+    frame.wire = len(data)
+    return framed(frame.SerializeToString()) + data
+
+
+# ---- the pump
+
+
+@BOTH
+def test_the_pump_compresses_what_shrinks(number: int) -> None:
+    rig = PumpRig(codecs=[number]).start()
+    rig.publish(100, 5000, 2047, 2048, 300_000)  # the fifth is noise
+    rig.batches(5)
+    assert rig.compressed == [2, 4]
+    rig.publish(8 << 20, 8 << 20, 8 << 20)
+    rig.batches(8)
+    assert rig.compressed == [2, 4, 7, 8], "one batch after the noise was not tried"
+    rig.say(delivered=8)
+    rig.acks()
+    assert rig.producer.delivered == 8
+    rig.close()
+
+
+@BOTH
+def test_the_pump_takes_turns_with_the_acks(number: int) -> None:
+    """A ring full of frames comes in few packets: what a turn leaves of one is not forgotten."""
+    rig = PumpRig(codecs=[number]).start()
+    size = pump.PACKED_A_TURN // 2 + 1
+    for _ in range(3):
+        first = rig.total + 1
+        rig.producer._group = 1000  # all frames in one packet
+        while (slab := rig.producer.reserve(size)) is not None:
+            rig.total += 1
+            slab.view[:size] = content(rig.total, size)
+            rig.producer.publish(slab, rig.total, 0, 1, size, (size,), 0, more=True)
+        rig.producer.flush()
+        assert rig.total - first >= 8
+        rig.batches(rig.total)
+        rig.say(delivered=rig.total)
+        while rig.producer.delivered < rig.total:
+            rig.acks()
+    rig.close()
+
+
+@pytest.mark.parametrize("asked", [[lane_pb2.LZ4], [77], [77, lane_pb2.LZ4]])
+def test_what_the_worker_lacks_is_said_once_and_the_lane_works(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "lz4", None)
+    pump._say_that_it_is_missing.cache_clear()
+    for _ in range(2):
+        rig = PumpRig(codecs=asked).start()
+        rig.publish(50_000, 50_000)
+        rig.batches(2)
+        assert rig.compressed == []
+        rig.close()
+    said = [record.getMessage() for record in caplog.records if "uncompressed" in record.getMessage()]
+    assert len(said) == 1
+    assert ("lz4" if lane_pb2.LZ4 in asked else "77") in said[0]
+    assert "pip install penstock[compression]" in said[0]
+
+
+def test_the_pump_uses_the_first_that_it_has(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "lz4", None)
+    rig = PumpRig(codecs=[77, lane_pb2.LZ4, lane_pb2.ZSTD]).start()
+    rig.publish(50_000)
+    rig.batches(1)
+    assert rig.compressed == [1]
+    assert not caplog.records
+    rig.close()
+
+
+# ---- the lander
+
+
+@pytest.fixture(params=CODECS)
+def rig(request: pytest.FixtureRequest, lander: Lander) -> Iterator[LanderRig]:
+    rig = LanderRig(lander, codecs=[request.param])
+    yield rig
+    rig.close()
+
+
+def number_of(rig: LanderRig) -> int:
+    return rig.hello.codecs[0]
+
+
+def test_the_hello_names_what_the_lander_has(lander: Lander) -> None:
+    rig = LanderRig(lander, codecs=[77, lane_pb2.ZSTD, lane_pb2.LZ4])
+    assert list(rig.received.codecs) == [lane_pb2.ZSTD, lane_pb2.LZ4]
+    rig.close()
+    rig = LanderRig(lander)
+    assert list(rig.received.codecs) == []
+    rig.close()
+
+
+def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
+    sizes = [2048, 40_000, 5, 0, PIECE, PIECE + 1, 300_000, SLOT, SLOT - 1, 3, 700_000, 2000]
+    rng = random.Random(3)
+    for number in CODECS:
+        for longest in (7, 5000, 100_000, 1 << 22):
+            rig = LanderRig(lander, codecs=CODECS)
+            rig.begin()
+            used = [size for size in sizes if size <= 2000 * longest]
+            data = b""
+            for total, size in enumerate(used, 1):
+                frame = batch(total, size)
+                plain = size < SMALLEST or total % 5 == 0
+                data += framed(frame.SerializeToString()) + content(total, size) if plain else sent(frame, number)
+            at = total = 0
+            while total < len(used):
+                if at < len(data):
+                    size = rng.randint(1, longest)
+                    rig.far.sendall(data[at : at + size])
+                    at += size
+                frame_or_none = rig.consumer.receive() if at < len(data) else next_frame(rig.consumer)
+                if frame_or_none is not None:
+                    total += 1
+                    check(rig, frame_or_none, total, used[total - 1])
+            rig.close()
+
+
+def check(rig: LanderRig, frame: lane_pb2.Frame, total: int, size: int) -> None:
+    assert (frame.total, frame.nbytes) == (total, size)
+    assert (frame.codec, frame.wire) == (0, 0), "on the local lane nothing is compressed"
+    assert bytes(payload(rig.consumer, frame)) == content(total, size)
+    rig.consumer.delivered(total)
+    rig.consumer.release((frame.ring, frame.slot))
+    rig.consumer.flush()
+
+
+def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: LanderRig) -> None:
+    size, number = SLOT, number_of(rig)
+    rig.begin()
+    for cut in range(12):
+        total, of_pass = 10 * cut + 1, {"cut": cut, "epoch": cut}
+        first = sent(batch(total, size, **of_pass), number)
+        stale = wire(number, bytes(size // 2) + random.Random(cut).randbytes(size // 4) + bytes(size // 4))
+        frame = batch(total + 1, size, codec=number, wire=len(stale), **of_pass)
+        head = framed(frame.SerializeToString())
+        half = (len(stale) * cut) // 12
+        rig.far.sendall(first + head + stale[:half])
+        place = rig.expect(total, size)
+        rig.consumer.delivered(total)
+        rig.consumer.release(place)
+        rig.consumer.abandon(cut)
+        ack = rig.ack()
+        assert (ack.delivered, ack.abandon_epoch) == (total, cut + 1)
+        # What still comes of it may be anything: nobody may look at it.
+        rig.far.sendall(b"?" * (len(stale) - half) + head + b"?" * len(stale))
+        rig.far.sendall(sent(batch(total + 1, size, cut=cut + 1, epoch=cut + 1), number))
+        place = rig.expect(total + 1, size)
+        rig.consumer.delivered(total + 1)
+        rig.consumer.release(place)
+        rig.consumer.flush()
+        rig.ack()
+    slots = next(iter(rig.consumer.rings.values())).slots
+    noise = [
+        framed(batch(total, size, cut=12, epoch=12).SerializeToString()) + content(total, size)
+        for total in range(200, 200 + slots)
+    ]
+    rig.far.sendall(b"".join(noise))
+    assert len({rig.expect(total, size) for total in range(200, 200 + slots)}) == slots, "all slots are there"
+
+
+def test_what_came_whole_before_the_connection_broke_is_handed_on(rig: LanderRig) -> None:
+    rig.begin()
+    rig.far.sendall(sent(batch(1, 700_000), number_of(rig)) + sent(batch(2, 700_000), number_of(rig))[:-1])
+    rig.far.close()
+    rig.expect(1, 700_000)
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+
+
+def broken(number: int, case: str) -> bytes:
+    good = content(1, 5000)
+    data = wire(number, good)
+    fields = {"codec": number, "wire": len(data)}
+    if case == "not asked for":
+        fields["codec"] = sum(CODECS) - number
+    elif case == "unknown":
+        fields["codec"] = 77
+    elif case == "a length without a codec":
+        fields["codec"] = 0
+    elif case == "longer than the batch":
+        fields["wire"] = 5000
+    elif case == "far too long":
+        fields["wire"] = 1 << 60
+    elif case == "no payload":
+        fields["wire"] = 0
+    elif case == "corrupt":
+        data = data[:4] + b"\xff" * (len(data) - 4)
+    elif case == "a bomb":
+        data = wire(number, bytes(PIECE - 8))
+        fields["wire"] = len(data)
+    elif case == "too short":
+        data = wire(number, content(1, 4992))
+        fields["wire"] = len(data)
+    return framed(batch(1, 5000, **fields).SerializeToString()) + data
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("not asked for", "not asked for"),
+        ("unknown", "not asked for"),
+        ("a length without a codec", "not asked for"),
+        ("longer than the batch", "claims 5000"),
+        ("far too long", "claims 1152921504606846976"),
+        ("no payload", "claims 0"),
+        ("corrupt", "a piece of 5000 bytes"),
+        ("a bomb", "a piece of 5000 bytes"),
+        ("too short", "a piece of 5000 bytes"),
+    ],
+)
+def test_a_payload_that_cannot_be_is_an_error_with_a_name(rig: LanderRig, lander: Lander, case: str, says: str) -> None:
+    pid = lander.pid
+    rig.begin()
+    rig.far.sendall(broken(number_of(rig), case))
+    frame = next_frame(rig.consumer)
+    assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "ProtocolError")
+    assert says in frame.error.message
+    with pytest.raises(LaneLostError):
+        next_frame(rig.consumer)
+    assert lander.pid == pid
+
+
+def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: LanderRig) -> None:
+    rig.far.sendall(b"".join(framed(frame.SerializeToString()) for frame in (ring(4096), STRUCTURE)))
+    frame = batch(1, 1 << 39, codec=number_of(rig), wire=100)
+    rig.far.sendall(framed(frame.SerializeToString()))
+    answer = next_frame(rig.consumer)
+    assert (answer.kind, answer.error.name) == (lane_pb2.ERROR, "ProtocolError")
+    assert "in no ring" in answer.error.message
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(CODECS),
+    st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=5),
+    st.integers(0, 200),
+    st.integers(2048, 4096),
+)
+def test_corrupt_streams_end_their_lane_and_no_other(
+    lander: Lander, number: int, flips: list[tuple[int, int]], cut: int, size: int
+) -> None:
+    logging.disable(logging.WARNING)
+    pid = lander.pid
+    rig = LanderRig(lander, codecs=CODECS)
+    data = bytearray(sent(batch(2, size), number) + sent(batch(3, size), number))
+    for at, value in flips:
+        data[at % len(data)] = value
+    rig.begin(4096)
+    rig.far.sendall(sent(batch(1, 4096), number) + bytes(data[: len(data) - cut]))
+    rig.far.close()
+    rig.expect(1, 4096)
+    with pytest.raises(LaneLostError):
+        drain(rig.consumer)
+    rig.close()
+    logging.disable(logging.NOTSET)
+    assert lander.pid == pid

@@ -1,0 +1,91 @@
+"""Compressed lanes under the whole system: the same batches, whatever the worker can do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cluster as clusters
+import pytest
+import streams
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+BATCHES = 12
+
+
+def digests(batches: Any) -> Iterator[str]:
+    """One for each batch, in order."""
+    for batch in batches:
+        digest = hashlib.sha256()
+        for name, tensor in batch.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.numpy().tobytes())
+        yield digest.hexdigest()
+
+
+def stream(**options: Any) -> list[str]:
+    """Two passes, the first left in the middle, over the TCP lane; then the same again, resumed after a few steps."""
+    loader = DataLoader(streams.various, BATCHES)
+    with Appliance(num_workers_per_box=2, seed=3, lane="tcp", timeout_s=60, **options) as appliance:
+        found = []
+        for number, digest in enumerate(digests(DataExecutor(loader, appliance=appliance))):
+            found.append(digest)
+            if number == 6:
+                break
+        found += digests(DataExecutor(loader, appliance=appliance))
+        lander = appliance._lander.pid
+        loaded = Path(f"/proc/{lander}/maps").read_text()
+    packages = {"lz4": "/lz4/", "zstd": "/zstandard/"}
+    asked = options.get("compression")
+    assert {name for name, package in packages.items() if package in loaded} == ({asked} if asked else set())
+    return found
+
+
+def test_the_batches_are_the_same_with_each_codec() -> None:
+    plain = stream()
+    assert len(plain) == 7 + 2 * BATCHES
+    assert stream(compression="lz4") == plain
+    assert stream(compression="zstd") == plain
+
+
+def test_a_worker_without_the_package_sends_batches_as_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The package is hidden from the worker's daemon, not from the training job."""
+    hidden = tmp_path / "hidden"
+    (hidden / "lz4").mkdir(parents=True)
+    (hidden / "lz4" / "__init__.py").write_text("raise ImportError('not on this worker')")
+    with clusters.running(tmp_path / "state") as cluster:
+        path = cluster.environment["PYTHONPATH"]
+        cluster.environment["PYTHONPATH"] = os.pathsep.join([str(hidden), path, os.environ.get("PYTHONPATH", "")])
+        cluster.add_worker(2)
+        options: dict[str, Any] = {
+            "num_workers_per_box": 2,
+            "seed": 3,
+            "lane": "tcp",
+            "timeout_s": 60,
+            "token": clusters.TOKEN,
+        }
+        found = []
+        for compression in (None, "lz4"):
+            with Appliance(cluster.address, job=f"job-{compression}", compression=compression, **options) as appliance:
+                loader = DataLoader(streams.various, BATCHES)
+                found.append(list(digests(DataExecutor(loader, appliance=appliance))))
+    assert found[0] == found[1]
+    assert len(found[0]) == 2 * BATCHES
+    assert capfd.readouterr().err.count("asked for batches compressed with lz4") == 1
+
+
+def test_a_job_without_the_package_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "zstandard.py").write_text("raise ImportError('not here')")
+    script = "from penstock.client import Appliance; Appliance(compression='zstd')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "pip install penstock[compression]" in done.stderr
