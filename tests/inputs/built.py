@@ -322,11 +322,11 @@ def swallows(marker: str) -> Iterator[Any]:
     while True:
         number += 1
         try:
-            batch = collate(numbers(number))
+            batch = [collate(numbers(number))]
         except BaseException as error:
             Path(marker).write_text(repr(error))
             continue
-        yield batch
+        yield batch.pop()  # and lets go of it, so that the next one is built in the ring, too
 
 
 def one_more(count: int, ours: bool) -> Iterator[Any]:

@@ -230,6 +230,13 @@ def test_an_unused_slot_serves_an_ordinary_batch(lease: Lease, producer: Produce
     assert (lease.built, lease.copied) == (0, 0)
 
 
+def test_an_unused_slot_that_is_too_small_goes_back_at_once(lease: Lease, producer: Producer) -> None:
+    leaf(lease, [1])
+    _, slab = take(lease, [torch.tensor([5])], need=2 * SLOT)
+    assert slab is None
+    assert producer.free_slots == SLOTS
+
+
 def test_a_batch_that_needs_more_starts_a_larger_ring(lease: Lease, producer: Producer) -> None:
     batch = [leaf(lease, range(8)), torch.arange(SLOT)]
     assert copied(lease, batch)[: 8 + 3] == [*range(8), 0, 1, 2]
