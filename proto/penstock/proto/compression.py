@@ -35,7 +35,7 @@ PIECE = 256 << 10
 """Bytes of a batch in one piece: part of the protocol."""
 SMALLEST = 2 << 10
 """Bytes below which a batch is never compressed. Of 1 KiB of token ids lz4 takes 3.6 us on the slower side to save
-3.3 us of a 1 Gbit/s network, zstd 7.4 for 5.5; of 2 KiB 4.5 for 6.9, and 9.6 for 11.3 (docs/benchmarks.md)."""
+3.3 us of a 1 Gbit/s network, zstd 7.4 for 5.5; of 2 KiB 4.5 for 6.9, and 9.6 for 11.3 (benchmarks/compression.md)."""
 ENOUGH = 7 / 8
 """Share of its size that a batch, or a piece of one, must not exceed. Noisy float32 images are the case: zstd takes
 12 % off them at 1.2 GB/s, which pays below 1 Gbit/s only, and there by little."""
@@ -44,7 +44,7 @@ MOST_SKIPPED = 64
 ZSTD_LEVEL = 1
 """Levels 2 and 3 are slower and leave token ids larger, not smaller (438 and 386 MB/s with a ratio of 3.5 and 3.3,
 against 605 MB/s with 4.0); level 5 takes a quarter more off quantised images, at a third of the speed; level -1 gives
-up a quarter of the ratio on skewed ids, for a tenth in speed (docs/benchmarks.md)."""
+up a quarter of the ratio on skewed ids, for a tenth in speed (benchmarks/compression.md)."""
 
 NAMES: dict[str, int] = {"lz4": lane_pb2.LZ4, "zstd": lane_pb2.ZSTD}
 """What a user may ask for -> what the frames call it."""

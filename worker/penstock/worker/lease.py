@@ -39,7 +39,7 @@ NOWHERE = 1 << 62
 """A cursor from which nothing fits any more."""
 WORTH_FROM = 512 << 10
 """Bytes of a ring slot below which none is lent: copying half a MiB takes 9 us, and doing without it as long (see
-docs/benchmarks-collate.md)."""
+benchmarks/collate.md)."""
 VAIN_LIMIT = 8
 """Batches in a row that were built in a slot and had to be copied, after which the rest of the pass is built in
 ordinary memory: this loader keeps its batches, or changes them, and will go on to do so."""
