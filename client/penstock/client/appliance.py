@@ -71,8 +71,8 @@ class Appliance:
         lane: "auto" (shared memory on this host, TCP from others) or "tcp".
         compression: of batches over TCP: None, "lz4" or "zstd" (None). It makes a stream that shrinks faster where the
             network gives a lane less than 7 ("lz4") or 4 Gbit/s ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB
-            (benchmarks/compression.md); what does not shrink travels as it is. Needs `pip install penstock[compression]`; a
-            worker without it sends batches as they are.
+            (benchmarks/compression.md); what does not shrink travels as it is. Needs `pip install
+            penstock[compression]`; a worker without it sends batches as they are.
         max_batch_bytes: a larger batch is an error (1 GiB).
         strict_structure: refuse a batch whose tree or dtypes differ from the first one's (False).
         replay: save loaders that have no state methods too, by counting their batches and replaying them (False).

@@ -67,7 +67,7 @@ SMALL = 16 << 10
 """Bytes of payload up to which batches are copied out of the receive buffer, many to a receive."""
 AHEAD = 4 << 10
 """Bytes received behind a larger payload: room for the next frame, and little to be copied."""
-WAKE_AT = 1 << 20
+WAKE_AT = 512 << 10
 """Bytes of a large payload that must have come before it is looked at again. Without this a receive takes 160 KiB of
 8 MiB, and waking up for it costs sender and receiver a tenth of their time (docs/benchmarks.md)."""
 READS_A_TURN = 32

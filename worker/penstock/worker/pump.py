@@ -75,6 +75,7 @@ class Pump(threading.Thread):
         self.reason = ""
         """Why it ended, once it has."""
         tcp.tune(tcp_socket)
+        tcp.fit_send_buffer(tcp_socket)
         tcp_socket.setblocking(False)
         self._tcp = tcp_socket
         self._runner = Consumer(local, f"the runner of {name}")
