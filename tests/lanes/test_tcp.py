@@ -139,22 +139,15 @@ def test_a_message_longer_than_any_frame() -> None:
 # ---- buffers
 
 
-def connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _ = listener.accept()
-    return near, far
-
-
-def test_a_send_buffer_fits_into_a_cache_where_the_peer_is_near() -> None:
-    near, far = connected()
-    with near, far:
-        tcp.fit_send_buffer(near)
-        assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.NEAR_BUFFER, "the kernel doubles it"
+def test_a_send_buffer_fits_into_a_cache_where_the_peer_is_near(ends: tuple[socket.socket, socket.socket]) -> None:
+    tcp.fit_send_buffer(ends[0])
+    assert ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.NEAR_BUFFER, "the kernel doubles it"
 
 
 @pytest.mark.parametrize("information", ["far", "short"])
-def test_a_send_buffer_stays_the_kernels_where_the_peer_is_far_or_unknown(information: str) -> None:
+def test_a_send_buffer_stays_the_kernels_where_the_peer_is_far_or_unknown(
+    ends: tuple[socket.socket, socket.socket], information: str
+) -> None:
     class Odd(socket.socket):
         def getsockopt(self, *what: int) -> Any:
             found: Any = super().getsockopt(*what)
@@ -163,8 +156,7 @@ def test_a_send_buffer_stays_the_kernels_where_the_peer_is_far_or_unknown(inform
             assert len(found) == what[2], "this kernel tells as much as is asked for"
             return found[:-4] + struct.pack("=I", tcp.NEAR_US) if information == "far" else found[:100]
 
-    near, far = connected()
-    with Odd(fileno=near.detach()) as odd, far:
+    with Odd(fileno=ends[0].detach()) as odd:
         before = odd.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         tcp.fit_send_buffer(odd)
         assert odd.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before

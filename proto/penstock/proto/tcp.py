@@ -29,7 +29,7 @@ USER_TIMEOUT_S = 30
 NEAR_US = 100
 """Microseconds of the shortest round trip so far, up to which a peer is near."""
 NEAR_BUFFER = 256 << 10
-"""Bytes, which the kernel doubles for what it needs itself. Half of it and twice of it are slower (benchmarks.md)."""
+"""Bytes, which the kernel doubles for what it needs itself. Half of it is slower, twice of it no better."""
 _MIN_RTT_AT = 148
 """Where tcpi_min_rtt stands in Linux's struct tcp_info."""
 
