@@ -40,7 +40,7 @@ __all__ = [
     "pack_shapes",
 ]
 
-LANE_PROTOCOL = 1
+LANE_PROTOCOL = 2
 MAX_FRAME = 64 << 10
 """Bytes. A default Unix socket buffer holds 208 KiB, so three of the largest are always on their way."""
 HEAD = struct.Struct("<I")

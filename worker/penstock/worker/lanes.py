@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock.proto.channel import detail_of
 from penstock.proto.errors import PenstockError, PortTakenError, ProtocolError, SupersededError, VersionSkewError
+from penstock.proto.frames import framed
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, check_peer
 from penstock.proto.tcp import read_hello
 from penstock.proto.v1 import lane_pb2
@@ -113,9 +114,8 @@ class LaneDoors:
         except PenstockError as error:
             ours.close()
             theirs.close()
-            refusal = _refusal(error)
             connection.setblocking(True)
-            connection.sendall(len(refusal).to_bytes(4, "little") + refusal)
+            connection.sendall(_refusal(error))
             raise
         self._pumps = {pump for pump in self._pumps if pump.is_alive()}
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
@@ -137,6 +137,6 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """The one frame that a refused consumer gets; of an older generation's it says that, and no more."""
+    """The one frame that a refused consumer gets, as it travels; of an older generation's it says that, and no more."""
     kind = lane_pb2.CLOSE if isinstance(error, SupersededError) else lane_pb2.ERROR
-    return lane_pb2.Frame(kind=kind, error=detail_of(error)).SerializeToString()
+    return framed(lane_pb2.Frame(kind=kind, error=detail_of(error)).SerializeToString())

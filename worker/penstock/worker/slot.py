@@ -100,7 +100,6 @@ class Slot:
         self._child: Child | None = None
         self._unsaved: records_pb2.ErrorDetail | None = None
         self._ready = asyncio.Event()
-        self._changed = asyncio.Event()
         self._stopping = False
         self._attached = False
         self._begun = False
@@ -189,7 +188,7 @@ class Slot:
         _log.warning("%s: %s", self.name, error.message)
         if self._child is not None:
             self._child.kill()
-        self._note()
+        self._host.slot_changed()
 
     def _lose(self, why: str) -> None:
         self.fail(
@@ -233,7 +232,8 @@ class Slot:
             self._store.add(base, self._oldest_wanted())
             if not base.origin and len(self._early) < EARLY_SNAPSHOTS:
                 self._early.append(base)
-        elif message.kind == "ready":
+            return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
+        if message.kind == "ready":
             self.traits.ParseFromString(message.payload)
             self._spawn(self._become_ready())
         elif message.kind == "unsaved":
@@ -247,11 +247,6 @@ class Slot:
             _log.warning("%s: %s", self.name, fields["error"]["message"])
         elif message.kind == "failed":
             self.fail(records_pb2.ErrorDetail(**fields["error"]), lost=False)
-        self._note()
-
-    def _note(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
         self._host.slot_changed()
 
     async def _become_ready(self) -> None:
@@ -262,7 +257,7 @@ class Slot:
         if self.phase == coordinator_pb2.STARTING:
             self.phase = coordinator_pb2.READY
             self._ready.set()
-            self._note()
+            self._host.slot_changed()
 
     # ---- lanes
 
