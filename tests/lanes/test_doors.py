@@ -25,27 +25,27 @@ def doors(error: PenstockError) -> Iterator[LaneDoors]:
     async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
         raise error
 
-    loop, opened = asyncio.new_event_loop(), LaneDoors(refuse)
-
-    def serve() -> None:
-        asyncio.set_event_loop(loop)
-        loop.call_soon(opened.open, "127.0.0.1:0")
-        loop.call_soon(ready.set)
-        loop.run_forever()
-
+    opened = LaneDoors(refuse)
     ready = threading.Event()
-    thread = threading.Thread(target=serve)
+    loop: asyncio.AbstractEventLoop
+    over: asyncio.Event
+
+    async def serve() -> None:
+        nonlocal loop, over
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        opened.open("127.0.0.1:0")
+        ready.set()
+        await over.wait()
+        opened.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(10)
     try:
         yield opened
     finally:
-        loop.call_soon_threadsafe(opened.close)
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(over.set)
         thread.join()
-        loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
 
 
 @pytest.fixture(scope="module")
