@@ -10,7 +10,6 @@ import pytest
 import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.consumer import Consumer
 from penstock.proto.ring import MAX_SLOTS
 from penstock.worker import current_assignment
 
@@ -78,23 +77,3 @@ def test_every_checkpoint_step_has_its_snapshot_however_far_ahead_the_worker_is(
         for _ in DataExecutor(loader, num_steps=300, checkpoint_steps=1, appliance=alone):
             time.sleep(0.0005)
     assert set(range(MAX_SLOTS + 1, 301)) <= set(map(int, taken.read_text().split()))
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_only_quick_batches_share_a_packet(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that took its time goes out at once, whatever the next one will take."""
-    packets = 0
-    receive = Consumer._receive_packet
-
-    def count(consumer: Consumer) -> bool:
-        nonlocal packets
-        came = receive(consumer)
-        packets += came
-        return came
-
-    monkeypatch.setattr(Consumer, "_receive_packet", count)
-    batches = 5000 if quick else 2000  # some are there before the lane, and come in one packet
-    input_fn, *arguments = (streams.unsharded, batches) if quick else (streams.slow, 0.0003, batches)
-    with Appliance(num_workers_per_box=1) as alone:
-        assert len(list(DataExecutor(DataLoader(input_fn, *arguments), appliance=alone))) == batches
-    assert packets < batches / 2 if quick else packets > batches / 2

@@ -112,6 +112,7 @@ class Feed:
         if self._version != self._run.version:
             self._refresh()
         self.wait_s = 0.0
+        self._waiting_since = 0.0  # a wait that ended with the pass, or an error, is not this one's
         while True:
             slot = position.live[position.cursor]
             lane = self._lanes[slot]

@@ -36,9 +36,6 @@ from penstock.worker.stacking import Builder
 
 __all__ = ["run_slot"]
 
-QUICK_BATCH_S = 20e-6
-"""A batch that took less may wait for the next few and travel with them: a packet for each would cost more than the
-batch. A source of real data is never that quick, and what took longer goes out at once."""
 SLOW_BATCH_S = 0.001
 """A batch that took longer is followed by a look at the sockets; it costs 2 us."""
 LONGEST_DEAF_S = 0.1
@@ -286,16 +283,13 @@ class _Runner:
             del flat
             total = place.total
             now = clock()
-            quick = now - started < QUICK_BATCH_S
             if total in producer.wanted or place.delivered == 1 or self._cadence.due(now):
-                producer.flush()
-                quick = False
                 self._snapshot()
             if not self._looked and place_of.looked_at():
                 self._looked = True
                 ledger.saw_look()
             ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
-            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest, quick)
+            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")
