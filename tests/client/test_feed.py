@@ -564,13 +564,13 @@ def test_a_position_in_the_middle_of_a_move_is_not_seen(rigs: Any, monkeypatch: 
     deliver = Position.deliver
     seen: list[Any] = []
 
-    def slowly(position: Position) -> None:
+    def slowly(position: Position, digest: int) -> None:
         position.step += 1
         thread = threading.Thread(target=lambda: seen.append(rig.feed.snapshot()))
         thread.start()
         thread.join(0.05)
         position.step -= 1
-        deliver(position)
+        deliver(position, digest)
         thread.join()
 
     monkeypatch.setattr(Position, "deliver", slowly)

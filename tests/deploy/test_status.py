@@ -151,8 +151,10 @@ def test_state_at_a_step(running: Running) -> None:
             "live_slots": [0, 1],
             "next_slot": 1,
             "slots": [{"delivered": 3, "total": 3}, {"delivered": 2, "total": 2}],
+            "digest": found["boxes"][0]["digest"],
         }
     ]
+    assert len(found["boxes"][0]["digest"]) == 16
     first, second = found["workers"]
     names = ("global_worker_id", "box", "slot", "step", "worker_step", "samples_streamed", "epoch", "user_state_dict")
     assert [first[name] for name in names] == [0, 0, 0, 5, 3, 12, 0, {"start": 0, "done": 3}]
@@ -170,7 +172,8 @@ def test_state_without_a_step_is_the_newest(running: Running, until: Any) -> Non
 def test_state_in_plain_text(running: Running) -> None:
     done = running.shell.run("state", "job/0", "--step", "5")
     assert done.returncode == 0
-    assert rows(done.stdout, "Run job/0 at step 5") == [["0", "5", "0", "1", "0 1", "3/3, 2/2"]]
+    digest = running.json("state", "job/0", "--step", "5")["boxes"][0]["digest"]
+    assert rows(done.stdout, "Run job/0 at step 5") == [["0", "5", "0", "1", "0 1", "3/3, 2/2", digest]]
     records = rows(done.stdout, "DataLoaderCheckpoint records")
     assert [row[:7] for row in records] == [["0", "0", "0", "5", "3", "12", "0"], ["1", "0", "1", "5", "2", "8", "0"]]
     assert [row[-1] for row in records] == ["{start: 0, done: 3}", "{start: 0, done: 2}"]

@@ -509,3 +509,13 @@ class Various:
 
 def various(batches: int) -> Various:
     return Various(batches, current_assignment().global_worker_id)
+
+
+def large(batches: int = 6, flip: int = -1) -> Iterator[torch.Tensor]:
+    """1 MiB each; the second batch of worker 0 has another byte at `flip`."""
+    place = current_assignment()
+    for number in range(batches):
+        batch = torch.full((1 << 20,), number + place.slot, dtype=torch.uint8)
+        if flip >= 0 and number == 1 and place.slot == 0:
+            batch[flip] += 1
+        yield batch

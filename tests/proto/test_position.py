@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
-from penstock.proto.position import Position, advance
+from penstock.proto.position import Position, advance, chain_at
 
 
 def test_slots_take_turns() -> None:
@@ -98,6 +100,43 @@ def test_strides_agree_with_single_steps(
     start = data.draw(st.integers(0, 20))
     for step in range(start, 51):
         assert advance(history[start], step, ends, cuts) == history[step]
+
+
+@given(walks(), st.data())
+def test_the_flight_record_is_followed_over_any_stretch(
+    walk: tuple[int, list[Position], dict[tuple[int, int], int], dict[int, int]], data: st.DataObject
+) -> None:
+    _, history, ends, cuts = walk
+    digests: dict[tuple[int, int], int] = {}
+    chain: int | None = 0
+    for before, after in itertools.pairwise(history):
+        (slot,) = (slot for slot, total in enumerate(after.total) if total > before.total[slot])
+        digests[slot, after.total[slot]] = data.draw(st.integers(0, (1 << 64) - 1))
+        told = Position.start(1)
+        told.chain = chain
+        told.deliver(digests[slot, after.total[slot]])
+        chain = after.chain = told.chain
+    start = data.draw(st.integers(0, 50))
+    for step in range(start, 51):
+        assert chain_at(history[start], step, ends, cuts, digests) == history[step].chain
+    if start < 50:
+        del digests[next((s, t) for s, t in digests if t > history[start].total[s])]
+        assert chain_at(history[start], 50, ends, cuts, digests) is None
+
+
+def test_a_chain_is_known_or_not_but_never_wrong() -> None:
+    position = Position.start(2)
+    assert position.to_proto().HasField("chain")
+    position.deliver(5)
+    assert position.chain is not None
+    assert advance(position, 1, {}).chain == position.chain
+    assert advance(position, 2, {}).chain is None
+    assert Position.from_proto(position.to_proto()).chain == position.chain
+    position.deliver()
+    position.deliver(6)
+    assert position.chain is None
+    assert not position.to_proto().HasField("chain")
+    assert Position.from_proto(position.to_proto()).chain is None
 
 
 def test_unknown_ends_are_taken_to_go_on_and_corrected_by_more_knowledge() -> None:

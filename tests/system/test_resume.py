@@ -65,6 +65,7 @@ def test_resumed_equals_uninterrupted(appliance: Appliance, name: str) -> None:
         rest = DataExecutor(again, num_steps=STEPS - step, appliance=appliance)
         assert [plain(batch) for batch in rest] == whole[step:], f"saved at step {step}"
         assert rest.step == STEPS
+        assert rest.digest == executor.digest
 
 
 def test_a_state_between_passes_goes_on_with_the_next(appliance: Appliance) -> None:

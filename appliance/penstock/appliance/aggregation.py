@@ -55,7 +55,7 @@ class Aggregation(Gathering):
         self._missing = [] if ready is not None else [f"a worker of box {self.box}"]
         self.requests = {}
         if ready is not None:
-            errand = Errand(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, self.blob)
+            errand = Errand(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.blob)
             self.requests[errand.id] = errand
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:

@@ -123,11 +123,15 @@ class Box:
         The record of a step is what stood right after it, with later ends not yet noticed. A loop that had noticed the
         end of the pass when it reported shows a fresh epoch: good to go on from, no record of that step.
         """
-        known = list(self.history)
-        if self.delivered.slots:
-            known.append(Position.from_proto(self.delivered))
-        fits = [at for at in known if at.step < step or (at.step == step and not self.is_fresh(at))]
+        fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
+
+    def chain(self, step: int) -> int | None:
+        """The flight record at `step`, if a position of just that step was reported with it."""
+        return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)
+
+    def _known(self) -> list[Position]:
+        return [*self.history, *([Position.from_proto(self.delivered)] if self.delivered.slots else [])]
 
     def is_fresh(self, position: Position) -> bool:
         """A pass has begun there of which no batch was taken, and it is not the one that the attempt started in."""

@@ -27,7 +27,7 @@ from penstock.proto.errors import (
     StateUnavailableError,
     error_named,
 )
-from penstock.proto.position import Position, advance
+from penstock.proto.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -43,6 +43,9 @@ class Want:
     epoch: int
     delivered: int
     total: int
+    digests_after: int = field(compare=False)
+    """The slot's total at the nearest position that the box reported: from there on the digests of its batches are
+    asked for, to go on with the box's flight record."""
     round: int
     """How often the slot has answered with an end so far: a question asked again is a new one."""
 
@@ -61,6 +64,7 @@ class Want:
             epoch=self.epoch,
             position=records_pb2.SlotPosition(delivered=self.delivered, total=self.total),
             deadline_s=deadline_s,
+            digests_after=self.digests_after,
         )
 
 
@@ -102,6 +106,8 @@ class Gathering:
     """What a slot was asked, and what was known, when it answered with an end that was known: the mistake is with
     another slot, so it is not asked again before more is known."""
     _missing: list[str] = field(default_factory=list)
+    _anchors: dict[int, Position] = field(default_factory=dict)
+    """Where each box's plan starts from."""
 
     @property
     def topic(self) -> tuple[str, str, int, int, str]:
@@ -163,7 +169,8 @@ class Gathering:
                     raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
                 if slot.phase == pb.READY:
                     rounds = self._rounds.get((number, k), 0)
-                    want = Want(slot.key, slot.generation, slot.worker, self.step, *place, rounds)
+                    after = self._anchors[number].total[k]
+                    want = Want(slot.key, slot.generation, slot.worker, self.step, *place, after, rounds)
                     requests[want.id] = want
                 elif slot.phase == pb.STARTING:
                     missing.append(f"{slot} (being started on worker {slot.worker})")
@@ -176,6 +183,7 @@ class Gathering:
                 f"others said cannot be for {', '.join(denied + doubtful)}"
             )
         if not requests and not missing:
+            self._record_flights(attempt, positions)
             self.result = self._assemble(attempt, positions, finals)
 
     def _position(self, box: Box, finals: dict[int, int], doubtful: list[str]) -> Position:
@@ -197,6 +205,7 @@ class Gathering:
         if sum(position.total) - sum(anchor.total) != at - anchor.step:
             # Some ends are known and others, of earlier passes, are not: good enough to ask with, never to answer with.
             doubtful.append(f"box {box.number}")
+        self._anchors[box.number] = anchor
         return position
 
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
@@ -238,6 +247,18 @@ class Gathering:
             place = (want.epoch, want.delivered, want.total)
             self._denied[slot] = (place, before, dict(box.cuts))
         self.refresh(attempt)
+
+    def _record_flights(self, attempt: Attempt, positions: dict[int, Position]) -> None:
+        """The chain of each box, from its last report and the workers' digests since."""
+        digests: dict[int, dict[tuple[int, int], int]] = {number: {} for number in positions}
+        for (number, k), have in self._answers.items():
+            first = have.want.digests_after + 1
+            digests[number] |= {(k, first + index): digest for index, digest in enumerate(have.answer.digests)}
+        for number, position in positions.items():
+            box = attempt.boxes[number]
+            position.chain = box.chain(position.step)
+            if position.chain is None:
+                position.chain = chain_at(self._anchors[number], position.step, box.ends, box.cuts, digests[number])
 
     def _assemble(self, attempt: Attempt, positions: dict[int, Position], finals: dict[int, int]) -> Gathered:
         records = []

@@ -74,6 +74,8 @@ class Appliance:
             (benchmarks/compression.md); what does not shrink travels as it is. Needs `pip install
             penstock[compression]`; a worker without it sends batches as they are.
         max_batch_bytes: a larger batch is an error (1 GiB).
+        digest: what the flight record's digest of a batch covers: "sample" (all of a small batch, the ends and a sample
+            of a large one, 1 to 2 us) or "full" (every byte, 9 us a MiB) (as the loaded state has it, else "sample").
         strict_structure: refuse a batch whose tree or dtypes differ from the first one's (False).
         replay: save loaders that have no state methods too, by counting their batches and replaying them (False).
         retention_steps: how many delivered steps back a state can be had (256).
@@ -101,6 +103,7 @@ class Appliance:
         lane: Literal["auto", "tcp"] | None = None,
         compression: Literal["lz4", "zstd"] | None = None,
         max_batch_bytes: int | None = None,
+        digest: Literal["sample", "full"] | None = None,
         strict_structure: bool | None = None,
         replay: bool | None = None,
         retention_steps: int | None = None,
@@ -197,7 +200,14 @@ class Appliance:
         return self._place
 
     def open_run(
-        self, owner: Any, reference: Reference, arguments: bytes, start: Start, seed: int | None, key: str
+        self,
+        owner: Any,
+        reference: Reference,
+        arguments: bytes,
+        start: Start,
+        seed: int | None,
+        key: str,
+        full_digest: bool,
     ) -> Run:
         """Open a run of a loader and take this box's place in it.
 
@@ -206,6 +216,7 @@ class Appliance:
             start: from where.
             seed: the run's, None = the one it had, or a fresh one.
             key: tells the openings of one loader in one launch apart.
+            full_digest: digests of batches cover every byte.
         """
         settings = self.settings
         deadline = time.monotonic() + settings.timeout_s
@@ -230,7 +241,7 @@ class Appliance:
             num_boxes=settings.num_boxes,
             num_workers_per_box=settings.num_workers_per_box,
             host_id=self.host,
-            loader=self._spec(reference, arguments),
+            loader=self._spec(reference, arguments, full_digest),
             base=start.base,
         )
         if seed is not None:
@@ -268,10 +279,11 @@ class Appliance:
                     ) from error
                 pause.wait(RETRY_S)
 
-    def _spec(self, reference: Reference, arguments: bytes) -> records_pb2.LoaderSpec:
+    def _spec(self, reference: Reference, arguments: bytes, full_digest: bool) -> records_pb2.LoaderSpec:
         settings = self.settings
         spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=arguments)
         spec.options.max_batch_bytes = settings.max_batch_bytes
+        spec.options.full_digest = full_digest
         spec.options.strict_structure = settings.strict_structure
         spec.options.replay_without_state = settings.replay
         spec.options.retention_steps = settings.retention_steps

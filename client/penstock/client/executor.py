@@ -98,11 +98,13 @@ class DataExecutor:
 
     @property
     def digest(self) -> int:
-        """A fingerprint of all batches in order since the loader was opened or loaded: equal for equal streams.
+        """The flight record: a fingerprint of all batches of this box in order, over the whole life of the run.
 
-        chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n).
+        Equal for equal streams: it goes on where a loaded state left it, on any number of workers. chain(0) = 0,
+        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). 0 also where it is not known: after
+        a state that was loaded onto another number of boxes, or that does not know it.
         """
-        return self._session.feed.chain if self._session is not None else 0
+        return (self._session.feed.position.chain or 0) if self._session is not None else 0
 
     # ---- iterating
 

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import os
 import select
-import struct
 import threading
 import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
-
-from xxhash import xxh3_64_intdigest
 
 from penstock.client.lanes import SlotLane
 from penstock.client.run import Run
@@ -50,7 +47,6 @@ LAZY_S = 0.002
 of the producer for each batch of a loop that is faster than its workers."""
 
 _BATCH, _END, _ERROR, _CLOSE = lane_pb2.BATCH, lane_pb2.END, lane_pb2.ERROR, lane_pb2.CLOSE
-_pack_link = struct.Struct("<QQ").pack
 
 
 @dataclass
@@ -79,8 +75,6 @@ class Feed:
         self.stats = Stats()
         self.wait_s = 0.0
         """Seconds waited for the last batch."""
-        self.chain = 0
-        """See DataExecutor.digest."""
         self.thread = threading.get_ident()
         """The thread that reads; lanes know no other."""
         self._run = run
@@ -153,9 +147,8 @@ class Feed:
             self._waiting_since = 0.0
         lane.last_digest = digest
         lane.unacked += 1
-        self.chain = xxh3_64_intdigest(_pack_link(self.chain, digest))
         self._moving = True
-        self.position.deliver()
+        self.position.deliver(digest)
         self._moving = False
 
     def _other(self, lane: SlotLane, frame: lane_pb2.Frame) -> bool:

@@ -207,7 +207,7 @@ class DataLoader:
 
     def _open(self, appliance: Appliance) -> Session:
         settings = appliance.settings
-        saved, seed = self._loaded, settings.seed
+        saved, seed, full_digest = self._loaded, settings.seed, settings.digest == "full"
         if saved is None:
             start = Start(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
         else:
@@ -223,9 +223,16 @@ class DataLoader:
                     "asks for another: leave seed out, or start from no state"
                 )
             seed = saved.seed if seed is None else seed
+            if saved.positions and settings.digest is not None and full_digest != saved.full_digest:
+                had = "full" if saved.full_digest else "sample"
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} was saved with digest={had!r}, and Appliance(digest="
+                    f"{settings.digest!r}) asks for another: leave digest out, or start from no state"
+                )
+            full_digest = full_digest or saved.full_digest
         # Another key for every opening in one launch, or a loader that starts over would join what it has just left.
         key = f"#{self._openings}" if self._openings else ""
-        run = appliance.open_run(self, self._reference, self._arguments, start, seed, key)
+        run = appliance.open_run(self, self._reference, self._arguments, start, seed, key, full_digest)
         self._openings += 1
         position = Position.from_proto(start.base)
         feed = feed_for(settings.device, run, position, self.name, settings.timeout_s)
@@ -359,6 +366,7 @@ class DataLoader:
             fetched.records[0][0].num_workers_per_box,
             run.seed,
             [Position.from_proto(fetched.positions[box]) for box in boxes],
+            run.full_digest,
         )
         users = []
         for record, envelope in fetched.records:

@@ -84,6 +84,7 @@ class Run:
         self.num_slots = request.num_workers_per_box
         self.num_workers = request.num_boxes * request.num_workers_per_box
         """Of all boxes."""
+        self.full_digest = request.loader.options.full_digest
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0

@@ -70,6 +70,8 @@ class Saved:
     """None if no run had been opened."""
     positions: list[Position] = field(default_factory=list)
     """One for each box; empty at step 0."""
+    full_digest: bool = False
+    """How the digests in it were made: a stream that goes on from here must make them so too."""
     parts: list[Part] = field(default_factory=list)
     """By global_worker_id; empty at step 0."""
     aggregated: Any = None
@@ -85,6 +87,7 @@ class Saved:
             "num_boxes": self.num_boxes,
             "num_workers_per_box": self.num_workers_per_box,
             "seed": self.seed,
+            "full_digest": self.full_digest,
             "wrapped": type(self.aggregated) is not dict,
             "positions": [position.to_proto().SerializeToString(deterministic=True) for position in self.positions],
             "parts": [
@@ -128,6 +131,8 @@ class Saved:
         else:
             epoch = max((position.epoch for position in self.positions), default=0)
             base = Position.start(num_workers_per_box, step=self.step, epoch=epoch)
+            if self.positions:  # the same stream over other workers, or the streams of other boxes
+                base.chain = self.positions[box].chain if num_boxes == self.num_boxes else None
         if not self.positions and self.methods != 4:
             return Start(base.to_proto(), b"", False)
         slots = {
@@ -193,6 +198,7 @@ def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
         num_workers_per_box=int(record["num_workers_per_box"]),
         seed=None if record["seed"] is None else int(record["seed"]),
         positions=[Position.from_proto(records_pb2.BoxPosition.FromString(data)) for data in record["positions"]],
+        full_digest=bool(record["full_digest"]),
         parts=[Part(**part) for part in record["parts"]],
     )
     places = [(part.box, part.slot) for part in saved.parts]

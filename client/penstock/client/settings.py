@@ -46,6 +46,8 @@ class Settings(BaseSettings):
     """Of batches over TCP, where the worker has it too."""
     max_batch_bytes: int = Field(1 << 30, ge=1, validation_alias=_named("max_batch_bytes"))
     """Bytes; a batch above is an error."""
+    digest: Literal["sample", "full"] | None = Field(None, validation_alias=_named("digest"))
+    """What digests of batches cover; None = as the loaded state has it, else a sample."""
     strict_structure: bool = Field(False, validation_alias=_named("strict_structure"))
     replay: bool = Field(False, validation_alias=_named("replay"))
     retention_steps: int = Field(256, ge=1, validation_alias=_named("retention_steps"))

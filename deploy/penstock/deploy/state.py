@@ -71,6 +71,7 @@ def _box(box: int, position: records_pb2.BoxPosition) -> dict[str, Any]:
         "live_slots": list(position.live),
         "next_slot": position.live[position.cursor] if position.cursor < len(position.live) else None,
         "slots": [{"delivered": slot.delivered, "total": slot.total} for slot in position.slots],
+        "digest": f"{position.chain:016x}" if position.HasField("chain") else None,
     }
 
 
@@ -105,13 +106,15 @@ def tables(found: dict[str, Any]) -> list[Table]:
     """The same for people."""
     boxes = Table(
         f"Run {found['run']} at step {found['step']}: {found['num_boxes']} x {found['num_workers_per_box']} workers",
-        ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)"),
+        ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)", "digest"),
     )
     for box in found["boxes"]:
         counts = ", ".join(f"{slot['delivered']}/{slot['total']}" for slot in box["slots"])
         live = " ".join(map(str, box["live_slots"]))
         nxt = "" if box["next_slot"] is None else str(box["next_slot"])
-        boxes.rows.append((str(box["box"]), str(box["step"]), str(box["epoch"]), nxt, live, counts))
+        boxes.rows.append(
+            (str(box["box"]), str(box["step"]), str(box["epoch"]), nxt, live, counts, box["digest"] or "")
+        )
     workers = Table(
         "DataLoaderCheckpoint records",
         (

@@ -8,17 +8,29 @@ The training loop follows this rule one step at a time (`turn`, `deliver`, `exha
 the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known of the
 slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
 `worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
+
+A position carries the flight record of its box: the chain of the digests of all batches in order. Whoever has the
+digests goes on with it (`deliver`, `advance`); without them it is unknown, never wrong.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
 
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["Position", "advance"]
+__all__ = ["Position", "advance", "chain_at"]
+
+_pack_link = struct.Struct("<QQ").pack
+
+
+def _linked(chain: int | None, digest: int | None) -> int | None:
+    return None if digest is None or chain is None else xxh3_64_intdigest(_pack_link(chain, digest))
 
 
 @dataclass
@@ -36,6 +48,8 @@ class Position:
     """Per slot, batches in this epoch."""
     total: list[int]
     """Per slot, batches in all: its worker_step."""
+    chain: int | None = field(default=0, compare=False)
+    """chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not known."""
     ended_before: bool = field(default=False, compare=False)
     """True once a pass of this object's life has ended without a single step; see `exhaust`."""
 
@@ -54,6 +68,7 @@ class Position:
             self.cursor,
             list(self.delivered),
             list(self.total),
+            self.chain,
             self.ended_before,
         )
 
@@ -62,8 +77,9 @@ class Position:
         """The slot under the cursor."""
         return self.live[self.cursor]
 
-    def deliver(self) -> None:
-        """The slot under the cursor handed over a batch."""
+    def deliver(self, digest: int | None = None) -> None:
+        """The slot under the cursor handed over a batch of this digest."""
+        self.chain = _linked(self.chain, digest)
         slot = self.live[self.cursor]
         self.step += 1
         self.delivered[slot] += 1
@@ -102,7 +118,7 @@ class Position:
             records_pb2.SlotPosition(delivered=d, total=t) for d, t in zip(self.delivered, self.total, strict=True)
         ]
         return records_pb2.BoxPosition(
-            step=self.step, epoch=self.epoch, live=self.live, cursor=self.cursor, slots=slots
+            step=self.step, epoch=self.epoch, live=self.live, cursor=self.cursor, slots=slots, chain=self.chain
         )
 
     @classmethod
@@ -115,6 +131,7 @@ class Position:
             message.cursor,
             [slot.delivered for slot in message.slots],
             [slot.total for slot in message.slots],
+            message.chain if message.HasField("chain") else None,
         )
         count = len(position.total)
         if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
@@ -125,7 +142,10 @@ class Position:
 
 
 def advance(
-    base: Position, step: int, ends: Mapping[tuple[int, int], int], cuts: Mapping[int, int] | None = None
+    base: Position,
+    step: int,
+    ends: Mapping[tuple[int, int], int],
+    cuts: Mapping[int, int] | None = None,
 ) -> Position:
     """The record of the box at `step`, from `base` and what is known of ends.
 
@@ -137,7 +157,7 @@ def advance(
         cuts: epoch -> the last step taken in it before the loop left it by `break`.
 
     The result is lazy, as the loop is: an end is noticed only by the step that meets it. Cost: one round for each end
-    that is passed, whatever the number of steps.
+    that is passed, whatever the number of steps. Its chain is unknown if it took a step: see `chain_at`.
     """
     if step < base.step:
         raise InvalidArgumentError(f"step {step} lies before step {base.step}, where this attempt started")
@@ -164,7 +184,32 @@ def advance(
             at.total[slot] += batches
         at.cursor = (cursor + stride) % count
         at.step += stride
+        if stride:
+            at.chain = None
         if meets_end:
             at.exhaust()
         elif at.step < step:
             at.cut()
+
+
+def chain_at(
+    base: Position,
+    step: int,
+    ends: Mapping[tuple[int, int], int],
+    cuts: Mapping[int, int],
+    digests: Mapping[tuple[int, int], int],
+) -> int | None:
+    """The chain of the box at `step`: the way of `advance`, a step at a time, over digests by (slot, total).
+
+    None if the chain is not known at `base`, or one of the digests is not.
+    """
+    at = base.copy()
+    while at.step < step and at.chain is not None:
+        slot = at.turn
+        if cuts.get(at.epoch) == at.step:
+            at.cut()
+        elif ends.get((slot, at.epoch)) == at.total[slot]:
+            at.exhaust()
+        else:
+            at.deliver(digests.get((slot, at.total[slot] + 1)))
+    return at.chain

@@ -72,12 +72,16 @@ class Ledger:
 
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
         """A batch goes out."""
+        self.note(total, epoch, digest, samples)
+        self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
+        self._write_head()
+
+    def note(self, total: int, epoch: int, digest: int, samples: int) -> None:
+        """A batch was made: one that goes out, or once went out and is replayed."""
         _ENTRY.pack_into(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size, total, epoch, digest, samples)
         if self._recorded < EARLY:
             _ENTRY.pack_into(self._map, _EARLY_AT + total % EARLY * _ENTRY.size, total, epoch, digest, samples)
             self._recorded += 1
-        self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
-        self._write_head()
 
     def end(self, epoch: int, total: int) -> None:
         """A pass ended after its batch `total`."""

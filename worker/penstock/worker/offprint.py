@@ -25,8 +25,9 @@ def samples_in(flat: FlatBatch) -> int:
 class Offprint:
     """Flattens batches into a scratch buffer, which grows as needed."""
 
-    def __init__(self, flattener: Flattener | None = None) -> None:
+    def __init__(self, flattener: Flattener | None = None, *, full_digest: bool = False) -> None:
         self._flattener = flattener or Flattener()
+        self._full_digest = full_digest
         self._buffer = ctypes.create_string_buffer(1 << 16)
 
     def take(self, batch: Any) -> tuple[int, int]:
@@ -35,5 +36,5 @@ class Offprint:
         if flat.nbytes > len(self._buffer):
             self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)
         flat.write_to(ctypes.addressof(self._buffer))
-        digest = batch_digest(flat.structure.key, self._buffer, 0, flat.nbytes, flat.shapes)
+        digest = batch_digest(flat.structure.key, self._buffer, 0, flat.nbytes, flat.shapes, self._full_digest)
         return digest, samples_in(flat)

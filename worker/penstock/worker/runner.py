@@ -88,6 +88,7 @@ class _Runner:
         self._channel = channel
         self._ledger = ledger
         self._flattener = Flattener(strict=options.strict_structure)
+        self._full_digest = options.full_digest
         self._lease = Lease(self.producer, self._wait_in_user_code)
         self._interrupt: Exception | None = None  # what came up while user code waited for a slot
         lend(Builder(self._lease))
@@ -196,11 +197,13 @@ class _Runner:
             self.source.reach_end()
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
-        source, offprint = self.source, Offprint(self._flattener)
+        source, offprint = self.source, Offprint(self._flattener, full_digest=self._full_digest)
 
         def seen(batch: Any) -> None:
             source.digest, samples = offprint.take(batch)
-            source.place.samples += samples
+            place = source.place
+            place.samples += samples
+            self._ledger.note(place.total, place.epoch, source.digest, place.samples)
             self._poll_now()
 
         replayed = source.place.total < total
@@ -251,7 +254,7 @@ class _Runner:
     def _stream_pass(self) -> None:
         source, producer, ledger, flatten = self.source, self.producer, self._ledger, self._flattener.flatten
         place = source.place
-        clock = time.monotonic
+        clock, full_digest = time.monotonic, self._full_digest
         self._doing("next")
         while True:
             started = clock()
@@ -276,7 +279,7 @@ class _Runner:
             ring, offset = slab.ring, slab.offset
             flat.write_to(ring.address + offset)
             structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
-            digest = source.digest = batch_digest(structure.key, ring.map, offset, nbytes, shapes)
+            digest = source.digest = batch_digest(structure.key, ring.map, offset, nbytes, shapes, full_digest)
             place.samples += samples_in(flat)
             known = self._numbers.get(id(structure))
             number = self._learn(structure) if known is None else known[0]

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state, encode_state
-from penstock.proto.tensors import Flattener
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, plain_detail
 from penstock.worker.offprint import Offprint
@@ -34,10 +33,11 @@ def run_scratch(channel: Channel) -> None:
                 values.append(message.payload)
             source = Source(assignment)
             source.build()
+            offprint = Offprint(full_digest=assignment.loader.options.full_digest)
             if message.kind == "check":
-                _check(source, [Base.decode(value) for value in values], message.fields, channel)
+                _check(source, [Base.decode(value) for value in values], message.fields, offprint, channel)
             elif message.kind == "state":
-                _state(source, Base.decode(values[0]), message.fields, channel)
+                _state(source, Base.decode(values[0]), message.fields, offprint, channel)
             else:
                 states = cast(list[Any], decode_state(values[0]))
                 channel.send("done", encode_state(source.aggregate(states)))
@@ -47,10 +47,9 @@ def run_scratch(channel: Channel) -> None:
             channel.send("failed", error=plain_detail(error))
 
 
-def _check(source: Source, bases: list[Base], fields: dict[str, Any], channel: Channel) -> None:
+def _check(source: Source, bases: list[Base], fields: dict[str, Any], offprint: Offprint, channel: Channel) -> None:
     """`digests`: total -> digest of what was delivered. Says whether each base reproduced it, and where one did not."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
-    offprint = Offprint(Flattener())
     for base in bases:
         source.restore(base)
         while (expected := delivered.get(source.place.total + 1)) is not None:
@@ -66,10 +65,9 @@ def _check(source: Source, bases: list[Base], fields: dict[str, Any], channel: C
     channel.send("done", same=True)
 
 
-def _state(source: Source, base: Base, fields: dict[str, Any], channel: Channel) -> None:
+def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, channel: Channel) -> None:
     """Replay to `total` in pass `epoch` and save there, as of the box's `step`."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
-    offprint = Offprint(Flattener())
     source.restore(base)
 
     def seen(batch: Any) -> None:

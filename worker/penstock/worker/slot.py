@@ -31,7 +31,7 @@ from penstock.proto.errors import (
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Child, Zygote
 from penstock.worker.control import Message
-from penstock.worker.ledger import Ledger
+from penstock.worker.ledger import ENTRIES, Ledger
 from penstock.worker.snapshots import Kept, SnapshotStore
 
 __all__ = ["Host", "Slot", "key_of"]
@@ -345,6 +345,7 @@ class Slot:
             answer.error.CopyFrom(detail_of(error))
         for epoch, total in self.ledger.ends().items():
             answer.ends.add(epoch=epoch, total=total)
+        answer.digests.extend(self._digests(request))
         answer.traits.CopyFrom(self.traits)
         answer.state_bytes = len(data)
         return answer, data
@@ -371,6 +372,18 @@ class Slot:
                 answer.samples_streamed = base.samples
             return base.data
         return await self._materialise(request, answer)
+
+    def _digests(self, request: coordinator_pb2.StateRequest) -> list[int]:
+        """Of the batches that lead to the place; empty if one is not known here, or is of a pass that was left."""
+        total = request.position.total
+        began = total - request.position.delivered
+        digests = []
+        for count in range(request.digests_after + 1, total + 1) if total - request.digests_after <= ENTRIES else ():
+            entry = self.ledger.entry(count)
+            if entry is None or (entry.epoch == request.epoch) != (count > began):
+                return []
+            digests.append(entry.digest)
+        return digests
 
     def _require_saving(self) -> None:
         where = f"{self.assignment.loader.input_fn} ({self.name})"

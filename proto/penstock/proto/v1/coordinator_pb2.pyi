@@ -715,6 +715,7 @@ class StateRequest(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     AGGREGATE_BLOB_FIELD_NUMBER: _builtins.int
+    DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     run: _builtins.str
     attempt: _builtins.int
@@ -726,6 +727,8 @@ class StateRequest(_message.Message):
     deadline_s: _builtins.float
     aggregate_blob: _builtins.str
     """instead of a state: aggregate_state_dict over the list of states in this blob"""
+    digests_after: _builtins.int
+    """answer with the digests of the batches after this total, up to the position's"""
     @_builtins.property
     def position(self) -> _records_pb2.SlotPosition:
         """of the slot at the step, if its passes are as long as known so far"""
@@ -744,10 +747,11 @@ class StateRequest(_message.Message):
         position: _records_pb2.SlotPosition | None = ...,
         deadline_s: _builtins.float = ...,
         aggregate_blob: _builtins.str = ...,
+        digests_after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "epoch", b"epoch", "generation", b"generation", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -960,6 +964,7 @@ class StateAnswer(_message.Message):
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     TRAITS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     worker: _builtins.str
@@ -975,6 +980,10 @@ class StateAnswer(_message.Message):
     def error(self) -> _records_pb2.ErrorDetail: ...
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the batches after digests_after; none if one of them is not known any more"""
+
     @_builtins.property
     def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassEnd]:
         """with `ended`: all passes of this slot whose ends the worker knows, that one included"""
@@ -993,11 +1002,12 @@ class StateAnswer(_message.Message):
         state_bytes: _builtins.int = ...,
         traits: _records_pb2.LoaderTraits | None = ...,
         digest: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
         ends: _abc.Iterable[Global___PassEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,7 +72,9 @@ Global___SlotPosition: _TypeAlias = SlotPosition  # noqa: Y015
 @_typing.final
 class BoxPosition(_message.Message):
     """Where one box stands: the record of DESIGN section 4. The next batch comes from live[cursor]; `slots` has one entry
-    per slot, live or not. `step` counts the batches of the box over the whole life of the run.
+    per slot, live or not. `step` counts the batches of the box over the whole life of the run. `chain` is the flight
+    record up to there: chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); absent
+    where it is not known.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -82,9 +84,11 @@ class BoxPosition(_message.Message):
     LIVE_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     epoch: _builtins.int
     cursor: _builtins.int
+    chain: _builtins.int
     @_builtins.property
     def live(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -97,12 +101,15 @@ class BoxPosition(_message.Message):
         live: _abc.Iterable[_builtins.int] | None = ...,
         cursor: _builtins.int = ...,
         slots: _abc.Iterable[Global___SlotPosition] | None = ...,
+        chain: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "epoch", b"epoch", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "chain", b"chain", "cursor", b"cursor", "epoch", b"epoch", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__chain: _TypeAlias = _typing.Literal["chain"]  # noqa: Y015
+    _WhichOneofArgType__chain: _TypeAlias = _typing.Literal["_chain", b"_chain"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chain) -> _WhichOneofReturnType__chain | None: ...
 
 Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
 
@@ -160,6 +167,7 @@ class Options(_message.Message):
     STRICT_STRUCTURE_FIELD_NUMBER: _builtins.int
     REPLAY_WITHOUT_STATE_FIELD_NUMBER: _builtins.int
     RETENTION_STEPS_FIELD_NUMBER: _builtins.int
+    FULL_DIGEST_FIELD_NUMBER: _builtins.int
     FORCE_TCP_FIELD_NUMBER: _builtins.int
     max_batch_bytes: _builtins.int
     """a batch above is an error"""
@@ -169,6 +177,8 @@ class Options(_message.Message):
     """save loaders that have no state methods as (origin, count), by replay"""
     retention_steps: _builtins.int
     """how many delivered steps back a state can be had"""
+    full_digest: _builtins.bool
+    """digests cover every byte of a batch, not a sample"""
     force_tcp: _builtins.bool
     """use the TCP lane on the same host too"""
     def __init__(
@@ -178,11 +188,12 @@ class Options(_message.Message):
         strict_structure: _builtins.bool = ...,
         replay_without_state: _builtins.bool = ...,
         retention_steps: _builtins.int = ...,
+        full_digest: _builtins.bool = ...,
         force_tcp: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "strict_structure", b"strict_structure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "strict_structure", b"strict_structure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
