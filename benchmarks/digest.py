@@ -1,0 +1,89 @@
+"""What the flight record costs: the stream without digests, with them as they are, and over every byte, in one run.
+
+    python -m benchmarks.digest [--rounds 5] [--json FILE]
+
+A source whose batches are ready, one worker slot, the same host's lane, everything else on. "none" exchanges the digest
+for a constant inside the runner, which no option does; what is left of the record then is the chain in the loop. The
+kinds take turns within each round, and medians over the rounds are reported, with the share of the rate that a kind
+loses against "none". Such a source is the worst case: whatever makes batches hides the digest behind its own time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from benchmarks.cases import Case
+from benchmarks.sources import make
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.worker import current_assignment
+
+SIZES = {4 << 10: 60_000, 64 << 10: 40_000, 1 << 20: 12_000, 8 << 20: 1_500}
+"""Bytes of a batch -> batches of one round."""
+KINDS = ("none", "sample", "full")
+WARM_SHARE = 10
+"""One batch of so many is not measured."""
+
+
+def source(kind: str, size: int) -> Iterator[Any]:
+    """The input_fn."""
+    current_assignment()
+    if kind == "none":
+        import penstock.worker.runner as runner
+
+        setattr(runner, "batch_digest", lambda *_: 1)  # noqa: B010  # in this child only
+    return iter(make(Case("ready", size)))
+
+
+def rate(kind: str, size: int, batches: int) -> float:
+    """Batches per second."""
+    digest: Literal["sample", "full"] = "full" if kind == "full" else "sample"
+    with Appliance(num_workers_per_box=1, seed=1, digest=digest) as appliance:
+        stream = iter(DataExecutor(DataLoader(source, kind, size), num_steps=batches, appliance=appliance))
+        for _ in range(batches // WARM_SHARE):
+            next(stream)
+        started, count = time.perf_counter(), 0
+        for _ in stream:
+            count += 1
+        return count / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    seen: dict[int, dict[str, list[float]]] = {size: {kind: [] for kind in KINDS} for size in SIZES}
+    for _ in range(options.rounds):
+        for size, batches in SIZES.items():
+            for kind in KINDS:
+                seen[size][kind].append(rate(kind, size, batches))
+    print(f"{'batch':>10}  {'digest':<8}{'batches/s':>12}{'(spread)':>20}{'costs':>9}")
+    rows = []
+    for size, kinds in seen.items():
+        for kind, rates in kinds.items():
+            # Rounds are compared with themselves: what else the machine did in one slowed all of its kinds.
+            cost = statistics.median(
+                1 - with_it / without for with_it, without in zip(rates, kinds["none"], strict=True)
+            )
+            rows.append({"nbytes": size, "digest": kind, "rates": rates, "cost": cost})
+            print(
+                f"{size >> 10:>6} KiB  {kind:<8}{statistics.median(rates):>12,.0f}"
+                f"{f'{min(rates):,.0f}-{max(rates):,.0f}':>20}{cost:>9.1%}"
+            )
+    if options.json:
+        with open(options.json, "w") as out:
+            json.dump(rows, out, indent=2)
+
+
+if __name__ == "__main__":
+    main()
