@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import FakeBackend
 
 from penstock.client.device import Backend
 from penstock.client.feed import Feed
@@ -175,6 +176,18 @@ class Rig:
     def take(self, count: int) -> list[Any]:
         """The next steps of the loop, as plain values."""
         return [batch.tolist()[0] for batch in (self.feed.next() for _ in range(count))]
+
+    def acked(self, slot: int = 0) -> Producer:
+        """The producer, once it knows what the feed can tell it."""
+        self.feed.flush()
+        producer = self.runners[slot].producer
+        producer.take_acks()
+        return producer
+
+    def taken(self, slot: int = 0) -> int:
+        """Ring slots that the producer cannot fill."""
+        producer = self.acked(slot)
+        return producer.ring_slots - producer.free_slots
 
     def close(self) -> None:
         self.feed.close()
@@ -380,3 +393,17 @@ def rigs() -> Iterator[Any]:
     yield make
     for rig in made:
         rig.close()
+
+
+@pytest.fixture
+def device() -> Iterator[FakeBackend]:
+    backend = FakeBackend()
+    yield backend
+    backend.failure = None
+    backend.finish()  # or closing the rig would wait for it
+
+
+@pytest.fixture
+def rig(rigs: Any, device: FakeBackend) -> Any:
+    """One slot, and copies that happen by `device.finish`."""
+    return rigs(backend=device)

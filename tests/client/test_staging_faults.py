@@ -1,0 +1,431 @@
+"""The feed that copies ahead, and whatever is no batch: ends, errors, lanes that break, passes that are left, closing.
+
+The device is that of test_staging.py: its copies happen when the test says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from devices import FakeBackend
+
+from penstock.client import staging
+from penstock.client.feed import PASS_ENDED
+from penstock.client.loads import DeviceLane
+from penstock.proto.errors import DeadlineError, InputFnError, ProtocolError, UnsupportedLeafError
+from penstock.proto.frames import framed
+from penstock.proto.v1 import lane_pb2
+
+# ---- other frames
+
+
+def test_the_end_of_a_slot_or_of_the_pass_waits_for_its_turn(rigs: Any, device: FakeBackend) -> None:
+    rig = rigs(2, backend=device)
+    rig.numbers(0, 0)
+    rig.runners[0].end()
+    rig.numbers(1, 10, 11)
+    rig.runners[1].end()
+    for step in (1, 2):
+        rig.feed.next()
+        assert rig.feed.position.step == step
+        assert rig.feed.position.live == [0, 1]
+    rig.feed.next()
+    assert rig.feed.position.live == [1]
+    assert rig.feed.position.epoch == 0
+    assert rig.feed.next() is PASS_ENDED
+    assert (rig.feed.position.epoch, rig.feed.position.live) == (1, [0, 1])
+    assert len(device.started) == 3
+    rig.numbers(0, 1)
+    rig.numbers(1, 12)
+    batches = [rig.feed.next(), rig.feed.next()]
+    device.finish()
+    assert [int(batch) for batch in batches] == [1, 12]
+
+
+def test_the_next_pass_is_not_staged_before_this_one_has_ended(rig: Any, device: FakeBackend) -> None:
+    rig.numbers(0, 0)
+    rig.runners[0].end()
+    rig.numbers(0, 1)
+    rig.feed.next()
+    assert len(device.started) == 1
+    assert rig.feed.position.epoch == 0
+    assert rig.feed.next() is PASS_ENDED
+    rig.feed.next()
+    assert len(device.started) == 2
+
+
+def test_an_error_comes_when_its_step_is_due(rig: Any, device: FakeBackend) -> None:
+    rig.numbers(0, 0, 1)
+    rig.runners[0].fail("InputFnError", "ValueError: no such sample")
+    batches = [rig.feed.next(), rig.feed.next()]
+    assert rig.run.error is None
+    device.finish()
+    assert [int(batch) for batch in batches] == [0, 1]
+    with pytest.raises(InputFnError, match=r"no such sample \[worker w0, box 0, slot 0, step 3\]"):
+        rig.feed.next()
+
+
+@pytest.mark.parametrize(("total", "epoch"), [(3, 0), (2, 1)])
+def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any, total: int, epoch: int) -> None:
+    rig.numbers(0, 0)
+    rig.runners[0].total, rig.runners[0].epoch = total - 1, epoch
+    rig.numbers(0, 2)
+    rig.feed.next()
+    words = f"worker w0: sent batch {total} of pass {epoch}, where batch 2 of pass 0 was due"
+    with pytest.raises(ProtocolError, match=words):
+        rig.feed.next()
+
+
+@pytest.mark.parametrize(
+    ("packet", "words"),
+    [
+        (b"\xff" * 9, "worker w0: a frame of"),
+        (framed(lane_pb2.Frame(kind=lane_pb2.BATCH, total=3, ring=1).SerializeToString()), "in no ring slot that was"),
+    ],
+)
+def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any, packet: bytes, words: str) -> None:
+    rig.numbers(0, 0)
+    rig.feed.next()
+    rig.numbers(0, 1)
+    rig.runners[0].producer._sock.send(packet)
+    rig.feed.next()
+    assert rig.feed.position.step == 2
+    with pytest.raises(ProtocolError, match=words):
+        rig.feed.next()
+
+
+def test_a_batch_that_could_not_be_staged_is_tried_again_when_it_is_due(
+    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.numbers(0, 0, 1, 2)
+    copy = device.copy
+    tries: list[int] = []
+
+    def full(sources: Any) -> Any:
+        tries.append(len(tries))
+        if 1 <= len(tries) - 1 <= failures:
+            raise RuntimeError("out of memory on the device")
+        return copy(sources)
+
+    failures = 1
+    monkeypatch.setattr(device, "copy", full)
+    batches = [rig.feed.next(), rig.feed.next()]
+    assert len(tries) == 4, "the second batch twice, and the third was staged"
+    assert len(rig.runners[0].hellos) == 1
+    batches.append(rig.feed.next())
+    device.finish()
+    assert [int(batch) for batch in batches] == [0, 1, 2]
+
+
+def test_a_batch_that_cannot_be_made_is_an_error_when_it_is_due_and_comes_again(
+    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.numbers(0, 0)
+    assert rig.runners[0].send({"x": torch.tensor([1])})
+    compiled = DeviceLane._compile
+
+    def refuse(lane: Any, structure: int) -> Any:
+        if structure > 1:
+            raise UnsupportedLeafError("a class that nobody imported")
+        return compiled(lane, structure)
+
+    monkeypatch.setattr(DeviceLane, "_compile", refuse)
+    batch = rig.feed.next()
+    for _ in range(2):
+        with pytest.raises(UnsupportedLeafError, match="a class that nobody imported"):
+            rig.feed.next()
+        assert rig.feed.position.step == 1
+        rig.feed._lanes[0].retry_at = 0.0
+    monkeypatch.setattr(DeviceLane, "_compile", compiled)
+    device.finish()
+    second = rig.feed.next()
+    device.finish()
+    assert (int(batch), int(second["x"])) == (0, 1)
+
+
+def test_an_interrupt_while_staging_loses_and_repeats_nothing(
+    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.numbers(0, 0, 1, 2)
+    copy = device.copy
+
+    def interrupted(sources: Any) -> Any:
+        if len(device.started) == 1:
+            monkeypatch.setattr(device, "copy", copy)
+            raise KeyboardInterrupt
+        return copy(sources)
+
+    monkeypatch.setattr(device, "copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.feed.next()
+    assert rig.feed.position.step == 1
+    device.finish()
+    batches = [rig.feed.next(), rig.feed.next()]
+    device.finish()
+    assert [int(batch) for batch in batches] == [1, 2]
+    assert len(rig.runners[0].hellos) == 2
+
+
+# ---- lanes that break, runners that are replaced
+
+
+def test_a_lane_that_breaks_behind_a_staged_batch(rig: Any, device: FakeBackend) -> None:
+    rig.numbers(0, *range(4))
+    runner = rig.runners[0]
+    batches = [rig.feed.next()]
+    runner.break_lane()
+    batches += [rig.feed.next() for _ in range(3)]  # what was on its way is read first
+    rig.numbers(0, 4, 5)
+    device.finish(3)
+    batches += [rig.feed.next()]
+    assert len(runner.hellos) == 2
+    assert runner.hellos[1].next_total == 5
+    assert len(runner.hellos[1].held) == 1, "the fourth batch is still being copied"
+    batches += [rig.feed.next()]
+    device.finish()
+    assert [int(batch) for batch in batches] == [0, 1, 2, 3, 4, 5]
+    assert rig.taken() == 0
+
+
+def test_a_runner_that_is_replaced_sends_the_staged_batch_again(rigs: Any, device: FakeBackend) -> None:
+    rig = rigs(backend=device)
+    old = rig.runners[0]
+    rig.numbers(0, 0, 1, 2)
+    batches = [rig.feed.next()]
+    staged = device.started[1]
+    new = type(old)(0, 2, total=1)
+    assert new.send(torch.tensor([1]))
+    assert new.send(torch.tensor([2]))
+    rig.runners[0] = new
+    rig.run.show(new, restarts=1, note="worker w0 died")
+    with pytest.warns(UserWarning, match="slot 0 of box 0 was recovered"):
+        batches.append(rig.feed.next())
+    assert staged not in device.handed_over
+    assert new.hellos[0].next_total == 2
+    batches.append(rig.feed.next())
+    assert rig.feed.position.total == [3]
+    old.producer.close()
+    device.finish()
+    assert [int(batch) for batch in batches] == [0, 1, 2]
+    assert rig.taken() == 0
+    assert new.producer.attached, "it was told of none of the other's slots"
+
+
+def test_a_ring_of_a_dead_runner_stays_locked_until_its_last_copy(rigs: Any, device: FakeBackend) -> None:
+    rig = rigs(backend=device)
+    rig.numbers(0, 0, 1)
+    batch = rig.feed.next()
+    old = rig.runners[0]
+    new = type(old)(0, 2, total=1)
+    assert new.send(torch.tensor([1]))
+    rig.runners[0] = new
+    rig.run.show(new)
+    rig.feed.next()
+    old.producer.close()
+    del old
+    gc.collect()
+    for finished in (0, 1):
+        device.finish(finished)
+        rig.feed.flush()
+        gc.collect()
+        assert len(device.runtime.locked) == 2, "the batch that was staged is still being copied"
+    device.finish(1)
+    rig.feed.flush()
+    gc.collect()
+    assert len(device.runtime.locked) == 1
+    assert int(batch) == 0
+
+
+def test_an_outgrown_ring_stays_locked_until_its_last_copy(rig: Any, device: FakeBackend) -> None:
+    runner, runtime = rig.runners[0], device.runtime
+    for power in (4, 18, 20):
+        assert runner.send(torch.full((1 << power,), power, dtype=torch.uint8))
+    kept = [rig.feed.next() for _ in range(3)]
+    gc.collect()
+    assert len(runtime.locked) == 3
+    device.finish()
+    rig.feed.flush()
+    gc.collect()
+    assert len(runtime.locked) == 1
+    assert [batch.unique().tolist() for batch in kept] == [[4], [18], [20]]
+
+
+# ---- passes that are left, and the end
+
+
+def test_a_pass_is_left_when_the_staged_batch_is_copied_and_the_batch_is_forgotten(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeBackend(patience=3)
+    rig = rigs(2, backend=device)
+    rig.numbers(0, 0, 1, 2)
+    rig.numbers(1, 10, 11)
+    rig.feed.next()
+    staged = device.started[1]
+    abandoned = []
+    for lane in rig.feed._lanes:
+        tell = lane.consumer.abandon
+
+        def told(epoch: int, tell: Any = tell) -> None:
+            abandoned.append(staged.done)
+            tell(epoch)
+
+        lane.consumer.abandon = told
+    rig.feed.cut()
+    assert abandoned == [True, True], "from here on the producer may fill the slot"
+    assert rig.run.progress.cuts == ((0, 1),)
+    assert [runner.leave_pass() for runner in rig.runners] == [0, 0]
+    rig.numbers(0, 100)
+    rig.numbers(1, 110)
+    batches = [rig.feed.next(), rig.feed.next()]
+    device.finish()
+    assert [int(batch) for batch in batches] == [100, 110]
+    assert rig.feed.position.total == [2, 1]
+    assert staged not in device.handed_over
+    assert [rig.taken(slot) for slot in (0, 1)] == [0, 0], "no slot is lost, and none released twice"
+    assert all(runner.producer.attached for runner in rig.runners)
+
+
+def test_a_pass_is_not_left_while_the_device_hangs(rigs: Any, device: FakeBackend) -> None:
+    rig = rigs(backend=device, timeout_s=0.05)
+    rig.numbers(0, 0, 1)
+    rig.feed.next()
+    with pytest.raises(DeadlineError, match="for device cpu to finish the copy of a batch"):
+        rig.feed.cut()
+    assert rig.runners[0].producer.cuts == 0
+    device.finish()
+    assert int(rig.feed.next()) == 1
+
+
+def test_a_frame_that_was_seen_of_a_pass_that_is_left_is_forgotten(rig: Any, device: FakeBackend) -> None:
+    rig.numbers(0, 0)
+    rig.runners[0].end()
+    rig.feed.next()
+    consumer = rig.feed._lanes[0].consumer
+    assert consumer.look() is not None
+    rig.feed.cut()
+    assert rig.runners[0].leave_pass() == 0
+    rig.numbers(0, 100)
+    batch = rig.feed.next()
+    device.finish()
+    assert int(batch) == 100
+    assert rig.feed.position.epoch == 1
+
+
+def test_a_batch_that_could_not_be_staged_is_forgotten_with_its_pass(
+    rig: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.numbers(0, 0, 1)
+    copy = device.copy
+
+    def once(sources: Any) -> Any:
+        monkeypatch.setattr(device, "copy", full)
+        return copy(sources)
+
+    def full(sources: Any) -> Any:
+        raise RuntimeError("out of memory on the device")
+
+    monkeypatch.setattr(device, "copy", once)
+    rig.feed.next()
+    monkeypatch.setattr(device, "copy", copy)
+    rig.feed.cut()
+    assert rig.runners[0].leave_pass() == 0
+    rig.numbers(0, 100)
+    batch = rig.feed.next()
+    device.finish()
+    assert int(batch) == 100
+
+
+def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: Any, device: FakeBackend) -> None:
+    rig = rigs(2, backend=device)
+    rig.numbers(0, 0, 1)
+    rig.numbers(1, 10)
+    rig.feed.next()
+    device.finish()
+    rig.feed.cut()
+    assert [runner.leave_pass() for runner in rig.runners] == [0, 0]
+    rig.numbers(0, 100, 101)
+    rig.numbers(1, 110)
+    rig.feed.next()
+    rig.feed.next()
+    runner = rig.runners[1]
+    runner.break_lane()
+    rig.numbers(1, 111)
+    batches = [rig.feed.next(), rig.feed.next()]
+    assert len(runner.hellos) == 2
+    assert runner.hellos[1].ack.abandon_epoch == 0
+    device.finish()
+    assert [int(batch) for batch in batches] == [101, 111]
+
+
+def test_an_error_that_was_seen_of_a_pass_that_is_left_is_met_in_the_next(rig: Any) -> None:
+    rig.numbers(0, 0)
+    rig.runners[0].fail("InputFnError", "ValueError: no such sample")
+    rig.feed.next()
+    rig.feed.cut()
+    with pytest.raises(InputFnError, match="no such sample"):
+        rig.feed.next()
+
+
+def test_closing_waits_for_the_copies(rigs: Any) -> None:
+    device = FakeBackend(patience=4)
+    rig = rigs(backend=device)
+    rig.numbers(0, 0, 1, 2)
+    rig.feed.next()
+    rig.feed.next()
+    rig.feed.close()
+    assert [copy.done for copy in device.started] == [True, True, True]
+    rig.feed.close()
+
+
+def test_a_ring_of_a_device_that_hangs_is_never_let_go(
+    rigs: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CLOSE_S", 0.02)
+    monkeypatch.setattr(staging, "_stranded", [])
+    rig = rigs(backend=device)
+    rig.numbers(0, 0, 1)
+    rig.feed.next()
+    rig.feed.close()
+    del rig.feed._lanes[:]
+    gc.collect()
+    assert len(device.runtime.locked) == 1
+    device.finish()
+    staging._stranded.clear()
+    gc.collect()
+    assert device.runtime.locked == {}
+
+
+def test_a_device_that_has_failed_stops_the_loop_and_nothing_else(
+    rigs: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_stranded", [])
+    rig = rigs(backend=device)
+    rig.numbers(0, 0, 1)
+    rig.feed.next()
+    device.failure = RuntimeError("CUDA error: device-side assert triggered")
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        rig.feed.next()
+    assert rig.feed.flush(), "a state can still be asked for"
+    assert rig.feed.position.step == 1
+    rig.feed.close()
+    assert len(staging._stranded) == 2
+
+
+def test_a_fork_of_the_training_process_unlocks_nothing(rig: Any, device: FakeBackend) -> None:
+    rig.numbers(0, 0)
+    batch = rig.feed.next()
+    device.finish()
+    child = os.fork()
+    if child == 0:
+        del rig.feed._lanes[:]
+        rig.feed._lent.clear()
+        gc.collect()
+        os._exit(len(device.runtime.unlocked))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rig.taken() == 0
+    assert int(batch) == 0
