@@ -91,6 +91,9 @@ class Run:
         self.ended_boxes: dict[int, int] = {}
         """Other boxes that take no further step -> their last one."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
+        self._taken = 0
+        """The version of the reply that `views` are of; the coordinator's rise over everything."""
+        self._take_lock = threading.Lock()
         self.version = 0
         """Raised whenever `views` or `error` was replaced."""
         self.error: PenstockError | None = None
@@ -165,9 +168,8 @@ class Run:
                 return
             self.away_since, backoff = None, 0.1
             self.ended_boxes = {end.box: end.step for end in reply.ended}
-            changed, seen = seen != reply.version, reply.version
-            if changed:
-                self._take(reply)
+            seen = reply.version
+            self._take(reply)
 
     def _linger(self) -> None:
         """The run is over for the coordinator, but the loader still holds it."""
@@ -177,11 +179,16 @@ class Run:
                 return
 
     def _take(self, reply: pb.WatchRunReply) -> None:
-        views = list(self.views)
-        for view in reply.slots:
-            if view.slot < len(views):
-                views[view.slot] = view
-        self.views = views
+        """Take a reply's views, unless a newer one was quicker: the thread asks, and `report` does beside it."""
+        with self._take_lock:
+            if reply.version <= self._taken:
+                return
+            self._taken = reply.version
+            views = list(self.views)
+            for view in reply.slots:
+                if view.slot < len(views):
+                    views[view.slot] = view
+            self.views = views
         self._notify()
 
     def _notify(self) -> None:

@@ -81,6 +81,8 @@ class Daemon:
         self._retiring: dict[int, asyncio.TimerHandle] = {}
         self._trusts: dict[tuple[str, int], Trust] = {}
         self._answered: set[str] = set()
+        self._made = 0
+        """The version of the reply that was made so last; the coordinator's rise over everything."""
         self._doors = LaneDoors(self._attach)
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
@@ -146,6 +148,7 @@ class Daemon:
         while True:
             try:
                 await self.coordinator.register(request)
+                self._made = 0  # a coordinator that does not know us may be another one, with versions of its own
                 return
             except (AuthenticationError, VersionSkewError):
                 raise
@@ -207,6 +210,9 @@ class Daemon:
     # ---- assignments
 
     def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+        if reply.version < self._made:
+            return  # overtaken by the reply to a later heartbeat
+        self._made = reply.version
         wanted = {key_of(assignment): assignment for assignment in reply.assignments}
         for key in [key for key in self._slots if key not in wanted]:
             self._stop_slot(key)

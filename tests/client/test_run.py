@@ -1,0 +1,42 @@
+"""What a run knows of its slots: replies of the coordinator come to two threads, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.client.run import Run
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+class FakeLink:
+    host, force_tcp, compression, embedded = "here", False, None, True
+
+    def client(self) -> Any:
+        return CoordinatorClient("127.0.0.1:1", "token")  # it is never called
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    run = Run(FakeLink(), pb.OpenRunRequest(job="job", num_boxes=1, num_workers_per_box=2), lambda run: None)  # type: ignore[arg-type]
+    yield run
+    run.close()
+
+
+def reply(version: int, *phases: pb.SlotPhase.ValueType) -> pb.WatchRunReply:
+    views = [pb.SlotView(slot=slot, generation=1, phase=phase) for slot, phase in enumerate(phases)]
+    return pb.WatchRunReply(version=version, slots=views)
+
+
+def test_a_reply_that_was_overtaken_changes_nothing(run: Run) -> None:
+    run._take(reply(5, pb.READY, pb.STARTING))
+    told = run.version
+    run._take(reply(7, pb.READY, pb.READY))
+    assert run.version == told + 1
+    run._take(reply(6, pb.READY, pb.STARTING))
+    run._take(reply(7, pb.READY, pb.READY))
+    assert [view.phase for view in run.views] == [pb.READY, pb.READY]
+    assert run.version == told + 1, "nothing new was told"
