@@ -9,6 +9,7 @@ do.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -27,7 +28,7 @@ from penstock.proto.tensors import FlatBatch, Flattener, Structure
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.worker.building import lend
 from penstock.worker.cadence import Cadence
-from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.control import Channel, DescriptorsClosedError, Message, plain_detail
 from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
@@ -59,7 +60,8 @@ def run_slot(channel: Channel, ledger: Ledger) -> None:
     except (_StopError, LaneLostError):
         pass
     finally:
-        runner.producer.close()
+        with contextlib.suppress(OSError):  # user code may have closed its descriptors
+            runner.producer.close()
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class _Runner:
     def prepare(self) -> None:
         """Build the loader and bring it to where the slot starts; any failure is told to the daemon and ends us."""
         source = self.source
+        self._doing("starting")
         try:
             start = self._receive_start()
             source.build()
@@ -124,7 +127,7 @@ class _Runner:
             else:
                 self._start(start.resume)
                 self._say_ready()
-        except (_StopError, LaneLostError):
+        except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
         except Exception as error:
             self._channel.send("failed", error=plain_detail(error))
@@ -176,6 +179,7 @@ class _Runner:
 
     def _recover(self, bases: list[Base]) -> None:
         """Another runner had this slot: go to the batch after the last one delivered, and prove the way right."""
+        self._doing("waiting")
         while self._hello is None:
             self._serve(None)
         hello = self._hello
@@ -231,11 +235,12 @@ class _Runner:
                     self._await_epoch()
                     self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
                 self._stream_pass()
-        except (_StopError, LaneLostError):
+        except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
         except Exception as error:
             self.producer.fail(source.place.epoch, source.place.total, records_pb2.ErrorDetail(**plain_detail(error)))
             self._channel.send("broken", error=plain_detail(error))
+        self._doing("waiting")
         while True:
             self._serve(None)
 
@@ -253,6 +258,7 @@ class _Runner:
         place = source.place
         clock = time.monotonic
         self._doing("next")
+        ledger.here(place.epoch, 0)
         while True:
             started = clock()
             batch = self._next()
@@ -285,6 +291,7 @@ class _Runner:
             now = clock()
             if total in producer.wanted or place.delivered == 1 or self._cadence.due(now):
                 self._snapshot()
+                self._doing("next")
             if not self._looked and place_of.looked_at():
                 self._looked = True
                 ledger.saw_look()

@@ -174,6 +174,7 @@ class Source:
             place_of.Assignment(a.box, a.num_boxes, a.slot, a.num_workers_per_box, a.seed, a.base.step + 1)
         )
         _offer_worker_info(a)
+        self._doing("input_fn")  # its module is the user's too
         self._fn = load_input_fn(a.loader)
         self._call()
         loader, traits = self._loader, self.traits
