@@ -86,7 +86,7 @@ class _Runner:
         options = assignment.loader.options
         self.assignment = assignment
         self.producer = Producer(options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box))
-        self.source = Source(assignment, self._doing)
+        self.source = Source(assignment, self._doing, ledger.here)
         self._channel = channel
         self._ledger = ledger
         self._flattener = Flattener(strict=options.strict_structure)
@@ -157,6 +157,8 @@ class _Runner:
             return
         part = resume["slots"].get(a.slot) if a.resume.same_shape else None
         if source.traits.state_methods == 4:
+            if part is not None:
+                source.learn_skips(Base.of(part))
             source.resume_by_own_methods(resume["aggregated"], resume["strict"])
             if part is None:
                 self._keep(source.open_pass(step=base.step), origin=True)
@@ -391,7 +393,7 @@ class _Runner:
         error = self.source.unsaved
         if error is None:
             try:
-                self._send_base(base, base.encode(), origin=origin)
+                self._send_base(base, self.source.marked(base).encode(), origin=origin)
                 return
             except UnsupportedStateError as refused:
                 error = refused
