@@ -38,7 +38,8 @@ FORK_DEADLINE_S = 15.0
 """For a zygote to fork, which takes milliseconds: one that does not is stopped, and is not asked again."""
 STATUS_S = 0.25
 """For the zygote to tell a child's exit status after the kernel told its end."""
-ORPHANS_S = 2.0
+ORPHANS_S = 4.0
+"""For what a dead zygote had to end; at a daemon's end, too."""
 _NOT_FOR_CHILDREN = (
     "PENSTOCK_TOKEN",
     "PENSTOCK_TOKEN_FILE",

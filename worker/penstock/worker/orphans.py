@@ -23,8 +23,8 @@ from pathlib import Path
 __all__ = ["Orphans", "become_subreaper", "forget_shared_memory"]
 
 _PR_SET_CHILD_SUBREAPER = 36
-GRACE_S = 1.0
-"""For orphans that clean up by themselves."""
+GRACE_S = 3.5
+"""For orphans that clean up by themselves; torch's manager waits for 2 s after its last user."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 

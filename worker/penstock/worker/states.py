@@ -40,17 +40,17 @@ class States:
         try:
             async with asyncio.timeout(request.deadline_s):
                 data = await self._state(request, answer, until)
+        except PenstockError as error:  # a DeadlineError of a scratch child is a TimeoutError too
+            answer.error.CopyFrom(detail_of(error))
         except TimeoutError:
             self._slot.ledger.refresh()
             doing, since = self._slot.ledger.activity
-            error: PenstockError = DeadlineError(
+            late = DeadlineError(
                 f"{self._slot.name} on worker {self._slot.host.name}: no state at step {request.step} within "
                 f"{request.deadline_s:.0f} s: it is at batch {self._slot.ledger.total} of {request.position.total}, "
                 f"in {doing} for {since:.1f} s"
             )
-            answer.error.CopyFrom(detail_of(error))
-        except PenstockError as error:
-            answer.error.CopyFrom(detail_of(error))
+            answer.error.CopyFrom(detail_of(late))
         for epoch, total in self._slot.ledger.ends().items():
             answer.ends.add(epoch=epoch, total=total)
         answer.traits.CopyFrom(self._slot.traits)
