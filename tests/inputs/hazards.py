@@ -98,14 +98,14 @@ def dies(how: str, marker: str, batches: int = 20) -> Iterator[torch.Tensor]:
 
 
 def will_not_stop(marker: str) -> Iterator[torch.Tensor]:
-    """Deaf to signals, with a thread and an exit hook that never end."""
+    """Deaf to signals, with a thread and an exit hook that never end; hangs once the file `marker`.go is there."""
     current_assignment()
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit.register(waits_for_ever)
     threading.Thread(target=waits_for_ever).start()
-    yield torch.zeros(1)
-    yield torch.zeros(1)
+    while not os.path.exists(f"{marker}.go"):
+        yield torch.zeros(1)
     with open(marker, "w") as file:
         file.write(f"{os.getpid()}\n")
     waits_for_ever()
@@ -144,7 +144,7 @@ def floods(batches: int = 40) -> Iterator[torch.Tensor]:
     for number in range(batches):
         sys.stderr.write(line * 2000)
         sys.stdout.write("y" * 1_000_000)
-        time.sleep(0.1)
+        time.sleep(0.5)
         yield torch.tensor(number)
 
 
@@ -199,12 +199,12 @@ class Leaks(streams.Counter):
     def __init__(self, mib: int, at_once: int, batches: int) -> None:
         super().__init__(batches, first=1000 * current_assignment().global_worker_id)
         self.mib = mib
-        self.kept = [bytearray(os.urandom(1 << 20)) for _ in range(at_once)]
+        self.kept = [bytearray(b"x" * (1 << 20)) for _ in range(at_once)]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in super().__iter__():
-            self.kept += [bytearray(os.urandom(1 << 20)) for _ in range(self.mib)]
-            time.sleep(0.05)
+            self.kept += [bytearray(b"x" * (1 << 20)) for _ in range(self.mib)]
+            time.sleep(0.04)
             yield batch
 
 
@@ -248,7 +248,7 @@ def poisoned(kind: str, poison: list[int], shuffle: bool = False, items: int = 4
     if kind == "own":
         return Skipping(items // 4, {sample // 4 for sample in poison})
     if kind == "generator":
-        return _batches(items // 4, {sample // 4 for sample in poison})
+        return _batches(items // 4, {sample // 4 for sample in poison if place.global_worker_id == 0})
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     maker: Any = {"torch": DataLoader, "torchdata": StatefulDataLoader}[kind]

@@ -3,9 +3,11 @@ daemon lives."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
+import subprocess
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,13 +19,15 @@ import hazards
 import pytest
 import streams
 from cluster import TOKEN, Cluster, running
-from family import alive, children_of, eventually, runners, zygotes
+from family import alive, children_of, eventually, memory_of, runners, zygotes
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
 
 HASTY_S = 3.0
 """The deadline of loops that are to run into it."""
+FLOODED = 9
+"""Batches of the flood, half a second each."""
 STOP_S = 3.0
 """For a runner that will not stop: its grace is half a second."""
 
@@ -237,10 +241,14 @@ def test_multiprocessing_has_a_directory_that_goes_with_the_runner(cluster: Clus
 
 def test_a_runner_that_will_not_stop_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
-    with at(cluster) as appliance:
+    with at(cluster, 1.0) as appliance, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the slow worker
         loader = DataLoader(hazards.will_not_stop, str(marker))
         numbers(appliance, loader, 2)
-        eventually(lambda: _pids(marker), "it is deaf now")
+        Path(f"{marker}.go").touch()
+        with contextlib.suppress(errors.DeadlineError):  # it goes on until it sees the file
+            numbers(appliance, loader, 10**6)
+        eventually(lambda: _pids(marker), "it hangs now")
         (runner,) = _pids(marker)
         started = time.monotonic()
         loader.close()
@@ -260,6 +268,32 @@ def test_another_directory_mask_and_limit_of_descriptors_harm_nobody(cluster: Cl
         got = numbers(appliance, DataLoader(hazards.unsettles))
     assert [number for number, _ in got] == list(range(60))
     still_works(cluster)
+
+
+def test_a_flood_of_output_costs_nobody_but_its_author(tmp_path: Path) -> None:
+    """The worker's own standard error is a pipe that nobody reads while it lasts."""
+    with running(tmp_path) as cluster, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        worker = cluster.add_worker(2, allow="*", name="w", stderr=subprocess.PIPE)
+        with at(cluster) as appliance:
+            numbers(appliance, DataLoader(streams.counter, 3))
+            before = memory_of(worker.pid)
+            loader = DataLoader(hazards.floods, FLOODED)
+            executor = DataExecutor(loader, num_steps=FLOODED, appliance=appliance)
+            # 4 s of it: a worker that is not heard of for 3 s has lost its slots.
+            assert [int(batch) for batch in executor] == list(range(FLOODED))
+            assert executor.stats.recoveries == 0
+            assert memory_of(worker.pid) - before < 64 << 20
+        assert worker.stderr is not None
+        os.set_blocking(worker.stderr.fileno(), False)
+        said = bytearray()
+
+        def told() -> bool:
+            said.extend(worker.stderr.read() or b"")  # type: ignore[union-attr]
+            return b"lines were left out" in said
+
+        with worker.stderr:
+            eventually(told, "the log says what it left out")
 
 
 # ---- scratch children
