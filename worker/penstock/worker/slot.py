@@ -45,7 +45,9 @@ UPLOAD_S = 1.0
 UPLOAD_BYTES_PER_S = 4 << 20
 """Of one slot's durable snapshots: larger ones are sent less often."""
 MEMORY_S = 1.0
-"""Between two looks at a runner's memory, where it is limited: 5 ms of the kernel's time for a runner of 1 GiB."""
+"""Between two looks at a runner's memory, where it is limited."""
+MEMORY_SHARE = 0.02
+"""Of a processor that these looks may take; those at a large runner near its limit are rarer."""
 HARD_LIMIT = 2
 """Times the limit: killed at once."""
 
@@ -244,9 +246,10 @@ class Slot:
     async def _watch_memory(self, limit: int) -> None:
         """A runner that holds too much ends at a snapshot, and another one goes on from there."""
         assert self._child is not None
+        took = 0.0
         while self.phase != coordinator_pb2.FAILED:
-            await asyncio.sleep(MEMORY_S)
-            held = await asyncio.to_thread(held_by, self._child.pid)
+            await asyncio.sleep(max(MEMORY_S, took / MEMORY_SHARE))
+            held, took = await asyncio.to_thread(_looked_at, self._child.pid, limit)
             what = f"it held {_mib(held)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             if held > HARD_LIMIT * limit:
                 self._lose(f"the runner of {self.name} was killed at batch {self.ledger.total}, for {what}")
@@ -421,6 +424,13 @@ async def _logged(work: Awaitable[None], name: str) -> None:
         await work
     except Exception:
         _log.exception("%s: a background task failed", name)
+
+
+def _looked_at(pid: int, limit: int) -> tuple[int, float]:
+    """What a runner holds, and the processor's seconds that it took to know."""
+    began = time.thread_time()
+    held = held_by(pid, limit)
+    return held, time.thread_time() - began
 
 
 def _mib(size: int) -> str:
