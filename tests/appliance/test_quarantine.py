@@ -67,8 +67,8 @@ def test_with_skip_every_later_runner_leaves_it_out_and_the_view_counts_it() -> 
 def test_deaths_at_different_batches_name_none() -> None:
     worker, box = opened(World(), skip=True)
     for total in (5, 6, 5, 6):
+        assert skips(worker) == []
         dies(worker, total)
-    assert skips(worker) == []
     assert "was lost 4 times" in box.watch().slots[0].error.message
 
 

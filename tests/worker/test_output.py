@@ -31,9 +31,10 @@ def test_a_flood_is_thinned_out_counted_and_told() -> None:
     assert len(lines.feed(b"x\n" * (BURST + 500), 0.0)) == BURST
     said = [text for tick in range(1, 31) for text in lines.feed(b"x\n" * 1000, tick / 10)]
     told = [text for text in said if "left out" in text]
-    assert len(said) - len(told) == 3 * LINES_PER_S
-    assert [int(text.split()[1]) for text in told] == [500 + 10 * 980, 10 * 980, 10 * 980]
-    assert lines.feed(b"", 3.0) == []  # nothing since
+    shown, counted = len(said) - len(told), sum(int(text.split()[1]) for text in told)
+    assert len(told) == 3
+    assert abs(shown - 3 * LINES_PER_S) <= len(told)
+    assert shown + counted + lines.left_out == 500 + 30 * 1000
 
 
 def test_what_was_left_out_is_told_at_the_end() -> None:
