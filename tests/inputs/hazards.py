@@ -213,22 +213,22 @@ def leaks(mib: int, at_once: int = 0, batches: int = 60) -> Leaks:
 
 
 class BadInScratch(streams.Counter):
-    """Streams well; restored beside the stream, it goes wrong. Every hundredth batch can be saved without that."""
+    """Streams well; restored beside the stream, it goes wrong."""
 
     def __init__(self, how: str) -> None:
         super().__init__(3000, first=1000 * current_assignment().global_worker_id)
         self.how = how
-        self.restored = False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.restored = True
         if self.how == "hang":
             waits_for_ever()
         if self.how == "die":
             reads_address_zero()
         if self.how == "raise":
             raise LookupError("no such shard")
+        if self.how == "differ" and self.done > 30:  # the run's own check looks at the first snapshots only
+            self.done += 1
 
     def state_dict(self) -> dict[str, Any]:
         time.sleep(0.02)  # too dear to be taken at every step
