@@ -37,7 +37,9 @@ START_DEADLINE_S = 60.0
 FORK_DEADLINE_S = 15.0
 """For a zygote to fork, which takes milliseconds: one that does not is stopped, and is not asked again."""
 STATUS_S = 0.25
-"""For the zygote to tell a child's exit status after the kernel told its end."""
+"""For the zygote to tell a child's exit status after the kernel told its end, before we look ourselves."""
+LAST_STATUS_S = 2.5
+"""For a zygote that has collected the child and not told it yet."""
 ORPHANS_S = 4.0
 """For what a dead zygote had to end; at a daemon's end, too."""
 _NOT_FOR_CHILDREN = (
@@ -167,15 +169,22 @@ class Child:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.pidfd)
         self.drain()
-        loop.call_later(STATUS_S, self._gone_untold)
+        loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
 
-    def _gone_untold(self) -> None:
-        """Its zygote is silent: it is stopped, so the dead child is still there to be looked at."""
+    def _gone_untold(self, until: float) -> None:
+        """Its zygote is silent: it is stopped, and the dead child still there to be looked at, or it is just busy."""
         if self.exited.done():
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # its number is its own until it is reaped
-        self.gone(_status_of_zombie(self.pid))
+        loop = asyncio.get_running_loop()
+        unreaped, status = _status_of_zombie(self.pid)
+        if unreaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # its number is its own until it is reaped
+            self.gone(status)
+        elif loop.time() < until:
+            loop.call_later(STATUS_S, self._gone_untold, until)
+        else:
+            self.gone(None)
 
     def gone(self, status: int | None) -> None:
         """It has ended, with this status."""
@@ -235,13 +244,13 @@ class Child:
             _user_log.info("[%s] %s", self.name, line)
 
 
-def _status_of_zombie(pid: int) -> int | None:
-    """The exit code of a dead process that nobody has reaped yet."""
+def _status_of_zombie(pid: int) -> tuple[bool, int | None]:
+    """Whether a dead process is still there, for nobody has reaped it; and its exit code, if the kernel shows it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] == "Z" else None
+        return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
     except (OSError, ValueError, IndexError):
-        return None
+        return False, None
 
 
 async def end_orphans() -> None:

@@ -14,7 +14,7 @@ __all__ = ["descriptors_closed", "how_it_ended"]
 def how_it_ended(status: int | None, name: str, ledger: Ledger | None) -> str:
     """One line. `ledger`: of a runner; None for a scratch child."""
     if status is None:
-        how = "died, cause unknown: the process that could tell is stopped"
+        how = "died, cause unknown: the process that could tell does not answer"
     elif status < 0:
         how = f"was killed by {_signal_name(-status)}"
         if -status == signal.SIGKILL:

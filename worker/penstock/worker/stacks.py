@@ -76,6 +76,8 @@ class StackFile:
     async def ask(self, pid: int, pidfd: int) -> str:
         """The stacks of the child now, or one line that says why they cannot be had."""
         state = state_of(pid)
+        if self.fd < 0 or not state:
+            return f"(process {pid} is gone)"
         if state in ("T", "t"):
             return f"(process {pid} is stopped by a signal, so it shows no stack: kill -CONT {pid} lets it go on)"
         if state == "D":
@@ -86,7 +88,7 @@ class StackFile:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, SIGNAL)
         text, until = "", time.monotonic() + WAIT_S
-        while time.monotonic() < until:
+        while time.monotonic() < until and self.fd >= 0:
             await asyncio.sleep(_LOOK_S)
             before, text = text, self.read()
             if text and text == before:
