@@ -52,6 +52,12 @@ def daemon(cluster: Cluster) -> int:
     return cluster.workers[0].pid
 
 
+def the_runner(cluster: Cluster) -> int:
+    """The one that streams now; those of an earlier test may be about to end."""
+    eventually(lambda: len(runners(daemon(cluster))) == 1, "there is one runner")
+    return runners(daemon(cluster))[0]
+
+
 def numbers(appliance: Appliance, loader: DataLoader, steps: int | None = None) -> list[Any]:
     return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
 
@@ -101,7 +107,7 @@ def test_a_stopped_runner_is_told_as_that_and_goes_on_when_continued(cluster: Cl
                 got.append(plain(batch))
 
         got += numbers(hasty, loader, 10)
-        (runner,) = runners(daemon(cluster))
+        runner = the_runner(cluster)
         os.kill(runner, signal.SIGSTOP)
         try:
             with (
@@ -141,7 +147,7 @@ def test_a_stopped_zygote_hides_no_death_and_keeps_no_slot(cluster: Cluster) -> 
     with at(cluster) as appliance:
         loader = DataLoader(streams.counter, 3000)
         got = numbers(appliance, loader, 10)
-        (runner,) = runners(daemon(cluster))
+        runner = the_runner(cluster)
         os.kill(zygote, signal.SIGSTOP)
         try:
             os.kill(runner, signal.SIGKILL)
@@ -153,11 +159,11 @@ def test_a_stopped_zygote_hides_no_death_and_keeps_no_slot(cluster: Cluster) -> 
         with pytest.warns(UserWarning, match="SIGKILL"):
             got += numbers(appliance, loader, 2990)
         assert got == list(range(1, 3001))
-        (runner,) = runners(daemon(cluster))
+        runner = the_runner(cluster)
         os.kill(zygote, signal.SIGSTOP)
         try:
             loader.close()
-            eventually(lambda: runner not in runners(daemon(cluster)) and not alive(runner), "it is stopped", STOP_S)
+            eventually(lambda: not alive(runner), "it is stopped", STOP_S)
         finally:
             os.kill(zygote, signal.SIGCONT)
     still_works(cluster)
@@ -194,7 +200,7 @@ def test_what_a_runner_started_ends_with_it_wherever_it_went(cluster: Cluster, t
         left = _pids(marker)
         assert all(map(alive, left))
         if end == "killed":
-            (runner,) = runners(daemon(cluster))
+            runner = the_runner(cluster)
             os.kill(runner, signal.SIGKILL)
             eventually(lambda: not any(map(alive, left)), "those of the dead runner are gone", 5.0)
     eventually(lambda: not any(map(alive, _pids(marker))), "all are gone", 5.0)
@@ -218,7 +224,7 @@ def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, 
         loader = DataLoader(hazards.many_processes, sharing)
         for _ in range(kills):
             numbers(appliance, loader, 40)
-            (runner,) = runners(daemon(cluster))
+            runner = the_runner(cluster)
             os.kill(runner, signal.SIGKILL)
             eventually(partial(_is_dead, runner), "it is dead")
     eventually(lambda: not any(map(children_of, zygotes(daemon(cluster)))), "all of its processes are gone", 10.0)
