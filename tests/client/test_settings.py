@@ -117,7 +117,7 @@ def test_a_device_that_cannot_be_used_is_named_with_where_it_came_from(monkeypat
 def test_poison_fails_unless_it_is_to_be_skipped() -> None:
     assert resolve().poison == "fail"
     assert resolve(poison="skip").poison == "skip"
-    with pytest.raises(InvalidArgumentError, match="poison='drop': .*'fail' or 'skip'"):
+    with pytest.raises(InvalidArgumentError, match=r"poison='drop': .*'fail' or 'skip'"):
         resolve(poison="drop")
 
 
