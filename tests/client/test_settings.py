@@ -114,6 +114,13 @@ def test_a_device_that_cannot_be_used_is_named_with_where_it_came_from(monkeypat
         Appliance()
 
 
+def test_poison_fails_unless_it_is_to_be_skipped() -> None:
+    assert resolve().poison == "fail"
+    assert resolve(poison="skip").poison == "skip"
+    with pytest.raises(InvalidArgumentError, match=r"poison='drop': .*'fail' or 'skip'"):
+        resolve(poison="drop")
+
+
 def test_compression_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve().compression is None
     assert resolve(compression="lz4").compression == "lz4"

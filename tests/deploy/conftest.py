@@ -57,7 +57,8 @@ class Shell:
 
     def __post_init__(self) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        self.environment = {**kept, "PYTHONPATH": INPUTS, "PENSTOCK_TOKEN": TOKEN, "PYTHONWARNINGS": WARNINGS}
+        path = os.pathsep.join([INPUTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {**kept, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, "PYTHONWARNINGS": WARNINGS}
 
     def run(self, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str | None) -> Finished:
         """To its end. A variable that is None is removed."""

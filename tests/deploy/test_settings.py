@@ -49,7 +49,8 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "4")
     flags = {"allow": "mypackage", "slots": None}
     assert describe(resolve(WorkerSettings, **flags), **flags) == (
-        "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), name=- (default), "
+        "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), "
+        "runner_memory=- (default), name=- (default), "
         "insecure=False (default)"
     )
 

@@ -227,8 +227,8 @@ def test_status_names_waits_errors_and_losses() -> None:
         ("j/0", "1", "lost", "8", "0", "0.0", "0%", ""),
     ]
     assert slots.rows == [
-        ("j/0", "0", "0", "FAILED", "w", "3", "1", "InputFnError: it raised"),
-        ("j/0", "1", "0", "WAITING", "", "0", "0", "worker w drains"),
+        ("j/0", "0", "0", "FAILED", "w", "3", "1", "0", "InputFnError: it raised"),
+        ("j/0", "1", "0", "WAITING", "", "0", "0", "0", "worker w drains"),
     ]
     assert workers.rows == [("w", "lost", "1/2", "2 min", "0.0", "")]
 

@@ -19,7 +19,8 @@ class Cluster:
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
-        self.environment = {**os.environ, "PYTHONPATH": INPUTS, "PENSTOCK_TOKEN": TOKEN}
+        path = os.pathsep.join([INPUTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN}
         self.workers: list[subprocess.Popen[bytes]] = []
         self.coordinator, self.address = self._start_coordinator("127.0.0.1:0")
 
@@ -32,20 +33,23 @@ class Cluster:
         self.coordinator.wait(10)
         self.coordinator, _ = self._start_coordinator(self.address)
 
-    def add_worker(self, slots: int, *, allow: str = "streams", name: str = "") -> subprocess.Popen[bytes]:
-        """Start a worker; returns when it is registered."""
-        arguments = ["--coordinator", self.address, "--slots", str(slots), "--allow", allow]
-        worker, _ = self._start("penstock.worker", *arguments, *(["--name", name] if name else []))
+    def add_worker(
+        self, slots: int, *more: str, allow: str = "streams", name: str = "", stderr: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a worker; returns when it is registered. `more`: further arguments."""
+        arguments = ["--coordinator", self.address, "--slots", str(slots), "--allow", allow, *more]
+        worker, _ = self._start("penstock.worker", *arguments, *(["--name", name] if name else []), stderr=stderr)
         self.workers.append(worker)
         return worker
 
-    def _start(self, module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
+    def _start(self, module: str, *arguments: str, stderr: int | None = None) -> tuple[subprocess.Popen[bytes], str]:
         read, write = os.pipe()
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
                 env=self.environment,
                 pass_fds=[write],
+                stderr=stderr,
             )
         finally:
             os.close(write)

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 from collections.abc import Callable
 
+from penstock.appliance import quarantine
 from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import Limits
@@ -28,7 +29,7 @@ from penstock.appliance.model import (
 )
 from penstock.appliance.placement import choose
 from penstock.proto.channel import detail_of, error_of
-from penstock.proto.errors import SupersededError, UnknownRunError, WorkerLostError
+from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -127,9 +128,13 @@ class Books:
         row["error"] = None if slot.error is None else slot.error.SerializeToString()
         self.journal.put("slots", row)
 
+    def _save_skip(self, slot: Slot, epoch: int, total: int) -> None:
+        row: dict[str, object] = dict(slot.key._asdict()) | {"epoch": epoch, "total": total}
+        self.journal.put("skips", row | {"count": slot.skips[epoch, total], "own": slot.skipped[epoch, total]})
+
     def forget(self, run: Run) -> None:
         """Drops everything about a run that will not be opened again."""
-        for table in ("runs", "attempts", "boxes", "slots"):
+        for table in ("runs", "attempts", "boxes", "slots", "skips"):
             self.journal.drop(table, run=run.name)
         del self.runs[run.name]
 
@@ -164,7 +169,8 @@ class Books:
             self.bump_box(attempt, box)
         clients = {box.number: box.client_id for box in attempt.boxes.values()}
         run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
-        self.journal.drop("slots", run=attempt.run, attempt=attempt.number)
+        for table in ("slots", "skips"):
+            self.journal.drop(table, run=attempt.run, attempt=attempt.number)
         self.save_attempt(attempt)
         self.save_run(run)
         while len(run.past) > self.limits.past_attempts:
@@ -211,10 +217,11 @@ class Books:
         slot.worker = slot.session = ""
         return True
 
-    def move(self, slot: Slot, note: str, loss_at: float | None) -> None:
+    def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
         """Takes the slot from its worker, to be placed again under the next generation.
 
         `loss_at`: the time, if something died; None for an orderly hand-over, which counts against nobody.
+        `making`: the place of the batch that it was making as it died.
         """
         attempt, box = self.box_of(slot)
         loser = slot.worker
@@ -224,25 +231,30 @@ class Books:
             self.bump_box(attempt, box)
             return
         slot.generation += 1
-        slot.phase, slot.note = pb.WAITING, note
+        slot.phase, slot.note, slot.doing = pb.WAITING, note, ""
         slot.restarts += 1
         if loss_at is not None:
-            delivered = box.total(slot.key.slot)
+            loss = Loss(loss_at, loser, note, box.total(slot.key.slot), making)
             horizon = loss_at - self.limits.loss_window_s
-            slot.losses = [loss for loss in slot.losses if loss.at > horizon and loss.delivered == delivered]
-            slot.losses.append(Loss(loss_at, loser, note, delivered))
+            slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
         if len(slot.losses) > self.limits.losses:
-            each = "; ".join(loss.note for loss in slot.losses)
-            error = WorkerLostError(
-                f"{slot} of run {slot.key.run} was lost {len(slot.losses)} times within "
-                f"{self.limits.loss_window_s:g} s without a batch delivered in between (after batch "
-                f"{slot.losses[-1].delivered} of the slot): {each}"
-            )
-            slot.phase, slot.error = pb.FAILED, detail_of(error)
-        else:
+            self._give_up(box, slot)
+        if slot.phase == pb.WAITING:
             self.waiting[slot.key] = slot
         self.save_slot(slot)
         self.bump_box(attempt, box)
+
+    def _give_up(self, box: Box, slot: Slot) -> None:
+        """It was lost too often: it fails, or the batch that did it is left out."""
+        place = quarantine.culprit(slot.losses)
+        if place is None or not box.opening.loader.options.skip_poison:
+            error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
+            slot.phase, slot.error = pb.FAILED, detail_of(error)
+            return
+        count, name = len(slot.losses), quarantine.name_of(box, slot, place)
+        quarantine.leave_out(slot, place)
+        self._save_skip(slot, place.epoch, place.total)
+        slot.note = f"{name} is quarantined and left out, for it killed its runner {count} times: {slot.note}"
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
         """For good. The worker keeps the slot: the batches before the error are in its ring, to be delivered first."""

@@ -34,7 +34,10 @@ _TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("run", "attempt", "box", "slot"),
         ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note", "traits", "error"),
     ),
+    "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
 }
+_LATER = ("skips",)
+"""Tables that the first release did not have: made where they are missing, and no harm to a release without them."""
 
 _NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
 _NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
@@ -122,6 +125,12 @@ def _is_blank(path: Path) -> bool:
     return not path.exists() or path.stat().st_size == 0
 
 
+def _table(name: str) -> str:
+    keys, values = _TABLES[name]
+    columns = ", ".join((*keys, *values))
+    return f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({', '.join(keys)})) WITHOUT ROWID"
+
+
 class Journal:
     """Rows in, whole tables out at the start."""
 
@@ -134,9 +143,8 @@ class Journal:
                 "it from a copy, or move the whole directory away to start anew"
             )
         script = "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
-        for table, (keys, values) in _TABLES.items():
-            columns = ", ".join((*keys, *values))
-            script += f"\nCREATE TABLE {table} ({columns}, PRIMARY KEY ({', '.join(keys)})) WITHOUT ROWID;"
+        for table in _TABLES:
+            script += f"\n{_table(table)};"
         self._db = open_database(self._path, script)
         self._db.row_factory = sqlite3.Row
         self._pending: dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]] = {}
@@ -144,6 +152,8 @@ class Journal:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
+            for table in _LATER:
+                self._db.execute(_table(table))
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
             """What tickets are derived from: the same after a restart, so that lanes stay open."""
             self.boots = int(self._meta("boots", "0")) + 1

@@ -48,6 +48,8 @@ class Loss:
     note: str
     delivered: int
     """The slot's delivered total as known then: more now means progress."""
+    making: records_pb2.Skip | None = None
+    """Where the batch stands that the runner was making when it died, if it was making one."""
 
 
 @dataclass
@@ -66,6 +68,16 @@ class Slot:
     error: records_pb2.ErrorDetail | None = None
     losses: list[Loss] = field(default_factory=list)
     batches_per_s: float = 0.0
+    doing: str = ""
+    """What its runner is in for long; "" = nothing unusual."""
+    stack: str = ""
+    """Of the runner: with `doing` now, else when it last died."""
+    recycled_at: int = -1
+    """The delivered total when its runner was last recycled for its memory."""
+    skips: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
+    skipped: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The same, of this attempt alone."""
 
     def __str__(self) -> str:
         return f"box {self.key.box} slot {self.key.slot}"

@@ -27,10 +27,11 @@ from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
 from penstock.appliance.restore import restore
 from penstock.appliance.states import Gathering
-from penstock.proto.channel import VERSION
+from penstock.proto.channel import VERSION, detail_of
 from penstock.proto.errors import (
     BoxTakenError,
     InvalidArgumentError,
+    MemoryLimitError,
     SupersededError,
     UnknownRunError,
 )
@@ -38,6 +39,8 @@ from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
+_DOING, _STACK = 300, 12_000
+"""Characters of what a worker says about a hang or a crash: they go into every view of the box."""
 _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker gave no reason")
 
 
@@ -296,10 +299,17 @@ class Registry:
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
             return  # fenced: the worker sees from its assignments that it has nothing to do there
         slot.batches_per_s = report.batches_per_s
+        if report.doing != slot.doing:
+            slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
+            self.books.bump_box(*self.books.box_of(slot))
         if report.phase == pb.FAILED and slot.phase != pb.FAILED:
-            if report.lost:
+            if report.recycle:
+                self._recycle(slot, report)
+            elif report.lost:
                 what = report.error.message or "its runner died"
-                self.books.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now)
+                slot.stack = report.error.remote_traceback[:_STACK]
+                making = report.making if report.HasField("making") else None
+                self.books.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
             else:
                 self.books.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
@@ -308,6 +318,20 @@ class Registry:
                 slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
                 self.books.save_slot(slot)
                 self.books.bump_box(*self.books.box_of(slot))
+
+    def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
+        """Its runner held too much memory and ended at a snapshot: another one goes on, unless that gained nothing."""
+        _, box = self.books.box_of(slot)
+        delivered = max(report.delivered, box.total(slot.key.slot))
+        if delivered == slot.recycled_at:
+            error = MemoryLimitError(
+                f"{report.error.message}; it had been recycled for the same at batch {delivered} and has delivered "
+                "nothing since: raise the limit (--runner-memory), or make smaller batches"
+            )
+            self.books.fail(slot, detail_of(error))
+            return
+        slot.recycled_at = delivered
+        self.books.move(slot, report.error.message, None)
 
     def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:
         worker = self._registered(request.worker, request.session)

@@ -39,6 +39,11 @@ def restore(books: Books, now: float) -> None:
             run.past[row["attempt"]].clients[row["box"]] = row["client_id"]
     for row in journal.rows("slots"):
         _slot(books, row, now)
+    for row in journal.rows("skips"):
+        slot = books.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
+        assert slot is not None
+        slot.skips[row["epoch"], row["total"]] = row["count"]
+        slot.skipped[row["epoch"], row["total"]] = row["own"]
     still_open = {(attempt.run, attempt.number) for attempt in books.open_attempts()}
     for run_name, number in books.ledger.attempts() - still_open:
         books.ledger.drop_attempt(run_name, number)

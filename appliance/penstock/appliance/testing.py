@@ -63,12 +63,15 @@ class World:
         return worker
 
     def open(self, box: int = 0, **fields: object) -> FakeBox:
-        """Opens run "job/0" with 2 workers a box unless `fields` say otherwise; `retention` goes into the options."""
+        """Opens run "job/0" with 2 workers a box unless `fields` say otherwise; `retention` and `skip_poison` go into
+        the options."""
         retention = fields.pop("retention", 100)
+        skip_poison = bool(fields.pop("skip_poison", False))
         request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, host_id="host-a")
         request.client_id = f"client-{box}"
         request.loader.input_fn = "m:f"
         request.loader.options.retention_steps = int(str(retention))
+        request.loader.options.skip_poison = skip_poison
         request.MergeFrom(pb.OpenRunRequest(**fields))  # type: ignore[arg-type]
         return FakeBox(self, request, self.registry.open_run(request))
 

@@ -22,6 +22,9 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
         error=slot.error,
         restarts=slot.restarts,
         note=slot.note,
+        doing=slot.doing,
+        stack=slot.stack,
+        skipped=sum(slot.skipped.values()),
     )
     worker = books.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
@@ -54,6 +57,7 @@ def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot) -> records_
         resume=box.opening.resume,
         base=box.base.to_proto(),
         recovery=slot.recovery,
+        skips=[records_pb2.Skip(epoch=epoch, total=total, count=count) for (epoch, total), count in slot.skips.items()],
     )
 
 

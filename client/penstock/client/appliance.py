@@ -80,6 +80,10 @@ class Appliance:
         replay: save loaders that have no state methods too, by counting their batches and replaying them (False).
         retention_steps: how many delivered steps back a state can be had (256).
         timeout_s: seconds, the deadline of every wait (120).
+        poison: what becomes of a batch that kills its runner each time: "fail" ends the stream before it with an error,
+            "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). Leaving out needs a loader
+            that can pass over a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset
+            with num_workers=0, or one that has a method skip_batch().
         progress: show a line with steps/s and the share of time waited (False).
 
     Raises:
@@ -108,6 +112,7 @@ class Appliance:
         replay: bool | None = None,
         retention_steps: int | None = None,
         timeout_s: float | None = None,
+        poison: Literal["fail", "skip"] | None = None,
         progress: bool | None = None,
     ) -> None:
         forbid_in_runner("creating an Appliance")
@@ -288,6 +293,8 @@ class Appliance:
         spec.options.replay_without_state = settings.replay
         spec.options.retention_steps = settings.retention_steps
         spec.options.force_tcp = self.force_tcp
+        spec.options.timeout_s = settings.timeout_s
+        spec.options.skip_poison = settings.poison == "skip"
         if self.embedded:
             # The same user on the same machine: what this process can import, the workers shall find too.
             spec.sys_path.extend(search_path())

@@ -65,6 +65,8 @@ class Stats:
     """Batches whose copy to the device had been started before the loop asked for them; 0 without a device."""
     recoveries: int = 0
     """Slots that moved to another runner while the loop was reading."""
+    skipped: int = 0
+    """Batches that were left out since the loader was opened, for they killed their runners (poison="skip")."""
 
 
 class Feed:
@@ -85,6 +87,7 @@ class Feed:
         self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
+        self._slow = [""] * run.num_slots
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
         self._moving = False
@@ -275,10 +278,11 @@ class Feed:
             )
         doing = {pb.STARTING: "its runner is still starting", pb.READY: "its next batch has not come"}
         trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
+        what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
             f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from slot {slot} on worker "
-            f"{view.worker or 'unknown'}: {doing.get(view.phase, 'it has failed')}{trouble}{away} (timeout_s="
-            f"{self._timeout_s:g})"
+            f"{view.worker or 'unknown'}: {what}{trouble}{away} (timeout_s={self._timeout_s:g})",
+            remote_traceback=view.stack if view.doing else "",
         )
 
     # ---- slots and their lanes
@@ -306,7 +310,14 @@ class Feed:
                     self.stats.recoveries += 1
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts
-                notes.append((slot, view.note or f"moved to worker {view.worker}"))
+                stack = f"\nIts stack when it died:\n{view.stack}\n" if view.stack and not view.doing else ""
+                why = f"{view.note or f'moved to worker {view.worker}'}{stack}"
+                notes.append(
+                    f"slot {slot} of box {run.box} was recovered: {why}; the stream goes on as if nothing had happened"
+                )
+            if view.doing and view.doing != self._slow[slot]:
+                notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
+            self._slow[slot] = view.doing
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
         if not self._told_unsharded and run.num_workers > 1 and all(_never_looked(view) for view in run.views):
@@ -318,13 +329,9 @@ class Feed:
                 UserWarning,
                 stacklevel=2,
             )
-        for slot, note in notes:
-            warnings.warn(
-                f"{self._label}: slot {slot} of box {run.box} was recovered: {note}; the stream goes on as if "
-                "nothing had happened",
-                UserWarning,
-                stacklevel=2,
-            )
+        self.stats.skipped = sum(view.skipped for view in run.views)
+        for note in notes:
+            warnings.warn(f"{self._label}: {note}", UserWarning, stacklevel=2)
 
     def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
         if view.generation != lane.generation or now < lane.retry_at:

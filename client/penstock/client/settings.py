@@ -54,6 +54,8 @@ class Settings(BaseSettings):
     """Delivered steps back for which a state can be had."""
     timeout_s: float = Field(120.0, gt=0, allow_inf_nan=False, validation_alias=_named("timeout_s"))
     """Seconds; the deadline of every wait."""
+    poison: Literal["fail", "skip"] = Field("fail", validation_alias=_named("poison"))
+    """What becomes of a batch that kills its runner again and again."""
     progress: bool = Field(False, validation_alias=_named("progress"))
     device: str = Field("", validation_alias=_named("device"))
     """Where batches arrive; "" = in the ring."""

@@ -23,6 +23,7 @@ from penstock.deploy.options import (
     Lease,
     Name,
     ReadyFile,
+    RunnerMemory,
     Slots,
     StateDir,
     TokenFile,
@@ -102,6 +103,7 @@ def worker(
     slots: Slots = None,
     allow: Allow = None,
     listen: WorkerListen = None,
+    runner_memory: RunnerMemory = None,
     name: Name = None,
     token_file: TokenFile = None,
     insecure: WorkerInsecure = None,
@@ -119,6 +121,7 @@ def worker(
         "slots": slots,
         "allow": ",".join(allow) if allow else None,
         "listen": listen,
+        "runner_memory": runner_memory,
         "name": name,
         "insecure": insecure,
     }

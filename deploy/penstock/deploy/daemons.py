@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.exits import UNSAFE_BIND, CommandError
-from penstock.deploy.settings import IN_MEMORY, CoordinatorSettings, PeerSettings, WorkerSettings, describe, resolve
+from penstock.deploy.settings import (
+    IN_MEMORY,
+    CoordinatorSettings,
+    PeerSettings,
+    WorkerSettings,
+    bytes_of,
+    describe,
+    resolve,
+)
 from penstock.deploy.tokens import coordinator_token, peer_token
 from penstock.proto.channel import VERSION, is_local
 
@@ -78,6 +86,7 @@ def run_worker(
                 allow=settings.prefixes,
                 listen=settings.listen,
                 name=settings.name,
+                runner_memory=bytes_of(settings.runner_memory),
             ),
             ready,
         )

@@ -81,6 +81,7 @@ CODES = (
         "a batch that cannot be sent, or no batch at all",
         ("UnsupportedLeafError", "StructureChangedError", "BatchTooLargeError", "EmptyInputError"),
     ),
+    Code(27, "a runner holds more memory than its worker allows", ("MemoryLimitError",)),
     Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
     Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
     Code(INTERRUPTED, "interrupted (Ctrl-C)"),

@@ -25,6 +25,7 @@ __all__ = [
     "Lease",
     "Name",
     "ReadyFile",
+    "RunnerMemory",
     "Slots",
     "StateDir",
     "TokenFile",
@@ -54,6 +55,7 @@ Coordinator = Annotated[str | None, _option(PeerSettings, "coordinator", "HOST:P
 Slots = Annotated[int | None, _option(WorkerSettings, "slots", "N")]
 Allow = Annotated[list[str] | None, _option(WorkerSettings, "allow", "PREFIX")]
 WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:PORT")]
+RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
 

@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["CoordinatorSettings", "PeerSettings", "Section", "WorkerSettings", "describe", "resolve"]
+__all__ = ["CoordinatorSettings", "PeerSettings", "Section", "WorkerSettings", "bytes_of", "describe", "resolve"]
 
 DEFAULT_COORDINATOR = "127.0.0.1:7070"
 IN_MEMORY = ":memory:"
@@ -59,6 +59,22 @@ def _lane_address(value: str) -> str:
         raise ValueError(
             f"boxes on other machines are told this address and cannot connect to {host}: give this machine's"
         )
+    return value
+
+
+def bytes_of(size: str) -> int:
+    """Of "4GiB", "500MiB"; 0 of ""."""
+    if not size:
+        return 0
+    number, unit = re.fullmatch(r"([0-9.]+)\s*([KMGT]i?)?B?", size).groups()  # type: ignore[union-attr]
+    return int(float(number) * 1024 ** " KMGT".index((unit or " ")[0]))
+
+
+def _size(value: str) -> str:
+    if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
+        raise ValueError("a size is a number with a unit: 500MiB, 4GiB, 1.5GiB")
+    if value and bytes_of(value) < 1 << 20:
+        raise ValueError("a runner needs more than 1 MiB")
     return value
 
 
@@ -123,6 +139,11 @@ class WorkerSettings(Section):
     )
     listen: Annotated[str, AfterValidator(_lane_address)] = Field(
         "127.0.0.1:0", description="Address for lanes from other machines, HOST:PORT; port 0 takes a free one."
+    )
+    runner_memory: Annotated[str, AfterValidator(_size)] = Field(
+        "",
+        description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
+        "above twice as much killed (default: any).",
     )
     name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
     insecure: bool = Field(False, description="Listen beyond this machine although there is no TLS yet.")

@@ -76,6 +76,8 @@ def _slot(slot: pb.SlotView) -> dict[str, Any]:
         "phase": pb.SlotPhase.Name(slot.phase),
         "restarts": slot.restarts,
         "note": slot.note or None,
+        "doing": slot.doing or None,
+        "skipped": slot.skipped,
         "error": error if error is not None and error["name"] else None,
     }
 
@@ -104,7 +106,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         empty=f"No runs at {about}.",
     )
     boxes = Table("Boxes", ("run", "box>", "state", "step>", "epoch>", "steps/s>", "waited>", "waits for"))
-    slots = Table("Slots", ("run", "box>", "slot>", "phase", "worker", "generation>", "restarts>", "note"))
+    slots = Table("Slots", ("run", "box>", "slot>", "phase", "worker", "generation>", "restarts>", "skipped>", "note"))
     workers = Table(
         "Workers",
         ("worker", "state", "slots used>", "seen ago>", "batches/s>", "lanes"),
@@ -154,6 +156,7 @@ def _box_row(run: str, box: dict[str, Any]) -> tuple[str, ...]:
 
 def _slot_row(run: str, box: int, slot: dict[str, Any]) -> tuple[str, ...]:
     note = f"{slot['error']['name']}: {slot['error']['message']}" if slot["error"] else slot["note"] or ""
+    note = slot["doing"] or note
     return (
         run,
         str(box),
@@ -162,5 +165,6 @@ def _slot_row(run: str, box: int, slot: dict[str, Any]) -> tuple[str, ...]:
         slot["worker"] or "",
         str(slot["generation"]),
         str(slot["restarts"]),
+        str(slot["skipped"]),
         " ".join(note.split()),
     )

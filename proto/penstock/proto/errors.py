@@ -19,6 +19,7 @@
     │   └── ReplayMismatchError                a restored loader does not reproduce its batches
     ├── user code
     │   ├── InputFnError                       input_fn or its loader raised; carries the remote traceback
+    │   ├── MemoryLimitError                   a runner holds more than --runner-memory, again and again
     │   ├── InputFnNotFoundError               the module or name cannot be imported on the worker
     │   └── InputFnNotAllowedError             the module is under none of the worker's allowed prefixes
     ├── run
@@ -60,6 +61,7 @@ __all__ = [
     "JournalError",
     "LaneClosedError",
     "LaneLostError",
+    "MemoryLimitError",
     "NoWorkersError",
     "NotRestartableError",
     "PenstockError",
@@ -158,6 +160,10 @@ class InputFnError(PenstockError):
     """User code raised on a worker; names worker, box, slot and step."""
 
 
+class MemoryLimitError(PenstockError):
+    """A runner holds more memory than its worker allows, and a new one does too; names both and the remedy."""
+
+
 class InputFnNotFoundError(PenstockError):
     """input_fn cannot be imported on the worker."""
 
@@ -251,6 +257,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry(NotRestartableError, "FAILED_PRECONDITION"),
         Entry(ReplayMismatchError, "DATA_LOSS"),
         Entry(InputFnError, "UNKNOWN"),
+        Entry(MemoryLimitError, "RESOURCE_EXHAUSTED"),
         Entry(InputFnNotFoundError, "NOT_FOUND"),
         Entry(InputFnNotAllowedError, "PERMISSION_DENIED"),
         Entry(UnknownRunError, "NOT_FOUND"),

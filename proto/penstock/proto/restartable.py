@@ -29,6 +29,11 @@ class RestartableDataLoader(Protocol):
     """A loader whose position can be saved and restored, on any number of workers.
 
     `strict` is optional, but on both methods that take it or on neither; on one alone it is a TypeError.
+
+    A loader of any kind, or its iterator, may also have `skip_batch()`: pass over the next batch without making it,
+    with all that counts and is random moved on as if it had been made; StopIteration if the pass is over. It is called
+    for a batch that kills the process that makes it, where the job asks to leave such ones out
+    (Appliance(poison="skip")).
     """
 
     def state_dict(self) -> Any:

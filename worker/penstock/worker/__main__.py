@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--allow", action="append", default=[])
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--name", default="")
+    parser.add_argument("--runner-memory", type=int, default=0)
     parser.add_argument("--lifeline-pid", type=int)
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--ready-fd", type=int)
@@ -42,6 +43,7 @@ def main() -> int:
         name=options.name,
         lifeline_pid=options.lifeline_pid,
         embedded=options.embedded,
+        runner_memory=options.runner_memory,
     )
     try:
         asyncio.run(serve(settings, ready))

@@ -1,7 +1,9 @@
 """The daemon's view of its children: zygotes, and what they fork.
 
-All of it belongs to the event loop. A child is known by a control socket, the pipe that its output goes to, and the
-exit status that its zygote reports; what a child said before it died is always read before its death is told.
+All of it belongs to the event loop. A child is known by a control socket, the pipe that its output goes to, and a
+pidfd, which alone says that it has ended: its sockets may stay open in the hands of what it forked, and its zygote may
+be stopped. The zygote tells the exit status; without it the end is one of unknown cause. What a child said before it
+died is always read before its death is told.
 """
 
 from __future__ import annotations
@@ -14,19 +16,32 @@ import random
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock.proto.errors import LaneLostError, PenstockError, WorkerLostError
 from penstock.worker.control import Channel, Message
 from penstock.worker.ledger import Ledger
+from penstock.worker.orphans import Orphans
+from penstock.worker.output import PAUSE_S, READ_BYTES, Lines
+from penstock.worker.stacks import StackFile
+from penstock.worker.tempdirs import TempDirs
 
-__all__ = ["Child", "Zygote"]
+__all__ = ["Child", "Zygote", "end_orphans"]
 
 _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 60.0
 """For a fresh interpreter to import torch on a busy machine."""
-LONGEST_LINE = 8192
+FORK_DEADLINE_S = 15.0
+"""For a zygote to fork, which takes milliseconds: one that does not is stopped, and is not asked again."""
+STATUS_S = 0.25
+"""For the zygote to tell a child's exit status after the kernel told its end, before we look ourselves."""
+LAST_STATUS_S = 2.5
+"""For a zygote that has collected the child and not told it yet."""
+ORPHANS_S = 4.0
+"""For what a dead zygote had to end; at a daemon's end, too."""
 _NOT_FOR_CHILDREN = (
     "PENSTOCK_TOKEN",
     "PENSTOCK_TOKEN_FILE",
@@ -68,18 +83,32 @@ def child_environment(seed: int) -> dict[str, str]:
 class Child:
     """A runner or scratch child."""
 
-    def __init__(self, channel: Channel, output: int, name: str, on_message: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        output: int,
+        name: str,
+        on_message: Callable[[Message], None],
+        on_gone: Callable[[], None],
+    ) -> None:
         self.name = name
         self.pid = 0
+        self.pidfd = -1
         loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[int] = loop.create_future()
-        """The exit code; negative for a signal, as subprocess has it."""
+        self.forked: asyncio.Future[None] = loop.create_future()
+        self.exited: asyncio.Future[int | None] = loop.create_future()
+        """The exit code; negative for a signal, as subprocess has it; None if nobody knows."""
+        self.stacks = StackFile()
+        self.last_stack = ""
+        """Of the moment at which it crashed, once it has exited."""
         self._channel = channel
         self._on_message = on_message
+        self._on_gone = on_gone
         self._sending = asyncio.Lock()
         self._open = True
+        self._unwanted = False
         self._output = output
-        self._line = b""
+        self._lines = Lines(time.monotonic())
         os.set_blocking(output, False)
         loop.add_reader(channel.fileno(), self.drain)
         loop.add_reader(output, self._read_output)
@@ -104,66 +133,146 @@ class Child:
             self._shut()
 
     def kill(self) -> None:
-        """Kill the child and everything in its process group; harmless when it is gone."""
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """Kill the child; its zygote then kills what it leaves behind. Harmless when it is gone."""
+        self._unwanted = True
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def stop(self, grace_s: float) -> None:
         """Ask the child to end, then see to it."""
-        await self.send("stop")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.exited), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.send("stop")  # may have to wait behind something large that it does not read
+                await asyncio.shield(self.exited)
         self.kill()
 
-    def gone(self, status: int) -> None:
-        """The zygote reaped it."""
+    async def stack(self) -> str:
+        """The Python stack of each of its threads now, or why there is none."""
+        if self.pidfd < 0:
+            return ""
+        return await self.stacks.ask(self.pid, self.pidfd)
+
+    # ---- its end
+
+    def begun(self, pid: int, pidfd: int) -> None:
+        """The zygote forked it."""
+        self.pid, self.pidfd = pid, pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._ended)
+        if self._unwanted:
+            self.kill()
+        if not self.forked.done():
+            self.forked.set_result(None)
+
+    def _ended(self) -> None:
+        """The kernel says that it has ended."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.pidfd)
+        self.drain()
+        loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
+
+    def _gone_untold(self, until: float) -> None:
+        """Its zygote is silent: it is stopped, and the dead child still there to be looked at, or it is just busy."""
+        if self.exited.done():
+            return
+        loop = asyncio.get_running_loop()
+        unreaped, status = _status_of_zombie(self.pid)
+        if unreaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # its number is its own until it is reaped
+            self.gone(status)
+        elif loop.time() < until:
+            loop.call_later(STATUS_S, self._gone_untold, until)
+        else:
+            self.gone(None)
+
+    def gone(self, status: int | None) -> None:
+        """It has ended, with this status."""
+        if self.exited.done():
+            return
+        loop = asyncio.get_running_loop()
         self.drain()
         self._read_output()
-        self.kill()  # what it left in its group
         self._shut()
-        with contextlib.suppress(ValueError):
-            asyncio.get_running_loop().remove_reader(self._output)
         if self._output >= 0:
+            loop.remove_reader(self._output)
             os.close(self._output)
             self._output = -1
-        if not self.exited.done():
-            self.exited.set_result(status)
+            self._log(self._lines.feed(b"", time.monotonic()))
+        if self.pidfd >= 0:
+            loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+        if not self.forked.done():
+            self.forked.set_result(None)
+        self.last_stack = self.stacks.read()
+        self.stacks.close()
+        self.exited.set_result(status)
+        self._on_gone()
 
     def _shut(self) -> None:
         if self._open:
             self._open = False
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            with contextlib.suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)  # a thread may be waiting to send
             self._channel.sock.close()
+
+    # ---- what it prints
 
     def _read_output(self) -> None:
         if self._output < 0:
             return
         try:
-            data = os.read(self._output, 1 << 16)
+            data = os.read(self._output, READ_BYTES)
         except BlockingIOError:
             return
+        loop = asyncio.get_running_loop()
+        self._log(self._lines.feed(data, time.monotonic()))
         if not data:
-            asyncio.get_running_loop().remove_reader(self._output)
-        lines = (self._line + data).split(b"\n")
-        self._line = lines.pop()
-        if len(self._line) > LONGEST_LINE or (not data and self._line):
-            lines.append(self._line)
-            self._line = b""
+            loop.remove_reader(self._output)
+        elif self._lines.too_fast:
+            loop.remove_reader(self._output)
+            loop.call_later(PAUSE_S, self._read_again)
+
+    def _read_again(self) -> None:
+        if self._output >= 0:
+            asyncio.get_running_loop().add_reader(self._output, self._read_output)
+
+    def _log(self, lines: list[str]) -> None:
         for line in lines:
-            _user_log.info("[%s] %s", self.name, line[:LONGEST_LINE].decode(errors="replace"))
+            _user_log.info("[%s] %s", self.name, line)
+
+
+def _status_of_zombie(pid: int) -> tuple[bool, int | None]:
+    """Whether a dead process is still there, for nobody has reaped it; and its exit code, if the kernel shows it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
+    except (OSError, ValueError, IndexError):
+        return False, None
+
+
+async def end_orphans() -> None:
+    """Kill what came to this process because the zygote above it died."""
+    orphans, until = Orphans(), time.monotonic() + ORPHANS_S
+    while orphans.end(()) and time.monotonic() < until:
+        await asyncio.sleep(0.02)
 
 
 class Zygote:
     """One zygote process and the children it forked."""
 
-    def __init__(self) -> None:
+    def __init__(self, tempdirs: TempDirs) -> None:
+        self._tempdirs = tempdirs
         self._children: dict[int, Child] = {}
         self._next = 0
         self._up = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
         self.dead = False
+        """It forks no more: it died, or did not answer."""
+        self._ending: asyncio.Task[None] | None = None
 
     async def start(self, seed: int, *, main_script: bool) -> None:
         """Start it; returns when it can fork. main_script: for an input_fn that is defined in the trainer's script."""
@@ -195,20 +304,46 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         self._next += 1
-        number = self._next
-        child = self._children[number] = Child(Channel(ours), read, name, on_message)
+        number, tempdir = self._next, self._tempdirs.make()
+        child = Child(Channel(ours), read, name, on_message, lambda: self._let_go(number, tempdir))
+        self._children[number] = child
         try:
-            self._channel.send("fork", fds=[theirs.fileno(), write, ledger.fd], id=number, role=role)
+            self._channel.send(
+                "fork", fds=[theirs.fileno(), write, ledger.fd, child.stacks.fd], id=number, role=role, tempdir=tempdir
+            )
         except OSError as error:
+            child.gone(None)
             raise WorkerLostError("the process that forks runners has died") from error
         finally:
             theirs.close()
             os.close(write)
+        try:
+            await asyncio.wait_for(asyncio.shield(child.forked), FORK_DEADLINE_S)
+        except TimeoutError:
+            self.dead = True
+            child.gone(None)
+            _log.warning("the process that forks runners (%d) does not answer: another one takes its place", self.pid)
+            raise WorkerLostError(
+                f"the process that forks runners did not answer within {FORK_DEADLINE_S:g} s"
+            ) from None
+        except BaseException:
+            child.kill()  # it may be forked yet
+            raise
         return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def _let_go(self, number: int, tempdir: str) -> None:
+        self._children.pop(number, None)
+        self._tempdirs.remove(tempdir)
+        if self.dead and not self._children:
+            self.close()
 
     def close(self) -> None:
         """Kill it and all its children."""
-        for child in self._children.values():
+        for child in list(self._children.values()):
             child.kill()
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -230,11 +365,14 @@ class Zygote:
             if not self._up.done():
                 self._up.set_result(None)
             return
-        number = message.fields["id"]
+        child = self._children.get(message.fields["id"])
         if message.kind == "forked":
-            self._children[number].pid = message.fields["pid"]
-        elif message.kind == "exited":
-            self._children.pop(number).gone(message.fields["status"])
+            if child is not None:
+                child.begun(message.fields["pid"], message.fds[0])
+            else:  # it was given up; it finds its control socket closed and ends
+                os.close(message.fds[0])
+        elif message.kind == "exited" and child is not None:
+            child.gone(message.fields["status"])
 
     def _died(self) -> None:
         assert self._channel is not None
@@ -243,6 +381,7 @@ class Zygote:
         self._channel.sock.close()
         if not self._up.done():
             self._up.set_exception(WorkerLostError("a runner's interpreter died at its start; see the worker's log"))
-        for child in self._children.values():
-            child.gone(-int(signal.SIGKILL))  # they die with their zygote
-        self._children.clear()
+        for child in list(self._children.values()):
+            child.kill()  # it dies with its zygote, at once
+            child.gone(-int(signal.SIGKILL))
+        self._ending = asyncio.ensure_future(end_orphans())

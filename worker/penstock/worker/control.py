@@ -16,12 +16,18 @@ from typing import Any
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, format_remote
 
-__all__ = ["Channel", "Inbox", "Message", "describe", "plain_detail"]
+__all__ = ["DESCRIPTORS_CLOSED", "Channel", "DescriptorsClosedError", "Inbox", "Message", "describe", "plain_detail"]
 
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
 MAX_JSON = 1 << 20
 MAX_PAYLOAD = 16 << 30
 MAX_FDS = 16
+DESCRIPTORS_CLOSED = 77
+"""Exit status of a child whose control socket was closed under it, and which can therefore say nothing."""
+
+
+class DescriptorsClosedError(Exception):
+    """The channel's descriptor is no socket of ours any more: somebody in this process has closed it."""
 
 
 @dataclass
@@ -66,6 +72,11 @@ class Inbox:
             kind = fields.pop("kind")
         except (ValueError, AttributeError, KeyError) as error:
             raise ProtocolError(f"a control message that cannot be read: {error}") from error
+        if len(self._fds) < fds:
+            raise ProtocolError(
+                f"{fds - len(self._fds)} descriptors of a control message were lost: this process may open no more "
+                "(RLIMIT_NOFILE); user code has too many files open, or has lowered the limit"
+            )
         message = Message(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
         del self._fds[:fds]
         del buffer[:end]
@@ -79,13 +90,30 @@ class Channel:
         sock.setblocking(True)
         self.sock = sock
         self._inbox = Inbox()
+        self._inode = os.fstat(sock.fileno()).st_ino
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
+    def _check_own(self) -> None:
+        """Raises DescriptorsClosedError if this side was closed by someone else in this process."""
+        fd = self.sock.fileno()
+        try:
+            if fd < 0 or os.fstat(fd).st_ino == self._inode:
+                return
+        except OSError:
+            pass
+        raise DescriptorsClosedError(f"descriptor {fd} was closed")
+
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
-        message = Message(kind, fields, payload, fds or [])
-        head = encode_head(message)
+        try:
+            self._send(Message(kind, fields, payload, fds or []))
+        except OSError:
+            self._check_own()
+            raise
+
+    def _send(self, message: Message) -> None:
+        payload, head = message.payload, encode_head(message)
         if message.fds:
             sent = socket.send_fds(self.sock, [head, payload], message.fds)
         else:
@@ -103,10 +131,12 @@ class Channel:
             except BlockingIOError:
                 return None
             except OSError as error:
+                self._check_own()
                 raise LaneLostError(f"the other end of the control socket is gone: {error}") from error
             if not data:
                 for fd in fds:
                     os.close(fd)
+                self._check_own()
                 raise LaneLostError("the other end of the control socket is gone")
             self._inbox.feed(data, fds)
         return message

@@ -29,9 +29,12 @@ from penstock.proto.errors import (
     VersionSkewError,
 )
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.worker.children import Zygote
+from penstock.worker.children import Zygote, end_orphans
 from penstock.worker.lanes import LaneDoors
+from penstock.worker.orphans import become_subreaper
+from penstock.worker.output import unblocked_logging
 from penstock.worker.slot import Slot, SlotKey, Trust, key_of
+from penstock.worker.tempdirs import TempDirs
 from penstock.worker.usercode import MAIN, check_allowed
 
 __all__ = ["Settings", "serve"]
@@ -65,6 +68,8 @@ class Settings:
     lifeline_pid: int | None = None
     """End when this process is gone (embedded mode)."""
     embedded: bool = False
+    runner_memory: int = 0
+    """Bytes that a runner may hold; 0 = any."""
 
 
 class Daemon:
@@ -75,6 +80,8 @@ class Daemon:
         self.name = settings.name or f"{socket.gethostname()}:{os.getpid()}"
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token)
         self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
+        self.runner_memory = settings.runner_memory
+        self._tempdirs = TempDirs()
         self._session = secrets.token_hex(8)
         self._slots: dict[SlotKey, Slot] = {}
         self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
@@ -132,6 +139,8 @@ class Daemon:
                 await starting.result().wait()
             else:
                 starting.cancel()
+        await end_orphans()
+        self._tempdirs.close()
         await self.coordinator.close()
 
     async def _register(self, first: bool = False) -> None:
@@ -274,7 +283,7 @@ class Daemon:
         if slot is None:
             self._answered.discard(request.request)
             return
-        answer, data = await slot.state(request)
+        answer, data = await slot.states.answer(request)
         answer.session = self._session
         try:
             await self.coordinator.put_state(answer, data)
@@ -289,7 +298,7 @@ class Daemon:
         seed = assignment.seed
         starting = self._zygotes.get(seed)
         if starting is None or (starting.done() and (starting.exception() is not None or starting.result().dead)):
-            starting = self._zygotes[seed] = asyncio.ensure_future(_started(assignment))
+            starting = self._zygotes[seed] = asyncio.ensure_future(_started(assignment, self._tempdirs))
         return await asyncio.shield(starting)
 
     def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust:
@@ -328,8 +337,8 @@ def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
 
 
-async def _started(assignment: records_pb2.WorkerAssignment) -> Zygote:
-    zygote = Zygote()
+async def _started(assignment: records_pb2.WorkerAssignment, tempdirs: TempDirs) -> Zygote:
+    zygote = Zygote(tempdirs)
     await zygote.start(assignment.seed, main_script=bool(assignment.loader.main_path))
     return zygote
 
@@ -346,4 +355,6 @@ async def serve(settings: Settings, ready: Callable[[str], None] | None = None) 
         except ProcessLookupError:
             return
         loop.add_reader(lifeline, daemon.stopping.set)
-    await daemon.run(ready)
+    become_subreaper()  # of what is below a zygote that dies
+    with unblocked_logging():
+        await daemon.run(ready)

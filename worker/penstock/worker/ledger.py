@@ -24,6 +24,8 @@ ENDS = 1024
 _HEAD = struct.Struct("<QQQQQQdQ")  # total, epoch, delivered, ends, activity, looked, since, samples
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
+_HERE = struct.Struct("<QQ")  # the pass that is under way, and batches left out since the last one
+_HERE_AT = 1024
 _ENDS_AT = 4096
 _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
 _EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
@@ -103,6 +105,10 @@ class Ledger:
         self._activity, self._since, self.delivered = ACTIVITIES.index(activity), time.monotonic(), delivered
         self._write_head()
 
+    def here(self, epoch: int, skipped: int) -> None:
+        """The next batch is of this pass; `skipped` were left out since the last one."""
+        _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
+
     def saw_look(self) -> None:
         """The input asked for its assignment."""
         self.looked = 1
@@ -135,6 +141,14 @@ class Ledger:
     def activity(self) -> tuple[str, float]:
         """What the runner does, and for how many seconds."""
         return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
+
+    @property
+    def making(self) -> tuple[int, int] | None:
+        """(pass, batches left out before it) of the batch that the runner makes now; None if it makes none."""
+        if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
+            return None
+        epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
+        return epoch, skipped
 
     def entry(self, total: int) -> Entry | None:
         """The batch with this count, if it is still kept."""

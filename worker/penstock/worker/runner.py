@@ -9,6 +9,7 @@ do.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -27,7 +28,7 @@ from penstock.proto.tensors import FlatBatch, Flattener, Structure
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.worker.building import lend
 from penstock.worker.cadence import Cadence
-from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.control import Channel, DescriptorsClosedError, Message, plain_detail
 from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
@@ -59,7 +60,8 @@ def run_slot(channel: Channel, ledger: Ledger) -> None:
     except (_StopError, LaneLostError):
         pass
     finally:
-        runner.producer.close()
+        with contextlib.suppress(OSError):  # user code may have closed its descriptors
+            runner.producer.close()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class _Runner:
         options = assignment.loader.options
         self.assignment = assignment
         self.producer = Producer(options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box))
-        self.source = Source(assignment, self._doing)
+        self.source = Source(assignment, self._doing, ledger.here)
         self._channel = channel
         self._ledger = ledger
         self._flattener = Flattener(strict=options.strict_structure)
@@ -116,6 +118,7 @@ class _Runner:
     def prepare(self) -> None:
         """Build the loader and bring it to where the slot starts; any failure is told to the daemon and ends us."""
         source = self.source
+        self._doing("starting")
         try:
             start = self._receive_start()
             source.build()
@@ -125,7 +128,7 @@ class _Runner:
             else:
                 self._start(start.resume)
                 self._say_ready()
-        except (_StopError, LaneLostError):
+        except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
         except Exception as error:
             self._channel.send("failed", error=plain_detail(error))
@@ -155,6 +158,8 @@ class _Runner:
             return
         part = resume["slots"].get(a.slot) if a.resume.same_shape else None
         if source.traits.state_methods == 4:
+            if part is not None:
+                source.learn_skips(Base.of(part))
             source.resume_by_own_methods(resume["aggregated"], resume["strict"])
             if part is None:
                 self._keep(source.open_pass(step=base.step), origin=True)
@@ -177,6 +182,7 @@ class _Runner:
 
     def _recover(self, bases: list[Base]) -> None:
         """Another runner had this slot: go to the batch after the last one delivered, and prove the way right."""
+        self._doing("waiting")
         while self._hello is None:
             self._serve(None)
         hello = self._hello
@@ -234,11 +240,12 @@ class _Runner:
                     self._await_epoch()
                     self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
                 self._stream_pass()
-        except (_StopError, LaneLostError):
+        except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
         except Exception as error:
             self.producer.fail(source.place.epoch, source.place.total, records_pb2.ErrorDetail(**plain_detail(error)))
             self._channel.send("broken", error=plain_detail(error))
+        self._doing("waiting")
         while True:
             self._serve(None)
 
@@ -256,6 +263,7 @@ class _Runner:
         place = source.place
         clock, full_digest = time.monotonic, self._full_digest
         self._doing("next")
+        ledger.here(place.epoch, 0)
         while True:
             started = clock()
             batch = self._next()
@@ -288,6 +296,7 @@ class _Runner:
             now = clock()
             if total in producer.wanted or place.delivered == 1 or self._cadence.due(now):
                 self._snapshot()
+                self._doing("next")
             if not self._looked and place_of.looked_at():
                 self._looked = True
                 ledger.saw_look()
@@ -387,7 +396,7 @@ class _Runner:
         error = self.source.unsaved
         if error is None:
             try:
-                self._send_base(base, base.encode(), origin=origin)
+                self._send_base(base, self.source.marked(base).encode(), origin=origin)
                 return
             except UnsupportedStateError as refused:
                 error = refused

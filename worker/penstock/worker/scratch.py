@@ -92,7 +92,7 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
         user = None
     rng = source.rng()
     if fields["from_origin"]:
-        data = base.encode_at(user, place, rng, source.digest)
+        data = source.marked(base).encode_at(user, place, rng, source.digest)
     else:
-        data = Base(place, user, rng, None, source.digest).encode()
+        data = source.marked(Base(place, user, rng, None, source.digest)).encode()
     channel.send("done", data, ended=False, samples=place.samples, digest=source.digest)

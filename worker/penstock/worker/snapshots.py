@@ -29,6 +29,11 @@ class Kept:
     data: bytes
     durable: bool = False
 
+    @property
+    def place(self) -> tuple[int, int, int, bool, int]:
+        """What it describes."""
+        return self.epoch, self.delivered, self.total, self.origin, self.step
+
 
 class SnapshotStore:
     """The bases of one slot and generation, in the order they were taken."""
@@ -44,9 +49,9 @@ class SnapshotStore:
         return reversed(self._kept)
 
     def add(self, base: Kept, oldest_wanted: int) -> None:
-        """Keep a base. `oldest_wanted`: the smallest total that may still be asked for."""
-        self._kept.append(base)
-        self._bytes += len(base.data)
+        """Keep a base, instead of one that says the same: a runner that took over may know of batches to leave out.
+        `oldest_wanted`: the smallest total that may still be asked for."""
+        self._keep_only([*(kept for kept in self._kept if kept.place != base.place), base])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted]
         # An origin too, for loaders whose snapshots are not trusted.
         needed = {id(kept) for kept in before[-1:]} | {id(kept) for kept in [k for k in before if k.origin][-1:]}

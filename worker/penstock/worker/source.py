@@ -21,7 +21,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -41,6 +41,7 @@ from penstock.proto.rng import capture_rng, derive_seed, restore_rng, seed_rng
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
+from penstock.worker.skipping import CannotSkipError, skip_batch
 from penstock.worker.usercode import load_input_fn
 
 __all__ = ["END", "Base", "Place", "Source"]
@@ -87,11 +88,13 @@ class Base:
     """Of the batch that `place.total` counts; 0 if unknown."""
     step: int = 0
     """The box's step that the state speaks of, if state_dict() asked for it; 0 if it did not."""
+    skips: tuple[tuple[int, int, int], ...] = ()
+    """(epoch, total, count): batches that are left out, see records.proto; those known when it was taken."""
 
     def encode(self) -> bytes:
         """As a slot's restart (docs/ARCHITECTURE.md)."""
         origin = None if self.rng_before is None else {"rng_before": self.rng_before}
-        return self._encode(self.state, self.place, self.rng, self.digest, origin)
+        return self._encode(self.state, self.place, self.rng, self.digest, origin, self.skips)
 
     def encode_at(self, user: Any, place: Place, rng: bytes, digest: int) -> bytes:
         """This origin as the restart of a later place, beside the user's state there."""
@@ -102,11 +105,20 @@ class Base:
             "rng": self.rng,
             "digest": self.digest,
         }
-        return self._encode(user, place, rng, digest, origin)
+        return self._encode(user, place, rng, digest, origin, self.skips)
 
     @staticmethod
-    def _encode(user: Any, at: Place, rng: bytes, digest: int, origin: dict[str, Any] | None) -> bytes:
-        restart = {"at": at.as_list(), "rng": rng, "digest": digest, "origin": origin}
+    def _encode(
+        user: Any,
+        at: Place,
+        rng: bytes,
+        digest: int,
+        origin: dict[str, Any] | None,
+        skips: tuple[tuple[int, int, int], ...],
+    ) -> bytes:
+        restart: dict[str, Any] = {"at": at.as_list(), "rng": rng, "digest": digest, "origin": origin}
+        if skips:
+            restart["skips"] = [list(skip) for skip in skips]
         return encode_state({"user": user, "restart": restart})
 
     @classmethod
@@ -118,19 +130,27 @@ class Base:
         """From the decoded form; an origin is preferred to the snapshot that it comes with."""
         restart = value["restart"]
         origin = restart["origin"]
+        skips = tuple((epoch, total, count) for epoch, total, count in restart.get("skips", ()))
         if origin is None:
-            return cls(Place(*restart["at"]), value["user"], restart["rng"], None, restart["digest"])
+            return cls(Place(*restart["at"]), value["user"], restart["rng"], None, restart["digest"], skips=skips)
         if "state" in origin:
             at, state, rng, digest = origin["at"], origin["state"], origin["rng"], origin["digest"]
         else:
             at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
-        return cls(Place(*at), state, rng, origin["rng_before"], digest)
+        return cls(Place(*at), state, rng, origin["rng_before"], digest, skips=skips)
 
 
 class Source:
     """The loader of one slot. Every exception of user code leaves as InputFnError with its traceback."""
 
-    def __init__(self, assignment: records_pb2.WorkerAssignment, doing: Callable[[str], None] = lambda activity: None):
+    def __init__(
+        self,
+        assignment: records_pb2.WorkerAssignment,
+        doing: Callable[[str], None] = lambda activity: None,
+        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+    ) -> None:
+        """`doing`: told what user code is called for. `left_out`: told the pass of the next batch, and how many were
+        left out before it."""
         self.assignment = assignment
         self.place = Place(0, 0, 0, 0)
         self.traits = records_pb2.LoaderTraits(length=-1)
@@ -139,6 +159,8 @@ class Source:
         self.unsaved: Exception | None = None
         """Why the state of the pass's origin could not be taken."""
         self._doing = doing
+        self._left_out = left_out
+        self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._unused = False
@@ -174,6 +196,7 @@ class Source:
             place_of.Assignment(a.box, a.num_boxes, a.slot, a.num_workers_per_box, a.seed, a.base.step + 1)
         )
         _offer_worker_info(a)
+        self._doing("input_fn")  # its module is the user's too
         self._fn = load_input_fn(a.loader)
         self._call()
         loader, traits = self._loader, self.traits
@@ -222,7 +245,7 @@ class Source:
                 state, asked = self.state(step)
             except PenstockError as error:
                 self.unsaved = error  # the stream goes on; the save will say so
-        return Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0)
+        return self.marked(Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
 
     def _begin(self) -> bytes:
         """Start iterating; returns the RNG that a replay must set before it does the same."""
@@ -244,6 +267,8 @@ class Source:
         """The next batch, or END; the place moves on with it, but for samples, which the caller counts."""
         assert self._iterator is not None
         try:
+            if self._skips:
+                self._leave_out()
             batch = next(self._iterator)
         except StopIteration:
             self.leave_pass()
@@ -253,6 +278,29 @@ class Source:
         self.place.delivered += 1
         self.place.total += 1
         return batch
+
+    def _leave_out(self) -> None:
+        """Pass over the batches that are quarantined at this place."""
+        place = self.place
+        count = self._skips.get((place.epoch, place.total), 0)
+        try:
+            for _ in range(count):
+                skip_batch(self._loader, self._iterator)
+        except CannotSkipError as why:
+            raise InputFnError(
+                f"{self.name}: batch {place.total + 1} is quarantined, for it killed its runner each time, and cannot "
+                f'be left out as poison="skip" asks: {why}'
+            ) from None
+        self._left_out(place.epoch, count)
+
+    def learn_skips(self, base: Base) -> None:
+        """Leave out what was left out when this base was taken, too."""
+        for epoch, total, count in base.skips:
+            self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
+
+    def marked(self, base: Base) -> Base:
+        """The same base with all that is left out by now."""
+        return replace(base, skips=tuple((epoch, total, count) for (epoch, total), count in self._skips.items()))
 
     def leave_pass(self) -> None:
         """The pass is over or is given up: the next one is to be opened."""
@@ -275,10 +323,11 @@ class Source:
     def snapshot(self, step: int) -> Base:
         """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
         state, asked = self.state(step)
-        return Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0)
+        return self.marked(Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0))
 
     def restore(self, base: Base) -> None:
         """Go to the place of a base, also in the middle of a life."""
+        self.learn_skips(base)
         self._iterator = None
         if base.rng_before is not None:
             self._restore_rng(base.rng_before)

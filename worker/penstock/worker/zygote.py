@@ -3,8 +3,11 @@
 Importing torch takes seconds and 150 MB; forking a process that has done so takes milliseconds, and the pages are
 shared. The daemon itself must never fork, for it runs gRPC; so each run has a zygote, a fresh interpreter (with the
 run's PYTHONHASHSEED, which only a fresh one takes) that imports what runners need, has no threads, no gRPC and no user
-code, and then only forks. A child leads a process group of its own, so that whatever user code starts can be killed
-with it, and dies with its zygote, as the zygote dies with its daemon.
+code, code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
+whatever user code starts can be killed with it, and dies with its zygote, as the zygote dies with its daemon.
+
+The daemon gets a pidfd of each child with the answer to its request: it sees the child's end by that, also while the
+zygote is stopped. The exit status is the zygote's to tell.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -20,12 +24,15 @@ import sys
 from typing import NoReturn
 
 from penstock.proto.errors import LaneLostError
-from penstock.worker.control import Channel, Message
+from penstock.worker.control import DESCRIPTORS_CLOSED, Channel, DescriptorsClosedError, Message
+from penstock.worker.orphans import Orphans, become_subreaper, forget_shared_memory
+from penstock.worker.stacks import write_stacks_to
 
 __all__ = ["die_with_parent", "main"]
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+ORPHANS_S = 0.05
+"""Between two looks at orphans that are about to end."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -39,8 +46,7 @@ def main() -> None:
     """Serve fork requests on the inherited control socket until it closes."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]))
-    # What a runner leaves behind comes here to be reaped, and not to whatever is process 1 of a container.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     import torch
 
     from penstock.worker import runner, scratch  # noqa: F401  # what every child needs, loaded once
@@ -58,65 +64,74 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     channel.send("up")
     children: dict[int, int] = {}  # pid -> the daemon's number for it
+    orphans, left = Orphans(), False
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     poll.register(deaths, select.POLLIN)
     try:
         while True:
-            for fd, _ in poll.poll():
+            ready = poll.poll(ORPHANS_S * 1000 if left else None)
+            for fd, _ in ready:
                 if fd == deaths:
                     with contextlib.suppress(BlockingIOError):
                         os.read(deaths, 4096)
-                    _reap(children, channel)
+                    _reap(children, channel, orphans)
+                    left = True
                     continue
                 while (message := channel.receive(wait=False)) is not None:
                     number = message.fields["id"]
                     pid = _fork(message, channel)
                     children[pid] = number
-                    channel.send("forked", id=number, pid=pid)
+                    pidfd = os.pidfd_open(pid)
+                    channel.send("forked", fds=[pidfd], id=number, pid=pid)
+                    os.close(pidfd)
+            left = left and orphans.end(children)
     except LaneLostError:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _reap(children: dict[int, int], channel: Channel) -> None:
-    """Collect all that have died: our children, whose end is told, and what they orphaned."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        if pid in children:
-            # Its group goes with it, before anybody can take the number: the pid is reserved while the group lives.
+def _reap(children: dict[int, int], channel: Channel, orphans: Orphans) -> None:
+    """Collect the children that have died, and tell their ends. Their group goes first, while its number is theirs."""
+    for pid in list(children):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            continue
+        if not orphans.spares(children):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-            channel.send("exited", id=children.pop(pid), status=os.waitstatus_to_exitcode(status))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        forget_shared_memory([pid])
+        channel.send("exited", id=children.pop(pid), status=status)
 
 
 def _fork(message: Message, channel: Channel) -> int:
-    control, output, ledger = message.fds
+    control, output, ledger, stacks = message.fds
     me = os.getpid()
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         channel.sock.close()
-        _child(me, message.fields["role"], control, output, ledger)
-    for fd in (control, output, ledger):
+        if message.fields["tempdir"]:
+            # Where multiprocessing, and its processes below this one, put their sockets.
+            multiprocessing.current_process()._config["tempdir"] = message.fields["tempdir"]  # type: ignore[attr-defined]
+        _child(me, message.fields["role"], control, output, ledger, stacks)
+    for fd in message.fds:
         os.close(fd)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     return pid
 
 
-def _child(parent: int, role: str, control: int, output: int, ledger: int) -> NoReturn:
+def _child(parent: int, role: str, control: int, output: int, ledger: int, stacks: int) -> NoReturn:
     code = 1
     try:
         os.setpgid(0, 0)
         die_with_parent(parent)
+        become_subreaper()
+        write_stacks_to(stacks)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; the daemon stops us
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -131,6 +146,8 @@ def _child(parent: int, role: str, control: int, output: int, ledger: int) -> No
         else:
             scratch.run_scratch(channel)
         code = 0
+    except DescriptorsClosedError:
+        code = DESCRIPTORS_CLOSED
     except BaseException as error:
         # Out of the runner's own code: user errors never get here.
         sys.excepthook(type(error), error, error.__traceback__)

@@ -177,6 +177,9 @@ class SlotView(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
+    STACK_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     generation: _builtins.int
     phase: Global___SlotPhase.ValueType
@@ -191,6 +194,12 @@ class SlotView(_message.Message):
     """recoveries so far"""
     note: _builtins.str
     """why it moved last, for the one warning"""
+    doing: _builtins.str
+    """what its runner is in for long, and since when; "" = nothing unusual"""
+    stack: _builtins.str
+    """of the runner: with `doing` now, else when it last died; "" = not known"""
+    skipped: _builtins.int
+    """batches left out in this attempt, for they killed their runners"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
@@ -210,10 +219,13 @@ class SlotView(_message.Message):
         error: _records_pb2.ErrorDetail | None = ...,
         restarts: _builtins.int = ...,
         note: _builtins.str = ...,
+        doing: _builtins.str = ...,
+        stack: _builtins.str = ...,
+        skipped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "restarts", b"restarts", "slot", b"slot", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "stack", b"stack", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,6 +637,10 @@ class SlotReport(_message.Message):
     PRODUCED_FIELD_NUMBER: _builtins.int
     DELIVERED_FIELD_NUMBER: _builtins.int
     BATCHES_PER_S_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
+    STACK_FIELD_NUMBER: _builtins.int
+    RECYCLE_FIELD_NUMBER: _builtins.int
+    MAKING_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -638,11 +654,21 @@ class SlotReport(_message.Message):
     """total of the newest batch in the ring"""
     delivered: _builtins.int
     batches_per_s: _builtins.float
+    doing: _builtins.str
+    """what the runner is in for long, and since when"""
+    stack: _builtins.str
+    """its Python stack, with `doing`"""
+    recycle: _builtins.bool
+    """with `lost`: its memory went over the limit; it ended in good order at a snapshot"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail:
         """with FAILED"""
+
+    @_builtins.property
+    def making(self) -> _records_pb2.Skip:
+        """with `lost`: the place of the batch that it was making, `count` left out there"""
 
     def __init__(
         self,
@@ -659,10 +685,14 @@ class SlotReport(_message.Message):
         produced: _builtins.int = ...,
         delivered: _builtins.int = ...,
         batches_per_s: _builtins.float = ...,
+        doing: _builtins.str = ...,
+        stack: _builtins.str = ...,
+        recycle: _builtins.bool = ...,
+        making: _records_pb2.Skip | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "making", b"making", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "error", b"error", "generation", b"generation", "lost", b"lost", "phase", b"phase", "produced", b"produced", "run", b"run", "slot", b"slot", "traits", b"traits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "traits", b"traits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

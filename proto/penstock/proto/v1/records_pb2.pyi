@@ -169,6 +169,8 @@ class Options(_message.Message):
     RETENTION_STEPS_FIELD_NUMBER: _builtins.int
     FULL_DIGEST_FIELD_NUMBER: _builtins.int
     FORCE_TCP_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    SKIP_POISON_FIELD_NUMBER: _builtins.int
     max_batch_bytes: _builtins.int
     """a batch above is an error"""
     strict_structure: _builtins.bool
@@ -181,6 +183,12 @@ class Options(_message.Message):
     """digests cover every byte of a batch, not a sample"""
     force_tcp: _builtins.bool
     """use the TCP lane on the same host too"""
+    timeout_s: _builtins.float
+    """the training loop's deadline: user code that takes half of it for one thing is"""
+    skip_poison: _builtins.bool
+    """reported with its stack; 0 = unknown
+    a batch that kills its runner again and again is left out, where that is possible
+    """
     def __init__(
         self,
         *,
@@ -190,10 +198,12 @@ class Options(_message.Message):
         retention_steps: _builtins.int = ...,
         full_digest: _builtins.bool = ...,
         force_tcp: _builtins.bool = ...,
+        timeout_s: _builtins.float = ...,
+        skip_poison: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "strict_structure", b"strict_structure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "skip_poison", b"skip_poison", "strict_structure", b"strict_structure", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +256,35 @@ class LoaderTraits(_message.Message):
 Global___LoaderTraits: _TypeAlias = LoaderTraits  # noqa: Y015
 
 @_typing.final
+class Skip(_message.Message):
+    """A place in a slot's stream where batches are left out: between batch `total` of the slot and the next one, in pass
+    `epoch`. What is left out takes no number.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    total: _builtins.int
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        total: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "epoch", b"epoch", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Skip: _TypeAlias = Skip  # noqa: Y015
+
+@_typing.final
 class WorkerAssignment(_message.Message):
     """One slot's job on a worker. A slot has one owner per generation; a higher generation fences every lower one."""
 
@@ -264,6 +303,7 @@ class WorkerAssignment(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
+    SKIPS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """"job/ordinal" """
     attempt: _builtins.int
@@ -286,6 +326,12 @@ class WorkerAssignment(_message.Message):
     def base(self) -> Global___BoxPosition:
         """where the box stood when this attempt opened"""
 
+    @_builtins.property
+    def skips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Skip]:
+        """durable snapshot (GetSnapshots) and wait for the lane's hello before producing
+        what is to be left out, of this attempt; a state to resume from may bring others
+        """
+
     def __init__(
         self,
         *,
@@ -302,10 +348,11 @@ class WorkerAssignment(_message.Message):
         resume: Global___Resume | None = ...,
         base: Global___BoxPosition | None = ...,
         recovery: _builtins.bool = ...,
+        skips: _abc.Iterable[Global___Skip] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "loader", b"loader", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "box", b"box", "generation", b"generation", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "slot", b"slot", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "box", b"box", "generation", b"generation", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

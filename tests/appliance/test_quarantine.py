@@ -1,0 +1,137 @@
+"""A batch at which a slot is lost again and again: named in the error, or left out and remembered."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from penstock.appliance.journal import StateDir
+from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+def dies(worker: FakeWorker, total: int, count: int = 0, epoch: int = 0) -> None:
+    """The worker's runner of slot 0 dies while it makes the batch after `total`."""
+    report = worker.tell(worker.of(0), pb.FAILED)
+    report.lost = True
+    report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message="SIGSEGV", remote_traceback="in f"))
+    report.making.CopyFrom(records_pb2.Skip(epoch=epoch, total=total, count=count))
+    worker.beat(report)
+
+
+def opened(world: World, *, skip: bool) -> tuple[FakeWorker, FakeBox]:
+    worker = world.worker("a", 4)
+    box = world.open(skip_poison=skip)
+    worker.ready()
+    box.deliver(4)
+    return worker, box
+
+
+def skips(worker: FakeWorker) -> list[tuple[int, int, int]]:
+    return [(skip.epoch, skip.total, skip.count) for skip in worker.of(0).skips]
+
+
+def test_by_default_the_slot_fails_and_names_batch_and_step() -> None:
+    worker, box = opened(World(), skip=False)
+    for _ in range(4):
+        dies(worker, 5)
+    view = box.watch().slots[0]
+    assert (view.phase, view.error.name) == (pb.FAILED, "WorkerLostError")
+    assert (
+        "batch 6 of box 0 slot 0 (step 11) of run job/0 is quarantined, for it killed its runner 4"
+        in view.error.message
+    )
+    assert 'poison="skip"' in view.error.message
+    assert view.error.remote_traceback == "in f"
+
+
+def test_with_skip_every_later_runner_leaves_it_out_and_the_view_counts_it() -> None:
+    worker, box = opened(World(), skip=True)
+    for number in range(4):
+        assert skips(worker) == []
+        assert box.watch().slots[0].restarts == number
+        dies(worker, 5)
+    assert skips(worker) == [(0, 5, 1)]
+    view = box.watch().slots[0]
+    assert (view.phase, view.skipped) == (pb.STARTING, 1)
+    assert "batch 6 of box 0 slot 0 (step 11) is quarantined and left out" in view.note
+    for _ in range(4):
+        dies(worker, 5, count=1)  # the one that took its place is no better
+    assert skips(worker) == [(0, 5, 2)]
+    assert box.watch().slots[0].skipped == 2
+
+
+def test_deaths_at_different_batches_name_none() -> None:
+    worker, box = opened(World(), skip=True)
+    for total in (5, 6, 5, 6):
+        assert skips(worker) == []
+        dies(worker, total)
+    assert "was lost 4 times" in box.watch().slots[0].error.message
+
+
+def test_progress_forgives_and_time_does_not_forgive_the_same_batch() -> None:
+    world = World()
+    worker, box = opened(world, skip=True)
+    for _ in range(3):
+        dies(worker, 5)
+    box.deliver(2)
+    for _ in range(3):
+        dies(worker, 5)
+        world.run_for(2 * world.limits.loss_window_s, [worker, box])
+    assert skips(worker) == []
+    dies(worker, 5)
+    assert skips(worker) == [(0, 5, 1)]
+
+
+def test_the_journal_remembers_and_the_next_attempt_starts_without(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    worker, box = opened(world, skip=True)
+    for _ in range(4):
+        dies(worker, 5, count=2)  # two were left out by the state that this attempt started from
+    world.journal.close()
+    world.boot(directory)
+    worker.register()
+    assert skips(worker) == [(0, 5, 3)]
+    assert box.watch().slots[0].skipped == 1
+    again = world.open(skip_poison=True, attempt_key="next", client_id="another")
+    assert again.reply.attempt == 2
+    assert skips(worker) == []
+    assert world.journal.rows("skips") == []
+    world.journal.close()
+    directory.close()
+
+
+def test_a_journal_of_a_release_without_quarantine_is_read(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    World(directory=directory).journal.close()
+    with sqlite3.connect(tmp_path / "journal.db") as db:
+        db.execute("DROP TABLE skips")
+    db.close()
+    world = World(directory=directory)
+    assert world.journal.rows("skips") == []
+    world.journal.close()
+    directory.close()
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_a_recycled_runner_costs_no_loss_and_twice_without_progress_is_an_error(delivered: bool) -> None:
+    worker, box = opened(World(), skip=False)
+    for number in range(6):
+        report = worker.tell(worker.of(0), pb.FAILED)
+        report.lost = report.recycle = True
+        report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message="it held 9 GiB, limit 4 GiB"))
+        worker.beat(report)
+        view = box.watch().slots[0]
+        if number == 0 or delivered:
+            assert (view.phase, view.note) == (pb.STARTING, "it held 9 GiB, limit 4 GiB")
+        else:
+            assert view.error.name == "MemoryLimitError"
+            assert "9 GiB" in view.error.message
+            assert "--runner-memory" in view.error.message
+            break
+        if delivered:
+            box.deliver(2)

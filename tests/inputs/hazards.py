@@ -1,0 +1,321 @@
+"""User code at its worst: it hangs, crashes, floods, leaks, forks and closes what is not its own."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import streams
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from penstock.worker import current_assignment
+
+_ever = threading.Event()
+
+
+def waits_in_c() -> None:
+    """Holds the GIL in a library's code."""
+    read, _ = os.pipe()
+    ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)
+
+
+def waits_for_ever() -> None:
+    _ever.wait()
+
+
+class Hangs(streams.Counter):
+    """For ever, at one place, after a few batches where that can be."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(100, first=1000 * current_assignment().global_worker_id)
+        self.where = where
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self.where == "iter":
+            waits_for_ever()
+        return self._batches()
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            if self.done == 3 and self.where == "next":
+                waits_for_ever()
+            if self.done == 3 and self.where == "c code":
+                waits_in_c()
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.done == 1 and self.where == "state_dict":
+            waits_for_ever()
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.where == "load_state_dict":
+            waits_for_ever()
+        super().load_state_dict(state)
+
+
+def hangs(where: str) -> Hangs:
+    if where == "input_fn":
+        waits_for_ever()
+    return Hangs(where)
+
+
+def once(marker: str) -> bool:
+    """True the first time."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def reads_address_zero() -> None:
+    ctypes.string_at(0)
+
+
+def exits_quietly() -> None:
+    os._exit(0)
+
+
+def dies(how: str, marker: str, batches: int = 20) -> Iterator[torch.Tensor]:
+    """Once, before its ninth batch."""
+    current_assignment()
+    for number in range(batches):
+        if number == 8 and once(marker):
+            {"segfault": reads_address_zero, "exit": exits_quietly}[how]()
+        yield torch.tensor([number, int(torch.randint(0, 1 << 30, ()))])
+
+
+def will_not_stop(marker: str) -> Iterator[torch.Tensor]:
+    """Deaf to signals, with a thread and an exit hook that never end; hangs once the file `marker`.go is there."""
+    current_assignment()
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    atexit.register(waits_for_ever)
+    threading.Thread(target=waits_for_ever).start()
+    while not os.path.exists(f"{marker}.go"):
+        yield torch.zeros(1)
+    with open(marker, "w") as file:
+        file.write(f"{os.getpid()}\n")
+    waits_for_ever()
+
+
+def closes_descriptors() -> Iterator[torch.Tensor]:
+    current_assignment()
+    for number in range(1000):
+        if number == 5:
+            os.closerange(3, 4096)
+        yield torch.tensor(number)
+        time.sleep(0.001)
+
+
+def unsettles(batches: int = 60) -> Iterator[torch.Tensor]:
+    """Changes what a process has one of, and keeps thousands of files open."""
+    current_assignment()
+    kept = []
+    for number in range(batches):
+        if number == 3:
+            os.chdir("/")
+            os.umask(0o777)
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 12_000), hard))
+            kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(min(hard, 12_000) - 200)]
+        if number == 10:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        yield torch.tensor([number, len(kept)])
+
+
+def floods(batches: int = 40) -> Iterator[torch.Tensor]:
+    """Prints without end, from a process of its own too, and one line that never ends."""
+    current_assignment()
+    line = "x" * 120 + "\n"
+    subprocess.Popen([sys.executable, "-c", f"import sys\nwhile True: sys.stdout.write({line * 1000!r})"])
+    for number in range(batches):
+        sys.stderr.write(line * 2000)
+        sys.stdout.write("y" * 1_000_000)
+        time.sleep(0.5)
+        yield torch.tensor(number)
+
+
+def escapes(marker: str) -> Iterator[torch.Tensor]:
+    """Leaves processes behind: in its group, in a session of its own, and a daemon's grandchild."""
+    current_assignment()
+    for arguments in ({}, {"start_new_session": True}):
+        _note(marker, subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], **arguments).pid)  # type: ignore[call-overload]
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            _note(marker, os.getpid())
+            time.sleep(600)
+        os._exit(0)
+    for number in range(10_000):
+        yield torch.tensor(number)
+        time.sleep(0.001)
+
+
+def _note(marker: str, pid: int) -> None:
+    with open(marker, "a") as file:
+        file.write(f"{pid}\n")
+
+
+class Samples(Dataset[Any]):
+    """Map style; one sample can be poison: making it kills the process."""
+
+    def __init__(self, items: int, poison: tuple[int, ...] = (), size: int = 1) -> None:
+        self.items = items
+        self.poison = poison
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.poison:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return torch.full((self.size,), index)
+
+
+def many_processes(sharing: str) -> DataLoader[Any]:
+    """Two worker processes under load, which share what multiprocessing and torch can share."""
+    current_assignment()
+    torch.multiprocessing.set_sharing_strategy(sharing)  # type: ignore[no-untyped-call]
+    return DataLoader(Samples(100_000, size=4096), batch_size=4, num_workers=2)
+
+
+class Leaks(streams.Counter):
+    """Keeps `mib` MiB for each batch; `at_once`: before the first, too."""
+
+    def __init__(self, mib: int, at_once: int, batches: int) -> None:
+        super().__init__(batches, first=1000 * current_assignment().global_worker_id)
+        self.mib = mib
+        self.kept = [bytearray(b"x" * (1 << 20)) for _ in range(at_once)]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            self.kept += [bytearray(b"x" * (1 << 20)) for _ in range(self.mib)]
+            time.sleep(0.04)
+            yield batch
+
+
+def leaks(mib: int, at_once: int = 0, batches: int = 60) -> Leaks:
+    return Leaks(mib, at_once, batches)
+
+
+class BadInScratch(streams.Counter):
+    """Streams well; restored beside the stream, it goes wrong."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(3000, first=1000 * current_assignment().global_worker_id)
+        self.how = how
+        self.restored = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            # The run's own check looks at the first few batches only.
+            if self.restored and self.how == "differ" and self.done == 55:
+                batch["x"] += 1
+            yield batch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.how == "hang":
+            waits_for_ever()
+        if self.how == "die":
+            reads_address_zero()
+        if self.how == "raise":
+            raise LookupError("no such shard")
+        self.restored = True
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(0.02)  # too dear to be taken at every step
+        return super().state_dict()
+
+
+def bad_in_scratch(how: str) -> BadInScratch:
+    return BadInScratch(how)
+
+
+# ---- poison
+
+
+def poisoned(kind: str, poison: list[int], shuffle: bool = False, items: int = 48) -> Any:
+    """Of 4 samples a batch, sharded by batch over the workers; the batches with these samples kill their process."""
+    place = current_assignment()
+    if kind == "own":
+        return Skipping(items // 4, {sample // 4 for sample in poison})
+    if kind == "generator":
+        return _batches(items // 4, {sample // 4 for sample in poison if place.global_worker_id == 0})
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    maker: Any = {"torch": DataLoader, "torchdata": StatefulDataLoader}[kind]
+    first = items * place.global_worker_id
+    dataset = Shifted(Samples(items, tuple(poison) if place.global_worker_id == 0 else ()), first)
+    return maker(dataset, batch_size=4, shuffle=shuffle)
+
+
+class Shifted(Dataset[Any]):
+    """Numbers of its own for each worker."""
+
+    def __init__(self, samples: Samples, first: int) -> None:
+        self.samples = samples
+        self.first = first
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.samples[index] + self.first
+
+
+class Skipping(streams.Counter):
+    """Says itself how a batch is passed over."""
+
+    def __init__(self, batches: int, poison: set[int]) -> None:
+        place = current_assignment()
+        super().__init__(batches, first=1000 * place.global_worker_id)
+        self.poison = poison if place.global_worker_id == 0 else set()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.iterating = True
+        while self.done < self.batches:
+            if self.done in self.poison:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            self.done += 1
+            yield {"x": torch.full((4,), self.first + self.done)}
+        self.done = 0
+
+    def skip_batch(self) -> None:
+        if self.done >= self.batches:
+            raise StopIteration
+        self.done += 1
+
+
+def _batches(batches: int, poison: set[int]) -> Iterator[torch.Tensor]:
+    for number in range(batches):
+        if number in poison:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        yield torch.tensor(number)
+
+
+def tempdir_of_multiprocessing() -> str:
+    from multiprocessing import util
+
+    return util.get_temp_dir()
+
+
+def says_where() -> Iterator[list[str]]:
+    """The directory that multiprocessing uses here and in a process of its own."""
+    current_assignment()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        yield [tempdir_of_multiprocessing(), pool.apply(tempdir_of_multiprocessing)]

@@ -1,0 +1,90 @@
+"""A worker that limits its runners' memory: one that leaks is recycled at a snapshot, and the stream does not show it;
+one that needs more than the limit is an error that names both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import hazards
+import pytest
+from cluster import TOKEN, Cluster, running
+from family import memory_of
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+from penstock.worker.memory import held_by
+
+MIB = 1 << 20
+LIMIT = 150 * MIB
+"""A runner starts with less than 50 MiB of its own."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(4, "--runner-memory", str(LIMIT), allow="*", name="w")
+        yield cluster
+
+
+def at(cluster: Cluster, job: str) -> Appliance:
+    return Appliance(cluster.address, token=TOKEN, job=job, seed=7, timeout_s=60)
+
+
+def test_a_runner_that_leaks_is_recycled_and_the_stream_is_the_same(cluster: Cluster) -> None:
+    """400 MiB of leaks in all, 100 MiB a second."""
+    with at(cluster, "leak") as appliance:
+        executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 100), appliance=appliance)
+        with pytest.warns(UserWarning, match=r"was recycled .* above the limit of 150 MiB"):
+            got = [batch["number"] for batch in executor]
+        assert got == list(range(1, 101))
+        assert executor.stats.recoveries >= 2
+
+
+def test_one_that_needs_more_than_the_limit_is_an_error_that_names_both(cluster: Cluster) -> None:
+    with (
+        at(cluster, "large") as appliance,
+        pytest.warns(UserWarning, match="was recycled"),
+        pytest.raises(errors.MemoryLimitError, match=r"held \d+ MiB of memory, above the limit of 150 MiB") as caught,
+    ):
+        list(DataExecutor(DataLoader(hazards.leaks, 0, 180, 10**6), appliance=appliance))
+    assert "--runner-memory" in str(caught.value)
+
+
+def test_twice_the_limit_is_the_end_at_once(cluster: Cluster) -> None:
+    with (
+        at(cluster, "huge") as appliance,
+        pytest.warns(UserWarning, match="was killed at batch"),
+        pytest.raises(errors.WorkerLostError, match=r"was killed .*above the limit of 150 MiB"),
+    ):
+        list(DataExecutor(DataLoader(hazards.leaks, 0, 400, 10**6), appliance=appliance))
+
+
+FAMILY = """
+import os, time
+block = bytearray(b"x" * (64 << 20))
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        mine = bytearray(b"y" * (32 << 20))
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_what_is_held_counts_all_that_a_runner_started_and_shared_pages_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, process_group=0) as leader:
+        try:
+            assert leader.stdout is not None
+            members = [leader.pid, *(int(leader.stdout.readline()) for _ in range(2))]
+            assert 128 * MIB < held_by(leader.pid) < 160 * MIB
+            assert sum(map(memory_of, members)) > 256 * MIB
+        finally:
+            for pid in members[::-1]:
+                os.kill(pid, signal.SIGKILL)
+    assert held_by(leader.pid) == 0

@@ -1,0 +1,333 @@
+"""User code that does its worst: the training loop gets an error that names it, or notices nothing but time, and the
+daemon lives."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hazards
+import pytest
+import streams
+from cluster import TOKEN, Cluster, running
+from family import alive, children_of, eventually, memory_of, parents, runners, zygotes
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+
+HASTY_S = 3.0
+"""The deadline of loops that are to run into it."""
+FLOODED = 9
+"""Batches of the flood, half a second each."""
+STOP_S = 3.0
+"""For a runner that will not stop: its grace is half a second."""
+
+_jobs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(8, allow="*", name="w")
+        with at(cluster) as appliance:
+            numbers(appliance, DataLoader(streams.counter, 3))  # its zygote is up, for all that have the same seed
+        yield cluster
+
+
+def at(cluster: Cluster, timeout_s: float = 60.0, **options: Any) -> Appliance:
+    job = f"job-{next(_jobs)}"
+    return Appliance(cluster.address, token=TOKEN, job=job, seed=7, timeout_s=timeout_s, **options)
+
+
+def daemon(cluster: Cluster) -> int:
+    return cluster.workers[0].pid
+
+
+def the_runner(cluster: Cluster) -> int:
+    """The one that streams now; those of an earlier test may be about to end."""
+    eventually(lambda: len(runners(daemon(cluster))) == 1, "there is one runner")
+    return runners(daemon(cluster))[0]
+
+
+def numbers(appliance: Appliance, loader: DataLoader, steps: int | None = None) -> list[Any]:
+    return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
+
+
+def plain(batch: Any) -> Any:
+    return batch["number"] if isinstance(batch, dict) else batch.tolist()
+
+
+def still_works(cluster: Cluster) -> None:
+    with at(cluster) as appliance:
+        assert numbers(appliance, DataLoader(streams.counter, 3)) == [1, 2, 3]
+
+
+# ---- hangs
+
+
+@pytest.mark.parametrize(
+    ("where", "says", "frame"),
+    [
+        ("input_fn", "in input_fn since", "in waits_for_ever"),
+        ("iter", r"in iter\(\) since", "in waits_for_ever"),
+        ("next", r"in next\(\) of batch 3 since", "in waits_for_ever"),
+        ("c code", r"in next\(\) of batch 3 since", "in waits_in_c"),
+        ("state_dict", r"in state_dict\(\) since", "in waits_for_ever"),
+    ],
+)
+def test_a_hang_is_told_with_place_time_and_stack(cluster: Cluster, where: str, says: str, frame: str) -> None:
+    with (
+        at(cluster, HASTY_S) as hasty,
+        pytest.warns(UserWarning, match=f"slow worker: slot 0 .* worker w is {says}"),
+        pytest.raises(errors.DeadlineError, match=says) as caught,
+    ):
+        numbers(hasty, DataLoader(hazards.hangs, where))
+    assert "worker w" in str(caught.value)
+    assert frame in caught.value.remote_traceback
+    assert "hazards.py" in caught.value.remote_traceback
+    still_works(cluster)
+
+
+def test_a_stopped_runner_is_told_as_that_and_goes_on_when_continued(cluster: Cluster) -> None:
+    got: list[Any] = []
+    with at(cluster, HASTY_S) as hasty:
+        loader = DataLoader(streams.counter, 3000)
+
+        def read() -> None:
+            for batch in DataExecutor(loader, num_steps=3000 - len(got), appliance=hasty):
+                got.append(plain(batch))
+
+        got += numbers(hasty, loader, 10)
+        runner = the_runner(cluster)
+        os.kill(runner, signal.SIGSTOP)
+        try:
+            with (
+                pytest.warns(UserWarning, match="stopped by a signal"),
+                pytest.raises(errors.DeadlineError, match="stopped by a signal") as caught,
+            ):
+                read()
+            assert f"kill -CONT {runner}" in caught.value.remote_traceback
+        finally:
+            os.kill(runner, signal.SIGCONT)
+        read()
+    assert got == list(range(1, 3001))
+
+
+# ---- deaths
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("segfault", r"SIGSEGV[\s\S]*in reads_address_zero"), ("exit", "exited with status 0, which is no")],
+)
+def test_a_death_in_the_middle_of_a_pass_is_told_and_recovered(
+    cluster: Cluster, tmp_path: Path, how: str, says: str
+) -> None:
+    marker = tmp_path / "died"
+    marker.touch()
+    with at(cluster) as appliance:
+        whole = numbers(appliance, DataLoader(hazards.dies, how, str(marker)))
+    marker.unlink()
+    with at(cluster) as appliance, pytest.warns(UserWarning, match=says):
+        assert numbers(appliance, DataLoader(hazards.dies, how, str(marker))) == whole
+    assert len(whole) == 20
+
+
+def test_a_stopped_zygote_hides_no_death_and_keeps_no_slot(cluster: Cluster) -> None:
+    (zygote,) = zygotes(daemon(cluster))
+    with at(cluster) as appliance:
+        loader = DataLoader(streams.counter, 3000)
+        got = numbers(appliance, loader, 10)
+        runner = the_runner(cluster)
+        os.kill(zygote, signal.SIGSTOP)
+        try:
+            os.kill(runner, signal.SIGKILL)
+            session = loader._session
+            assert session is not None
+            eventually(lambda: "SIGKILL" in session.run.views[0].note, "the death is told", 5.0)
+        finally:
+            os.kill(zygote, signal.SIGCONT)
+        with pytest.warns(UserWarning, match="SIGKILL"):
+            got += numbers(appliance, loader, 2990)
+        assert got == list(range(1, 3001))
+        runner = the_runner(cluster)
+        os.kill(zygote, signal.SIGSTOP)
+        try:
+            loader.close()
+            eventually(lambda: not alive(runner), "it is stopped", STOP_S)
+        finally:
+            os.kill(zygote, signal.SIGCONT)
+    still_works(cluster)
+
+
+def test_a_killed_zygote_takes_its_runners_along_and_another_one_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    marker = tmp_path / "pids"
+    (zygote,) = zygotes(daemon(cluster))
+    with at(cluster) as appliance:
+        loader = DataLoader(hazards.escapes, str(marker))
+        got = numbers(appliance, loader, 10)
+        eventually(lambda: len(_pids(marker)) == 3, "all have left")
+        left = _pids(marker)
+        os.kill(zygote, signal.SIGKILL)
+        with pytest.warns(UserWarning, match="recovered"):
+            got += numbers(appliance, loader, 500)
+    assert got == list(range(510))
+    eventually(lambda: not any(map(alive, left)), "what the runner left behind is gone", 5.0)
+    assert zygote not in zygotes(daemon(cluster))
+
+
+def _pids(marker: Path) -> list[int]:
+    return [int(line) for line in marker.read_text().split()] if marker.exists() else []
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_what_a_runner_started_ends_with_it_wherever_it_went(cluster: Cluster, tmp_path: Path, end: str) -> None:
+    marker = tmp_path / "pids"
+    with at(cluster) as appliance, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the recovery, whose runner does the same
+        loader = DataLoader(hazards.escapes, str(marker))
+        numbers(appliance, loader, 10)
+        eventually(lambda: len(_pids(marker)) == 3, "all have left")
+        left = _pids(marker)
+        runner = the_runner(cluster)
+        # However far they went, they are below their runner, so that the end of another child does not end them.
+        eventually(lambda: {parents()[pid][0] for pid in left} == {runner}, "all are the runner's own")
+        if end == "killed":
+            os.kill(runner, signal.SIGKILL)
+            eventually(lambda: not any(map(alive, left)), "those of the dead runner are gone", 5.0)
+    eventually(lambda: not any(map(alive, _pids(marker))), "all are gone", 5.0)
+
+
+def _is_dead(pid: int) -> bool:
+    return not alive(pid)
+
+
+def _litter() -> set[str]:
+    """What multiprocessing and torch can leave on this machine; not what other daemons' children use now."""
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    return found | {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith(("pymp-", "torch-shm"))}
+
+
+@pytest.mark.parametrize(("sharing", "kills"), [("file_descriptor", 4), ("file_system", 1)])
+def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, sharing: str, kills: int) -> None:
+    before = _litter()
+    with at(cluster) as appliance, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = DataLoader(hazards.many_processes, sharing)
+        for _ in range(kills):
+            numbers(appliance, loader, 40)
+            runner = the_runner(cluster)
+            os.kill(runner, signal.SIGKILL)
+            eventually(partial(_is_dead, runner), "it is dead")
+    eventually(lambda: not any(map(children_of, zygotes(daemon(cluster)))), "all of its processes are gone", 10.0)
+    eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}", 5.0)
+
+
+def test_multiprocessing_has_a_directory_that_goes_with_the_runner(cluster: Cluster) -> None:
+    with at(cluster) as appliance:
+        loader = DataLoader(hazards.says_where)
+        (places,) = DataExecutor(loader, appliance=appliance)
+        assert len(set(places)) == 1
+        assert "/penstock-" in places[0]
+        assert Path(places[0]).is_dir()
+        loader.close()
+        eventually(lambda: not Path(places[0]).exists(), "it is removed", 5.0)
+
+
+# ---- what user code does to its process
+
+
+def test_a_runner_that_will_not_stop_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
+    marker = tmp_path / "pid"
+    with at(cluster, 1.0) as appliance, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the slow worker
+        loader = DataLoader(hazards.will_not_stop, str(marker))
+        numbers(appliance, loader, 2)
+        Path(f"{marker}.go").touch()
+        with contextlib.suppress(errors.DeadlineError):  # it goes on until it sees the file
+            numbers(appliance, loader, 10**6)
+        eventually(lambda: _pids(marker), "it hangs now")
+        (runner,) = _pids(marker)
+        started = time.monotonic()
+        loader.close()
+        eventually(lambda: not alive(runner), "it is gone", STOP_S)
+        assert time.monotonic() - started < STOP_S
+    still_works(cluster)
+
+
+def test_closing_all_descriptors_is_an_error_that_says_so(cluster: Cluster) -> None:
+    with at(cluster) as appliance, pytest.raises(errors.InputFnError, match="closed file descriptors"):
+        numbers(appliance, DataLoader(hazards.closes_descriptors))
+    still_works(cluster)
+
+
+def test_another_directory_mask_and_limit_of_descriptors_harm_nobody(cluster: Cluster) -> None:
+    with at(cluster) as appliance:
+        got = numbers(appliance, DataLoader(hazards.unsettles))
+    assert [number for number, _ in got] == list(range(60))
+    still_works(cluster)
+
+
+def test_a_flood_of_output_costs_nobody_but_its_author(tmp_path: Path) -> None:
+    """The worker's own standard error is a pipe that nobody reads while it lasts."""
+    with running(tmp_path) as cluster, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        worker = cluster.add_worker(2, allow="*", name="w", stderr=subprocess.PIPE)
+        with at(cluster) as appliance:
+            numbers(appliance, DataLoader(streams.counter, 3))
+            before = memory_of(worker.pid)
+            loader = DataLoader(hazards.floods, FLOODED)
+            executor = DataExecutor(loader, num_steps=FLOODED, appliance=appliance)
+            # 4 s of it: a worker that is not heard of for 3 s has lost its slots.
+            assert [int(batch) for batch in executor] == list(range(FLOODED))
+            assert executor.stats.recoveries == 0
+            assert memory_of(worker.pid) - before < 64 << 20
+        assert worker.stderr is not None
+        os.set_blocking(worker.stderr.fileno(), False)
+        said = bytearray()
+
+        def told() -> bool:
+            said.extend(worker.stderr.read() or b"")  # type: ignore[union-attr]
+            return b"lines were left out" in said
+
+        with worker.stderr:
+            eventually(told, "the log says what it left out")
+
+
+# ---- scratch children
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ("raise", errors.InputFnError, "no such shard"),
+        ("die", errors.WorkerLostError, "SIGSEGV in its state"),
+        ("hang", errors.DeadlineError, "did not finish its state"),
+        ("differ", errors.ReplayMismatchError, "yields another batch"),
+    ],
+)
+def test_a_scratch_child_that_goes_wrong_fails_the_save_and_not_the_stream(
+    cluster: Cluster, how: str, error: type[errors.PenstockError], says: str
+) -> None:
+    with at(cluster, 6.0) as appliance:
+        loader = DataLoader(hazards.bad_in_scratch, how)
+        executor = DataExecutor(loader, num_steps=200, appliance=appliance)
+        got, told = [], []
+        for batch in executor:
+            got.append(plain(batch))
+            if executor.step == 61:  # no snapshot was taken just there
+                with pytest.raises(error, match=says) as caught:
+                    loader.state_dict()
+                told.append(caught.value)
+    assert got == list(range(1, 201))
+    frames = {"raise": "in load_state_dict", "die": "in reads_address_zero", "hang": "in waits_for_ever"}
+    assert frames.get(how, "") in told[0].remote_traceback

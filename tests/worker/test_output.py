@@ -1,0 +1,88 @@
+"""What children print: cut into lines, bounded in number and length, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import pytest
+
+from penstock.worker import output
+from penstock.worker.output import BURST, BYTES_PER_S, LINES_PER_S, LONGEST_LINE, Lines, unblocked_logging
+
+
+def test_lines_come_whole_however_they_arrive() -> None:
+    lines = Lines(0.0)
+    assert lines.feed(b"one\ntw", 0.0) == ["one"]
+    assert lines.feed(b"o\nthree", 0.0) == ["two"]
+    assert lines.feed(b"", 0.0) == ["three"]
+
+
+def test_a_line_without_end_is_cut_and_costs_no_memory() -> None:
+    lines = Lines(0.0)
+    shown = [text for _ in range(1000) for text in lines.feed(b"y" * 5000, 0.0)]
+    assert [len(text) for text in shown] == [LONGEST_LINE + len(" ... cut")]
+    assert lines.feed(b"rest\nnext\n", 0.0) == ["next"]
+
+
+def test_a_flood_is_thinned_out_counted_and_told() -> None:
+    lines = Lines(0.0)
+    assert len(lines.feed(b"x\n" * (BURST + 500), 0.0)) == BURST
+    said = [text for tick in range(1, 31) for text in lines.feed(b"x\n" * 1000, tick / 10)]
+    told = [text for text in said if "left out" in text]
+    shown, counted = len(said) - len(told), sum(int(text.split()[1]) for text in told)
+    assert len(told) == 3
+    assert abs(shown - 3 * LINES_PER_S) <= len(told)
+    assert shown + counted + lines.left_out == 500 + 30 * 1000
+
+
+def test_what_was_left_out_is_told_at_the_end() -> None:
+    lines = Lines(0.0)
+    lines.feed(b"x\n" * (BURST + 1), 0.0)
+    assert lines.feed(b"", 0.1) == ["... 1 lines were left out: it prints more than 200 a second"]
+
+
+def test_reading_is_bounded_in_bytes() -> None:
+    lines = Lines(0.0)
+    for _ in range(BYTES_PER_S >> 16):
+        assert not lines.too_fast
+        lines.feed(bytes(1 << 16), 0.0)
+    lines.feed(b"x", 0.0)
+    assert lines.too_fast
+    lines.feed(b"", 0.001)
+    assert not lines.too_fast
+
+
+def test_a_log_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "QUEUED", 100)
+    read, write = os.pipe()
+    root, log = logging.getLogger(), logging.getLogger("penstock.test")
+    before, level = list(root.handlers), root.level
+    with os.fdopen(write, "w") as stream, os.fdopen(read, "rb") as reader:
+        root.handlers[:] = [logging.StreamHandler(stream)]
+        root.setLevel(logging.INFO)
+        try:
+            with unblocked_logging():
+                for number in range(3000):  # 300 kB, for a pipe of 64 KiB
+                    log.info("%d %s", number, "x" * 100)
+                said: list[bytes] = []
+                enough = threading.Event()
+
+                def drain() -> None:
+                    for line in reader:
+                        said.append(line)
+                        if b"lines of the log were lost" in line:
+                            enough.set()
+
+                thread = threading.Thread(target=drain)
+                thread.start()
+                while not enough.wait(0.01):
+                    log.info("one more")
+            root.handlers[:] = before
+            stream.close()
+            thread.join(10)
+        finally:
+            root.handlers[:] = before
+            root.setLevel(level)
+    assert said[0].startswith(b"0 ")

@@ -1,0 +1,108 @@
+"""What a dead runner leaves behind: processes, and the shared memory of torch's loader processes.
+
+A runner is a subreaper: whatever its user code starts, and however far that moves away (a session of its own, a double
+fork), stays below the runner while it lives, and comes to the zygote when it dies; what a dead zygote had comes to the
+daemon. So any child there that nobody of ours started is an orphan, and is killed. Two kinds end by themselves once
+their users are gone and clean up as they do, so they get a moment: multiprocessing's resource tracker and torch's
+manager of shared memory.
+
+Each process's own children are looked at, and nothing else: a number that the kernel has given to someone else is
+never killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+__all__ = ["Orphans", "become_subreaper", "forget_shared_memory"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+GRACE_S = 3.5
+"""For orphans that clean up by themselves; torch's manager waits for 2 s after its last user."""
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def become_subreaper() -> None:
+    """What is orphaned below this process comes to it, and not to process 1."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def forget_shared_memory(pids: Collection[int]) -> None:
+    """Remove what these processes, which are dead, had in shared memory: torch unlinks its files right after it made
+    them, and a process that is killed in between does not."""
+    if not pids:
+        return
+    owners = {str(pid) for pid in pids}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(_SHARED_MEMORY):
+            parts = entry.name.split("_")
+            if len(parts) == 4 and parts[0] == "torch" and parts[1] in owners:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+
+
+class Orphans:
+    """Those among this process's children that it has not started."""
+
+    def __init__(self) -> None:
+        self._spared: dict[int, float] = {}  # pid -> until when
+
+    def end(self, ours: Collection[int]) -> bool:
+        """Kill orphans and collect the dead ones. False when there are none left; else call it again, soon.
+
+        `ours`: children that are no orphans; those of this process's own group are none either.
+        """
+        living, dead = [], set()
+        for pid in _strangers(ours):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    dead.add(pid)
+                    continue
+            living.append(pid)
+        forget_shared_memory(dead)
+        now = time.monotonic()
+        spared = {}
+        for pid in living:
+            until = self._spared.get(pid, now + GRACE_S if _cleans_up(pid) else 0.0)
+            if now < until:
+                spared[pid] = until
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._spared = spared
+        return bool(living)
+
+    def spares(self, ours: Collection[int]) -> bool:
+        """Whether one of them is to be given a moment."""
+        return any(map(_cleans_up, _strangers(ours)))
+
+
+def _strangers(ours: Collection[int]) -> list[int]:
+    me, group = os.getpid(), os.getpgrp()
+    return [pid for pid, parent, leader in processes() if parent == me and leader != group and pid not in ours]
+
+
+def processes() -> Iterable[tuple[int, int, int]]:
+    """(pid, parent, group) of every process."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            yield int(name), int(fields[1]), int(fields[2])
+
+
+def _cleans_up(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command

@@ -1,0 +1,128 @@
+"""What children print, on its way into the daemon's log: user code may print without end, and must not stop us.
+
+`Lines` cuts a child's output into lines and lets a bounded number through; what it leaves out is counted and told. Its
+reader also bounds how much is read, so that a flood costs the child its time and not the daemon. `unblocked_logging`
+takes the log out of the event loop: where standard error is a pipe that nobody empties, lines are lost, and heartbeats
+are not.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["PAUSE_S", "READ_BYTES", "Lines", "unblocked_logging"]
+
+LONGEST_LINE = 8192
+LINES_PER_S = 200.0
+"""Of one child, lasting: more than anybody reads."""
+BURST = 1000
+"""Lines at once: a long traceback, a table of settings."""
+BYTES_PER_S = 16 << 20
+"""That are read of one child; a faster one waits for its pipe."""
+READ_BYTES = 1 << 16
+PAUSE_S = 0.01
+TOLD_S = 1.0
+"""Between two lines about lines that were left out."""
+QUEUED = 10_000
+"""Records of the log that wait for a slow standard error."""
+_CLOSE_S = 1.0
+
+
+class Lines:
+    """One child's output. Pure: bytes and times in, lines out."""
+
+    def __init__(self, now: float) -> None:
+        self._part = b""
+        self._cutting = False
+        self._credit = float(BURST)
+        self._bytes_credit = float(BYTES_PER_S)
+        self._at = now
+        self._told_at = now
+        self.left_out = 0
+        """Lines since they were last told."""
+
+    def feed(self, data: bytes, now: float) -> list[str]:
+        """The lines to log. b"" ends the output: what is left comes out."""
+        passed, self._at = max(0.0, now - self._at), now
+        self._credit = min(BURST, self._credit + passed * LINES_PER_S)
+        self._bytes_credit = min(BYTES_PER_S, self._bytes_credit + passed * BYTES_PER_S) - len(data)
+        lines = (self._part + data).split(b"\n")
+        self._part = lines.pop()
+        if lines and self._cutting:
+            del lines[0]  # the rest of a line that was cut and has been shown
+            self._cutting = False
+        if len(self._part) > LONGEST_LINE or (not data and self._part):
+            if not self._cutting:
+                lines.append(self._part)
+            self._part, self._cutting = b"", bool(data)
+        shown = lines[: int(self._credit)]
+        self._credit -= len(shown)
+        self.left_out += len(lines) - len(shown)
+        texts = [_text(line) for line in shown]
+        if self.left_out and (now - self._told_at >= TOLD_S or not data):
+            texts.append(f"... {self.left_out} lines were left out: it prints more than {LINES_PER_S:g} a second")
+            self.left_out, self._told_at = 0, now
+        return texts
+
+    @property
+    def too_fast(self) -> bool:
+        """More has been read than may be: wait a moment."""
+        return self._bytes_credit < 0
+
+
+def _text(line: bytes) -> str:
+    text = line[:LONGEST_LINE].decode(errors="replace")
+    return text if len(line) <= LONGEST_LINE else f"{text} ... cut"
+
+
+class _Dropping(logging.handlers.QueueHandler):
+    """Never waits: a record for which there is no room is counted."""
+
+    def __init__(self, records: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(records)
+        self._records = records
+        self._lost = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._lost += 1
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            text = f"{lost} lines of the log were lost: standard error was not read"
+            self.handle(logging.LogRecord("penstock.worker", logging.WARNING, __file__, 0, text, None, None))
+
+
+@contextmanager
+def unblocked_logging() -> Iterator[None]:
+    """While open, log records are written by a thread of their own."""
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    records: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUED)
+
+    def write() -> None:
+        while (record := records.get()) is not None:
+            for handler in handlers:
+                if record.levelno >= handler.level:
+                    handler.handle(record)
+
+    writer = threading.Thread(target=write, name="penstock-log", daemon=True)
+    writer.start()
+    root.handlers[:] = [_Dropping(records)]  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        try:
+            records.put_nowait(None)
+        except queue.Full:
+            pass  # nobody reads it: the thread ends with the process
+        else:
+            writer.join(_CLOSE_S)

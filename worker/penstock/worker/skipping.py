@@ -1,0 +1,54 @@
+"""Passing over a batch without making it: what a quarantined batch needs, for making it kills the process.
+
+A loader says how itself, by a method `skip_batch` on it or its iterator. A torch DataLoader, or torchdata's, that
+makes its batches in this process over a map-style dataset can be made to: for one `next()` its fetcher is exchanged for
+one that fetches nothing, so that sampler, counters and whatever else moves with a batch move as always.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import _DatasetKind
+
+__all__ = ["CannotSkipError", "skip_batch"]
+
+
+class CannotSkipError(Exception):
+    """Says why."""
+
+
+class _FetchesNothing:
+    """Stands in for a fetcher."""
+
+    def fetch(self, index: Any) -> None:
+        return None
+
+
+def skip_batch(loader: Any, iterator: Any) -> None:
+    """Pass over the next batch.
+
+    Raises:
+        StopIteration: there is none; the pass is over.
+        CannotSkipError: not with this loader.
+    """
+    for owner in (iterator, loader):
+        method = getattr(owner, "skip_batch", None)
+        if callable(method):
+            method()
+            return
+    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    if fetcher is None:
+        workers = getattr(loader, "num_workers", 0)
+        raise CannotSkipError(
+            f"its batches are made in {workers} worker processes of its own"
+            if workers
+            else f"neither the loader, a {type(loader).__qualname__}, nor its iterator has a method skip_batch()"
+        )
+    if iterator._dataset_kind != _DatasetKind.Map:
+        raise CannotSkipError("its dataset is an IterableDataset, which makes its samples to count them")
+    iterator._dataset_fetcher = _FetchesNothing()
+    try:
+        next(iterator)
+    finally:
+        iterator._dataset_fetcher = fetcher

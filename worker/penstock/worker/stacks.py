@@ -1,0 +1,110 @@
+"""The Python stack of a child, had from outside: while it hangs, and of the moment at which it crashed.
+
+Each child has a small file in memory to which faulthandler writes, in a signal handler: without the interpreter, also
+while user code holds the GIL in a library's C code or has ended the thread that would have answered. The file is sealed
+at its size, so that a child cannot make the daemon read more. It lies at a high descriptor, which user code that closes
+and opens files does not come upon; one that closes everything has no stack, and loses nothing else by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+__all__ = ["SIGNAL", "StackFile", "state_of", "write_stacks_to"]
+
+SIGNAL = signal.SIGRTMAX - 2
+"""Asks a child for its stacks. A real-time signal: libraries and users leave these alone."""
+SIZE = 32 << 10
+SHOWN = 8 << 10
+"""Bytes of a stack that travel in errors. A thread's own frames come first, the oldest frames last."""
+WAIT_S = 1.0
+"""For the child to write. Its handler runs as soon as the kernel schedules it."""
+_LOOK_S = 0.02
+_HIGH_FD = 768  # below 1024, the usual soft limit
+
+
+def write_stacks_to(fd: int) -> None:
+    """In a child: from now on its stacks go there, when asked for by SIGNAL and at a crash. `fd` is closed."""
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
+        os.close(fd)
+    except OSError:
+        high = fd  # a lower limit than usual
+    faulthandler.enable(high, all_threads=True)
+    faulthandler.register(SIGNAL, high, all_threads=True)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as in /proc/PID/stat: R, S, D, T, Z ...; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+class StackFile:
+    """The daemon's end: made here, handed to the child when it is forked."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("penstock-stack", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, SIZE)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.fd = -1
+
+    def read(self) -> str:
+        """What was written since the last `clear`."""
+        if self.fd < 0:
+            return ""
+        text = os.pread(self.fd, SIZE, 0).split(b"\0", 1)[0].decode(errors="replace")
+        text = text.partition("\nExtension modules:")[0].strip()  # a long list that says nothing here
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]}\n  ... {len(text) - SHOWN} characters left out"
+
+    def clear(self) -> None:
+        os.pwrite(self.fd, bytes(SIZE), 0)
+        os.lseek(self.fd, 0, os.SEEK_SET)  # the child writes through the same open file
+
+    async def ask(self, pid: int, pidfd: int) -> str:
+        """The stacks of the child now, or one line that says why they cannot be had."""
+        state = state_of(pid)
+        if self.fd < 0 or not state:
+            return f"(process {pid} is gone)"
+        if state in ("T", "t"):
+            return f"(process {pid} is stopped by a signal, so it shows no stack: kill -CONT {pid} lets it go on)"
+        if state == "D":
+            return f"(process {pid} waits in the kernel, for a disk or a network filesystem, and shows no stack)"
+        if not _handles(pid):
+            return f"(process {pid} shows no stack: user code has changed its signal handlers or blocks them)"
+        self.clear()
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(pidfd, SIGNAL)
+        text, until = "", time.monotonic() + WAIT_S
+        while time.monotonic() < until and self.fd >= 0:
+            await asyncio.sleep(_LOOK_S)
+            before, text = text, self.read()
+            if text and text == before:
+                break
+        if self.fd >= 0:
+            self.clear()
+        return text or f"(process {pid} did not show its stack within {WAIT_S:g} s)"
+
+
+def _handles(pid: int) -> bool:
+    """Whether SIGNAL is caught: it would kill a process that has no handler for it."""
+    masks = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in ("SigCgt", "SigBlk"):
+                masks[name] = int(value, 16)
+    bit = 1 << (SIGNAL - 1)
+    return bool(masks.get("SigCgt", 0) & bit) and not masks.get("SigBlk", bit) & bit

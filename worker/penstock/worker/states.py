@@ -1,0 +1,166 @@
+"""Answering for a slot: its state at a place, from what is kept or by replay in a scratch child."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from penstock.proto.channel import detail_of, error_of
+from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
+from penstock.proto.v1 import coordinator_pb2
+from penstock.worker.ledger import ENTRIES
+from penstock.worker.scratches import DEADLINE_S
+
+if TYPE_CHECKING:
+    from penstock.worker.slot import Slot
+
+__all__ = ["POLL_S", "States"]
+
+POLL_S = 0.005
+"""How often the ledger is read while somebody waits for a batch to be produced."""
+SCRATCH_SHARE = 0.7
+"""Of the time that the asker still has, for a scratch child: its stack must reach the asker before he gives up."""
+
+
+def _share(until: float) -> float:
+    return min(DEADLINE_S, max(0.1, SCRATCH_SHARE * (until - time.monotonic())))
+
+
+class States:
+    """The answers of one slot."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes]:
+        """The slot's state at a place, once the place is produced; or where the pass ended before it."""
+        answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
+        data = b""
+        until = time.monotonic() + request.deadline_s
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                data = await self._state(request, answer, until)
+        except PenstockError as error:  # a DeadlineError of a scratch child is a TimeoutError too
+            answer.error.CopyFrom(detail_of(error))
+        except TimeoutError:
+            self._slot.ledger.refresh()
+            doing, since = self._slot.ledger.activity
+            late = DeadlineError(
+                f"{self._slot.name} on worker {self._slot.host.name}: no state at step {request.step} within "
+                f"{request.deadline_s:.0f} s: it is at batch {self._slot.ledger.total} of {request.position.total}, "
+                f"in {doing} for {since:.1f} s"
+            )
+            answer.error.CopyFrom(detail_of(late))
+        for epoch, total in self._slot.ledger.ends().items():
+            answer.ends.add(epoch=epoch, total=total)
+        answer.digests.extend(self._digests(request))
+        answer.traits.CopyFrom(self._slot.traits)
+        answer.state_bytes = len(data)
+        return answer, data
+
+    async def _state(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> bytes:
+        epoch, delivered, total = request.epoch, request.position.delivered, request.position.total
+        await self._slot.ready.wait()
+        if request.aggregate_blob:
+            states = await self._slot.host.coordinator.get_blob(request.aggregate_blob)
+            return (await self._slot.scratch([states], "aggregate", _share(until))).payload
+        self._require_saving()
+        if not await self._produced(request, answer):
+            return b""
+        entry = self._slot.ledger.entry(total)
+        if entry is not None:
+            answer.samples_streamed, answer.digest = entry.samples, entry.digest
+        if self._slot.unsaved is not None and not self._slot.traits.state_methods == 0:
+            raise error_of(self._slot.unsaved)
+        base = self._slot.store.exactly(epoch, delivered, total, request.step)
+        if self._slot.traits.state_methods == 0:
+            base = self._slot.store.nearest(epoch, total, origins_only=True)
+        if base is not None and self._slot.usable(base):
+            if entry is None and base.total == total:
+                answer.samples_streamed = base.samples
+            return base.data
+        return await self._materialise(request, answer, until)
+
+    def _digests(self, request: coordinator_pb2.StateRequest) -> list[int]:
+        """Of the batches that lead to the place; empty if one is not known here, or is of a pass that was left."""
+        total = request.position.total
+        began = total - request.position.delivered
+        digests = []
+        for count in range(request.digests_after + 1, total + 1) if total - request.digests_after <= ENTRIES else ():
+            entry = self._slot.ledger.entry(count)
+            if entry is None or (entry.epoch == request.epoch) != (count > began):
+                return []
+            digests.append(entry.digest)
+        return digests
+
+    def _require_saving(self) -> None:
+        where = f"{self._slot.assignment.loader.input_fn} ({self._slot.name})"
+        if self._slot.traits.not_restartable:
+            raise NotRestartableError(f"{where} cannot be saved: {self._slot.traits.not_restartable}")
+        if self._slot.traits.state_methods == 0 and not self._slot.assignment.loader.options.replay_without_state:
+            raise NotRestartableError(
+                f"{where} has no state_dict and load_state_dict, so its state cannot be saved; give it the methods of "
+                "RestartableDataLoader, or ask for saving by replay: Appliance(replay=True)"
+            )
+
+    async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
+        """Wait until the place is reached; False, with the answer filled in, if its pass, or the one before, ended
+        elsewhere than the asker thought."""
+        epoch, total = request.epoch, request.position.total
+        began = total - request.position.delivered
+        while True:
+            self._slot.ledger.refresh()
+            ends = self._slot.ledger.ends()
+            if ends.get(epoch - 1, began) != began:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, ends[epoch - 1]
+                return False
+            if ends.get(epoch, total) < total:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
+                return False
+            if self._slot.assignment.recovery and not self._slot.attached:
+                # The runner waits for the training loop to say where it goes on, and the loop may be waiting for this
+                # state. What was delivered was produced once, so it can be had by replay.
+                return True
+            if self._slot.ledger.total >= total:
+                self._slot.drain()  # its snapshots were sent before the ledger showed the batch
+                return True
+            if self._slot.phase == coordinator_pb2.FAILED:
+                raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
+            await asyncio.sleep(POLL_S)
+
+    async def _materialise(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> bytes:
+        epoch, total = request.epoch, request.position.total
+        if self._slot.host.trust(self._slot.assignment).exact is None and self._slot.traits.own_workers == 0:
+            origins_only = False
+        else:
+            origins_only = self._slot.origins_only()
+        base = self._slot.store.nearest(epoch, total, origins_only=origins_only)
+        if base is None:
+            raise StateUnavailableError(
+                f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
+            )
+        digests = {
+            str(count): entry.digest
+            for count in range(base.total + 1, total + 1)
+            if (entry := self._slot.ledger.entry(count)) is not None
+        }
+        done = await self._slot.scratch(
+            [base.data],
+            "state",
+            _share(until),
+            epoch=epoch,
+            total=total,
+            step=request.step,
+            from_origin=origins_only,
+            digests=digests,
+        )
+        if done.fields["ended"]:
+            answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
+            return b""
+        answer.samples_streamed, answer.digest = done.fields["samples"], done.fields["digest"]
+        return done.payload
