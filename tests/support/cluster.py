@@ -19,7 +19,8 @@ class Cluster:
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
-        self.environment = {**os.environ, "PYTHONPATH": INPUTS, "PENSTOCK_TOKEN": TOKEN}
+        path = os.pathsep.join([INPUTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN}
         self.workers: list[subprocess.Popen[bytes]] = []
         self.coordinator, self.address = self._start_coordinator("127.0.0.1:0")
 
