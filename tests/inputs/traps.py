@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import streams
@@ -127,3 +128,65 @@ def paced(kind: str, seconds: float) -> DataLoader[Any]:
 
     Source.next = slower  # type: ignore[method-assign]
     return _loader(kind)  # type: ignore[no-any-return]
+
+
+# ---- loaders that wait, for whoever wants to do something at that moment
+
+
+def wait_for(folder: str, name: str) -> None:
+    """Say that we are there, and wait until we may go on."""
+    Path(folder, f"{name} reached").touch()
+    while not Path(folder, f"{name} released").exists():
+        time.sleep(0.01)
+
+
+def waits_in_input_fn(folder: str) -> Any:
+    """Worker 0 waits before it is ready."""
+    if current_assignment().global_worker_id == 0:
+        wait_for(folder, "input_fn")
+    return _loader("stateful 0")
+
+
+class WaitsToLoad(streams.Counter):
+    """A state_dict() that is too slow for a snapshot at every step; whoever restores one waits."""
+
+    folder = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(0.02)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        wait_for(self.folder, "load_state_dict")
+        super().load_state_dict(state)
+
+
+def waits_to_load(folder: str) -> WaitsToLoad:
+    loader = WaitsToLoad(PASS, first=1000 * current_assignment().global_worker_id)
+    loader.folder = folder
+    return loader
+
+
+class Heavy(streams.Counter):
+    """A state of some size."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"ballast": bytes(6 << 20)}
+
+
+def heavy(batches: int) -> Heavy:
+    return Heavy(batches, first=1000 * current_assignment().global_worker_id)
+
+
+class Parent(streams.Counter):
+    """Starts a process that has nothing to end for."""
+
+    def __iter__(self) -> Any:
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+        return super().__iter__()
+
+
+def parent(batches: int) -> Parent:
+    return Parent(batches, first=1000 * current_assignment().global_worker_id)

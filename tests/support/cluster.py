@@ -47,6 +47,7 @@ class Cluster:
                 [sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
                 env=self.environment,
                 pass_fds=[write],
+                process_group=0,  # as a service manager starts them; and a test may kill one with its group
             )
         finally:
             os.close(write)
