@@ -166,7 +166,7 @@ def test_two_of_three_killed_at_once(tmp_path: Path, lane: str) -> None:
             digests = []
             with appliance(cluster, job, 6, lane=lane) as here:
                 loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))
-                executor = DataExecutor(loader, num_steps=150, appliance=here)
+                executor = DataExecutor(loader, num_steps=400, appliance=here)
                 for _ in executor:
                     digests.append(executor.digest)
                     if kill and executor.step == 40:

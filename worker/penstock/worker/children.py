@@ -26,6 +26,8 @@ _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
 START_DEADLINE_S = 60.0
 """For a fresh interpreter to import torch on a busy machine."""
+END_S = 2.0
+"""For a zygote to end what is below it, and itself."""
 LONGEST_LINE = 8192
 _NOT_FOR_CHILDREN = (
     "PENSTOCK_TOKEN",
@@ -181,6 +183,7 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 env=child_environment(seed),
                 stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,
             )
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
         try:
@@ -207,13 +210,21 @@ class Zygote:
         return child
 
     def close(self) -> None:
-        """Kill it and all its children."""
+        """End it and all its children. It does that itself, for it knows what they left behind; if it cannot, it is
+        killed a little later."""
         for child in self._children.values():
             child.kill()
+        if self._channel is not None and not self.dead:
+            with contextlib.suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)
+        asyncio.get_running_loop().call_later(END_S, self._kill)
+
+    def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def wait(self) -> None:
+        """Until it has ended; after `close`."""
         if self._process is not None:
             await self._process.wait()
 

@@ -4,7 +4,11 @@ Importing torch takes seconds and 150 MB; forking a process that has done so tak
 shared. The daemon itself must never fork, for it runs gRPC; so each run has a zygote, a fresh interpreter (with the
 run's PYTHONHASHSEED, which only a fresh one takes) that imports what runners need, has no threads, no gRPC and no user
 code, and then only forks. A child leads a process group of its own, so that whatever user code starts can be killed
-with it, and dies with its zygote, as the zygote dies with its daemon.
+with it, and dies with its zygote.
+
+A zygote outlives its daemon by a moment, for a killed one cannot clean up: it sees the end of the control socket, kills
+all that its children started, and what they left to it, and goes. So it is in a group of its own, or a kill of the
+daemon's group would take it along; and if somebody had stopped it, the daemon's death continues it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from penstock.proto.errors import LaneLostError
@@ -26,11 +32,13 @@ __all__ = ["die_with_parent", "main"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+LAST_KILLS = 100
+"""Rounds of killing what is still there, at the end: a fork bomb may be quicker, and then the zygote goes all the same."""
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when `parent`, this process's parent, dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Be sent this signal when `parent`, this process's parent, dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -38,7 +46,7 @@ def die_with_parent(parent: int) -> None:
 def main() -> None:
     """Serve fork requests on the inherited control socket until it closes."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    die_with_parent(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     # What a runner leaves behind comes here to be reaped, and not to whatever is process 1 of a container.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     import torch
@@ -74,10 +82,10 @@ def main() -> None:
                     pid = _fork(message, channel)
                     children[pid] = number
                     channel.send("forked", id=number, pid=pid)
-    except LaneLostError:
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+    except (LaneLostError, BrokenPipeError, ConnectionResetError):
+        pass  # the daemon is gone, or wants us gone
+    finally:
+        _end(children)
 
 
 def _reap(children: dict[int, int], channel: Channel) -> None:
@@ -94,6 +102,20 @@ def _reap(children: dict[int, int], channel: Channel) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             channel.send("exited", id=children.pop(pid), status=os.waitstatus_to_exitcode(status))
+
+
+def _end(groups: Iterable[int]) -> None:
+    """Kill all that is below us: our children's groups, and then what became ours when they died."""
+    for pid in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    for _ in range(LAST_KILLS):
+        below = [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+        if not below:
+            return
+        for pid in below:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _fork(message: Message, channel: Channel) -> int:
