@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+SUPPORT = str(Path(__file__).parent)
 INPUTS = str(Path(__file__).parent.parent / "inputs")
 TOKEN = "a-token-for-tests-only-0123456789"
 
@@ -17,16 +18,18 @@ TOKEN = "a-token-for-tests-only-0123456789"
 class Cluster:
     """A coordinator on a free port and any number of workers, with the users' modules on their path."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, module: str = "penstock.appliance", **environment: str) -> None:
+        """`module`: what is run as the coordinator; `environment`: that it and the workers get besides ours."""
         self.state_dir = state_dir
-        path = os.pathsep.join([INPUTS, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN}
+        self._module = module
+        path = os.pathsep.join([INPUTS, SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, **environment}
         self.workers: list[subprocess.Popen[bytes]] = []
         self.coordinator, self.address = self._start_coordinator("127.0.0.1:0")
 
     def _start_coordinator(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
         arguments = ["--listen", listen, "--state-dir", str(self.state_dir)]
-        return self._start("penstock.appliance", *arguments)
+        return self._start(self._module, *arguments)
 
     def restart_coordinator(self) -> None:
         """Start it again, on the same address and state."""
@@ -72,9 +75,9 @@ class Cluster:
 
 
 @contextmanager
-def running(state_dir: Path) -> Iterator[Cluster]:
+def running(state_dir: Path, module: str = "penstock.appliance", **environment: str) -> Iterator[Cluster]:
     """A cluster for as long as the block."""
-    cluster = Cluster(state_dir)
+    cluster = Cluster(state_dir, module, **environment)
     try:
         yield cluster
     finally:
