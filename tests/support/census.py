@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["census", "descendants", "settled", "until"]
+__all__ = ["alive", "census", "children", "descendants", "runners", "settled", "until"]
 
 
 def descendants(root: int) -> list[int]:
@@ -27,6 +27,36 @@ def descendants(root: int) -> list[int]:
         front = [child for parent in front for child in children.get(parent, ())]
         found += front
     return found
+
+
+def runners(daemon: int) -> list[int]:
+    """What the zygotes of a daemon forked: runners, and scratch children."""
+    return [child for zygote in children(daemon, "zygote") for child in children(zygote)]
+
+
+def children(parent: int, sign: str = "") -> list[int]:
+    """Those children whose command line contains `sign`."""
+    found = []
+    for pid in descendants(parent):
+        try:
+            above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if above == parent and sign.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of them that have not ended."""
+    return [pid for pid in pids if not _ended(pid)]
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _kind(target: str) -> str:

@@ -13,24 +13,12 @@ from typing import Any
 
 import pytest
 import traps
-from census import descendants, until
+from census import alive, descendants, until
 from cluster import TOKEN, Cluster, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those of them that have not ended."""
-    return [pid for pid in pids if not _ended(pid)]
-
-
-def _ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def appliance(cluster: Cluster, job: str, workers: int = 2, **options: Any) -> Appliance:

@@ -25,6 +25,7 @@ from penstock.proto.compression import require
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
+    JournalError,
     LaneClosedError,
     PenstockError,
     UnknownRunError,
@@ -40,6 +41,8 @@ HOLD_S = 1.0
 CLOSE_S = 5.0
 """Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
 DIAL_S = 10.0
+AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""What passes: batches do not go through the coordinator, also not one that cannot write for want of disk."""
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
 """Deadline of the last try of a state query, whatever is left."""
@@ -96,6 +99,8 @@ class Run:
         """Why the run cannot go on: it was superseded, say."""
         self.away_since: float | None = None
         """Since when (monotonic) the coordinator has not answered; None = it does."""
+        self.away_because = ""
+        """What it, or the network, said the last time."""
         self.progress = Progress()
         self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -150,7 +155,8 @@ class Run:
             asked = time.monotonic()
             try:
                 reply = self._client.watch_run(self._watch_request(seen, hold_s))
-            except (CoordinatorUnavailableError, DeadlineError):
+            except AWAY as error:
+                self.away_because = error.message
                 if self.away_since is None:
                     self.away_since = asked
                 self.reach(backoff)
@@ -267,7 +273,7 @@ class Run:
         while True:
             try:
                 return self._client.fetch_state(request)
-            except CoordinatorUnavailableError:
+            except (CoordinatorUnavailableError, JournalError):
                 left = until - time.monotonic()
                 if left <= 0 or self._closing.is_set():
                     raise

@@ -24,6 +24,7 @@ from penstock.proto.errors import (
     AuthenticationError,
     CoordinatorUnavailableError,
     DeadlineError,
+    JournalError,
     PenstockError,
     SupersededError,
     VersionSkewError,
@@ -43,6 +44,8 @@ HOLD_S = 1.0
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Between two lines in the log about a coordinator that stays away."""
+AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""What passes, and says nothing against us: also a coordinator that cannot write for want of disk."""
 ATTACH_DEADLINE_S = 30.0
 SCRATCH_AT_ONCE = 2
 IDLE_ZYGOTE_S = 60.0
@@ -149,7 +152,7 @@ class Daemon:
                 return
             except (AuthenticationError, VersionSkewError):
                 raise
-            except (CoordinatorUnavailableError, DeadlineError) as error:
+            except AWAY as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
                     first = False
@@ -160,7 +163,7 @@ class Daemon:
         while True:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(version, HOLD_S))
-            except (CoordinatorUnavailableError, DeadlineError) as error:
+            except AWAY as error:
                 now = asyncio.get_running_loop().time()
                 if not away_since:
                     away_since = told = now
@@ -188,7 +191,7 @@ class Daemon:
             self._dirty.clear()
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(0, 0.0))
-            except (CoordinatorUnavailableError, DeadlineError):
+            except AWAY:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue

@@ -21,6 +21,7 @@ from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
+    JournalError,
     NotRestartableError,
     PenstockError,
     ReplayMismatchError,
@@ -43,6 +44,8 @@ STOP_GRACE_S = 0.5
 SCRATCH_DEADLINE_S = 120.0
 POLL_S = 0.005
 """How often the ledger is read while somebody waits for a batch to be produced."""
+NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""Errors of the coordinator that pass."""
 EARLY_SNAPSHOTS = 3
 """That are checked."""
 CHECKED_BATCHES = 4
@@ -129,7 +132,7 @@ class Slot:
         except asyncio.CancelledError:
             raise
         except PenstockError as error:
-            self.fail(detail_of(error), lost=isinstance(error, WorkerLostError | CoordinatorUnavailableError))
+            self.fail(detail_of(error), lost=isinstance(error, (WorkerLostError, *NOT_OURS)))
         except Exception as error:
             _log.exception("%s: starting it failed", self.name)
             self.fail(detail_of(error), lost=True)
@@ -299,11 +302,15 @@ class Slot:
             origin=base.origin,
             step=base.step,
         )
+        told = False
         while True:
             try:
                 await self._host.coordinator.put_snapshot(header, base.data)
                 break
-            except CoordinatorUnavailableError:
+            except NOT_OURS as error:
+                if not told:
+                    _log.warning("%s: its snapshot waits: %s", self.name, error.message)
+                told = True
                 await asyncio.sleep(0.2)
             except PenstockError as error:
                 _log.warning("%s: its snapshot was not made durable: %s", self.name, error.message)
