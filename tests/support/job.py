@@ -71,16 +71,21 @@ class Job:
             assert self.process.poll() is None or self.hear(0), f"{self.options['job']} ended at step {self.step}"
             assert time.monotonic() < end, f"{self.options['job']} is at step {self.step} of {step}"
 
-    def finish(self, deadline_s: float = 60) -> dict[int, int]:
-        """Its batches by step, once it has ended well."""
+    def end(self, deadline_s: float = 60) -> int:
+        """Its exit status, once it has ended."""
         end = time.monotonic() + deadline_s
         while self.process.poll() is None:
             self.hear(0.5)
             assert time.monotonic() < end, f"{self.options['job']} has not ended; it is at step {self.step}"
         while self.hear(0):
             pass
-        assert self.process.returncode == 0, f"{self.options['job']} ended with status {self.process.returncode}"
         self._close()
+        return int(self.process.returncode)
+
+    def finish(self, deadline_s: float = 60) -> dict[int, int]:
+        """Its batches by step, once it has ended well."""
+        status = self.end(deadline_s)
+        assert status == 0, f"{self.options['job']} ended with status {status}"
         return self.batches
 
     def kill(self) -> None:

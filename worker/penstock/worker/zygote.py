@@ -64,12 +64,12 @@ def main() -> None:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    channel.send("up")
     children: dict[int, int] = {}  # pid -> the daemon's number for it
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     poll.register(deaths, select.POLLIN)
     try:
+        channel.send("up")
         while True:
             for fd, _ in poll.poll():
                 if fd == deaths:
