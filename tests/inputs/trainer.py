@@ -1,31 +1,36 @@
 """A training job as a process of its own, for tests that kill it: python -m trainer, one JSON object as argument.
 
-Says a line of JSON for each batch: step and digest; before that what its state starts from. Saves its state every
-`save` steps to `state`, and starts from that file if it is there.
+Says a line of JSON for each batch: its step, and a fingerprint. With "save" it saves its state every so many steps, in
+files of their own, and says so; with "resume" it starts from such a file. With "lane_proxy" its lanes over TCP go through
+a proxy in this process: SIGUSR1 cuts them, SIGUSR2 silences them, and heals them the next time.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import streams
 import torch
 import traps
+from proxy import Proxy
 from xxhash import xxh3_64_intdigest
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.run import Run
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 def main(options: dict[str, Any]) -> None:
     warnings.simplefilter("ignore", UserWarning)
     made = getattr(traps, options["input"], None) or getattr(streams, options["input"])
-    state = Path(options["state"]) if options.get("state") else None
+    if options.get("lane_proxy"):
+        put_proxies_between()
     with Appliance(
         options["address"],
         box=options.get("box", 0),
@@ -35,12 +40,13 @@ def main(options: dict[str, Any]) -> None:
         seed=options.get("seed", 5),
         lane=options.get("lane", "auto"),
         timeout_s=options.get("timeout_s", 60),
+        attempt=options.get("attempt"),
         replay=True,
     ) as appliance:
         loader = DataLoader(made, *options.get("arguments", ()))
         start = 0
-        if state is not None and state.exists():
-            saved = torch.load(state, weights_only=False)
+        if options.get("resume"):
+            saved = torch.load(options["resume"], weights_only=False)
             loader.load_state_dict(saved["loader"])
             start = saved["step"]
         executor = DataExecutor(
@@ -48,14 +54,43 @@ def main(options: dict[str, Any]) -> None:
         )
         for batch in executor:
             say({"step": executor.step, "batch": fingerprint(batch)})
-            if state is not None and executor.on_checkpoint_step:
-                with open(f"{state}.new", "wb") as file:
-                    torch.save({"loader": loader.state_dict(), "step": executor.step}, file)
-                os.replace(f"{state}.new", state)
-                say({"saved": executor.step})
+            if options.get("save") and executor.step % options["save"] == 0:
+                path = f"{options['state']}.{executor.step}"
+                torch.save({"loader": loader.state_dict(), "step": executor.step}, f"{path}.new")
+                os.replace(f"{path}.new", path)
+                say({"saved": executor.step, "path": path})
             if options.get("pace_s"):
                 time.sleep(options["pace_s"])
         say({"recoveries": executor.stats.recoveries})
+
+
+def put_proxies_between() -> None:
+    proxies: dict[str, Proxy] = {}
+    dial = Run.dial
+
+    def through(self: Run, view: pb.SlotView, hello: Any) -> Any:
+        if view.tcp_address not in proxies:
+            proxies[view.tcp_address] = Proxy(view.tcp_address)
+        other = pb.SlotView()
+        other.CopyFrom(view)
+        other.tcp_address = proxies[view.tcp_address].address
+        return dial(self, other, hello)
+
+    def cut(number: int, frame: object) -> None:
+        for proxy in list(proxies.values()):
+            proxy.cut()
+
+    silent = False
+
+    def silence(number: int, frame: object) -> None:
+        nonlocal silent
+        silent = not silent
+        for proxy in list(proxies.values()):
+            proxy.silence() if silent else proxy.heal()
+
+    Run.dial = through  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, cut)
+    signal.signal(signal.SIGUSR2, silence)
 
 
 def fingerprint(batch: Any) -> int:

@@ -36,9 +36,11 @@ class Cluster:
         self.coordinator.wait(10)
         self.coordinator, _ = self._start_coordinator(self.address)
 
-    def add_worker(self, slots: int, *, allow: str = "streams", name: str = "") -> subprocess.Popen[bytes]:
-        """Start a worker; returns when it is registered."""
-        arguments = ["--coordinator", self.address, "--slots", str(slots), "--allow", allow]
+    def add_worker(
+        self, slots: int, *, allow: str = "streams", name: str = "", through: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """Start a worker; returns when it is registered. `through`: the coordinator's address, if it is another one."""
+        arguments = ["--coordinator", through or self.address, "--slots", str(slots), "--allow", allow]
         worker, _ = self._start("penstock.worker", *arguments, *(["--name", name] if name else []))
         self.workers.append(worker)
         return worker

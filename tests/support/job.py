@@ -25,12 +25,16 @@ class Job:
         self.batches: dict[int, int] = {}
         self.step = 0
         self.recoveries: int | None = None
+        self.saved: dict[int, str] = {}
+        """Step -> the file with its state."""
         self._rest = b""
         self.start()
 
-    def start(self) -> None:
-        """Start it, or start it again."""
+    def start(self, **options: Any) -> None:
+        """Start it, or start it again, with other options from now on."""
+        self.options |= options
         self.step, self._rest = 0, b""
+        self._open = True
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainer", json.dumps(self.options)],
             env=self.environment,
@@ -43,6 +47,18 @@ class Job:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def over(self) -> bool:
+        """It has ended, and all that it said was heard."""
+        if not self._open:
+            return True
+        if self.process.poll() is None:
+            return False
+        while self.hear(0):
+            pass
+        self._close()
+        return True
 
     def hear(self, timeout_s: float) -> bool:
         """Take note of what it says within so long; False if that is nothing, or the end."""
@@ -61,6 +77,8 @@ class Job:
             self.step = said["step"]
             known = self.batches.setdefault(said["step"], said["batch"])
             assert known == said["batch"], f"step {said['step']} of {self.options['job']} is another batch now"
+        if "saved" in said:
+            self.saved[said["saved"]] = said["path"]
         self.recoveries = said.get("recoveries", self.recoveries)
 
     def reach(self, step: int, deadline_s: float = 60) -> None:
@@ -98,6 +116,7 @@ class Job:
 
     def _close(self) -> None:
         assert self.process.stdout is not None
+        self._open = False
         self.process.stdout.close()
 
     def drop(self) -> None:

@@ -25,9 +25,9 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         before = [census(pid) for pid in processes]
         shared = census(daemon.pid)["names"]
 
-        options |= {"steps": 60_000, "state": str(tmp_path / "saved"), "save": 20}
-        jobs = [Job(cluster, job=lane, lane=lane, **{**options, "state": ""}) for lane in ("auto", "tcp")]
-        again = Job(cluster, job="again", **options)
+        options["steps"] = 60_000
+        jobs = [Job(cluster, job=lane, lane=lane, **options) for lane in ("auto", "tcp")]
+        again = Job(cluster, job="again", state=str(tmp_path / "saved"), save=20, **options)
         jobs.append(again)
         for job in jobs:
             job.reach(50)
@@ -40,8 +40,7 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         killed = time.monotonic()
         until(lambda: not alive(landers), 2, "the lander ends with its trainer")
 
-        again.options["steps"] = 60
-        again.start()
+        again.start(steps=60, resume=again.saved[40])
         resumed = again.finish()
         if time.monotonic() - killed < LEASE_S - 2:
             # Six runners of three runs; those of the attempt that was superseded went at once.
