@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,11 +45,13 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
-    def _start(self, module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
+    def _start(
+        self, module: str, *arguments: str, before: Sequence[str] = ()
+    ) -> tuple[subprocess.Popen[bytes], str]:
         read, write = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
+                [*before, sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
                 env=self.environment,
                 pass_fds=[write],
                 process_group=0,  # as a service manager starts them; and a test may kill one with its group

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from cluster import Cluster
@@ -19,8 +20,10 @@ __all__ = ["Job"]
 class Job:
     """One job; `batches` holds step -> fingerprint over all its lives, and a step that differs in two is an error."""
 
-    def __init__(self, cluster: Cluster, **options: Any) -> None:
+    def __init__(self, cluster: Cluster, python: Sequence[str] = (sys.executable,), **options: Any) -> None:
+        """`python`: the interpreter, and what goes before it; `options`: the trainer's."""
         self.options = {"address": cluster.address, **options}
+        self._python = python
         self.environment = cluster.environment
         self.batches: dict[int, int] = {}
         self.step = 0
@@ -36,7 +39,7 @@ class Job:
         self.step, self._rest = 0, b""
         self._open = True
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer", json.dumps(self.options)],
+            [*self._python, "-m", "trainer", json.dumps(self.options)],
             env=self.environment,
             stdout=subprocess.PIPE,
             process_group=0,
