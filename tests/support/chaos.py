@@ -122,7 +122,9 @@ class World:
 
     def storm(self) -> dict[str, list[dict[int, int]]]:
         """The same with the plan's faults."""
-        self.groups = [Group(self.cluster, job, self.folder, self.cluster.address, calm=False) for job in self.plan.jobs]
+        self.groups = [
+            Group(self.cluster, job, self.folder, self.cluster.address, calm=False) for job in self.plan.jobs
+        ]
         until(lambda: self._all_begun(), 60, "the jobs have not begun")
         began = time.monotonic()
         faults = list(self.plan.faults)
@@ -152,7 +154,9 @@ class World:
         return box.batches
 
     def _where(self) -> str:
-        return ", ".join(f"{box.options['job']} box {box.options['box']} at {box.step}" for g in self.groups for box in g.boxes)
+        return ", ".join(
+            f"{box.options['job']} box {box.options['box']} at {box.step}" for g in self.groups for box in g.boxes
+        )
 
     def _note(self, at_s: float, what: str) -> None:
         self.timeline.append(f"{at_s:6.2f} s  {what}")

@@ -45,9 +45,7 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
-    def _start(
-        self, module: str, *arguments: str, before: Sequence[str] = ()
-    ) -> tuple[subprocess.Popen[bytes], str]:
+    def _start(self, module: str, *arguments: str, before: Sequence[str] = ()) -> tuple[subprocess.Popen[bytes], str]:
         read, write = os.pipe()
         try:
             process = subprocess.Popen(

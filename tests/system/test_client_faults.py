@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from census import alive, census, descendants, settled, until
@@ -19,7 +20,7 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
     with running(tmp_path / "state") as cluster:
         daemon = cluster.add_worker(8, allow="streams")
         processes = [daemon.pid, cluster.coordinator.pid]
-        options = {"input": "stateful", "arguments": [400], "steps": 60}
+        options: dict[str, Any] = {"input": "stateful", "arguments": [400], "steps": 60}
         whole = Job(cluster, job="whole", **options).finish()
         until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
         before = [census(pid) for pid in processes]

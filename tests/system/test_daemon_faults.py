@@ -111,7 +111,9 @@ def test_killed_at_four_moments_with_room_elsewhere(tmp_path: Path) -> None:
             below = descendants(first.pid)
             assert len(below) >= 1 + 8, "a zygote and eight runners"
             cluster.coordinator.send_signal(signal.SIGSTOP)
-            time.sleep(2.5)  # two uploads are due within it, and get no answer: nothing else would show that one is under way
+            time.sleep(
+                2.5
+            )  # two uploads are due within it, and get no answer: nothing else would show that one is under way
             first.kill()
             cluster.coordinator.send_signal(signal.SIGCONT)
         finally:

@@ -41,7 +41,9 @@ def run(
         cluster.address, num_workers_per_box=2, job=job, seed=11, token=TOKEN, timeout_s=60, lane=lane, replay=True
     ) as appliance:
         loader = DataLoader(traps.trapped, kind, points, str(folder))
-        executor = DataExecutor(loader, num_steps=STEPS - 9, checkpoint_steps=2 * traps.CHECKPOINT - 1, appliance=appliance)
+        executor = DataExecutor(
+            loader, num_steps=STEPS - 9, checkpoint_steps=2 * traps.CHECKPOINT - 1, appliance=appliance
+        )
         digests = [executor.digest for _ in executor]
         state = loader.state_dict()
         after = DataExecutor(loader, num_steps=9, appliance=appliance)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import streams
 import traps
 from census import alive, census, children, descendants, runners, until
 from cluster import TOKEN, Cluster, running
@@ -79,8 +78,8 @@ def test_replaced_while_they_were_stopped(tmp_path: Path) -> None:
             assert three.finish() == whole
             assert three.recoveries
         assert successor.batches.items() <= two.batches.items()
-        for daemon in (first, second):
-            until(lambda pid=daemon.pid: not census(pid)["processes"], CLIENT_LEASE_S + 5, "processes are left")  # type: ignore[misc]
+        both = [first.pid, second.pid]
+        until(lambda: not any(census(pid)["processes"] for pid in both), CLIENT_LEASE_S + 5, "processes are left")
         with jobs_of(cluster, {"job": "reference", "workers": 2, **options}) as (reference,):
             assert reference.finish() == whole
 
@@ -122,16 +121,17 @@ def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(tmp_p
             loader = DataLoader(traps.waits_to_load, str(tmp_path))
             executor = DataExecutor(loader, num_steps=200, appliance=appliance)
             got = []
+            runner: list[int] = []
             for batch in executor:
                 got.append(batch["number"])
                 if executor.step == 3:
-                    runner = runners(daemon.pid)
-                    until(lambda: runners(daemon.pid) == runner[:1], 20, "the check of early snapshots does not end")
+                    runner += runners(daemon.pid)[:1]
+                    until(lambda: runners(daemon.pid) == runner, 20, "the check of early snapshots does not end")
                 if executor.step == 150:
                     with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
                         loader.state_dict()
             assert got == [number for _ in range(20) for number in range(1, 13)][:200]
-            until(lambda: runners(daemon.pid) == runner[:1], 5, "the stopped scratch child is still there")
+            until(lambda: runners(daemon.pid) == runner, 5, "the stopped scratch child is still there")
 
 
 @contextmanager

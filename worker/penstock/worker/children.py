@@ -112,10 +112,11 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the child to end, then see to it."""
-        await self.send("stop")
+        """Ask the child to end, then see to it; one that reads nothing cannot even be asked."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.exited), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.send("stop")
+                await asyncio.shield(self.exited)
         self.kill()
 
     def gone(self, status: int) -> None:

@@ -31,7 +31,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Zygote
-from penstock.worker.lanes import LaneDoors
+from penstock.worker.lanes import LaneDoors, slot_of
 from penstock.worker.slot import Slot, SlotKey, Trust, key_of
 from penstock.worker.usercode import MAIN, check_allowed
 
@@ -238,6 +238,7 @@ class Daemon:
         slot.start()
 
     def _stop_slot(self, key: SlotKey) -> None:
+        self._doors.drop(key)
         task = asyncio.ensure_future(self._slots.pop(key).stop())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -304,8 +305,7 @@ class Daemon:
     # ---- lanes
 
     async def _attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
-        key = (hello.run, hello.attempt, hello.box, hello.slot, hello.generation)
-        slot = self._slots.get(key)
+        slot = self._slots.get(slot_of(hello))
         if slot is None:
             raise SupersededError(
                 f"worker {self.name} does not run generation {hello.generation} of box {hello.box} slot {hello.slot} "

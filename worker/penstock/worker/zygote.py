@@ -33,7 +33,7 @@ __all__ = ["die_with_parent", "main"]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 LAST_KILLS = 100
-"""Rounds of killing what is still there, at the end: a fork bomb may be quicker, and then the zygote goes all the same."""
+"""Rounds of killing what is still there, at the end; a fork bomb may be quicker, and the zygote goes all the same."""
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
