@@ -284,11 +284,20 @@ class FakeAppliance:
         self.opened: list[dict[str, Any]] = []
         self.runs: list[LoadedRun] = []
 
-    def open_run(self, owner: Any, reference: Any, arguments: bytes, start: Start, seed: int | None, key: str) -> Any:
+    def open_run(
+        self,
+        owner: Any,
+        reference: Any,
+        arguments: bytes,
+        start: Start,
+        seed: int | None,
+        key: str,
+        full_digest: bool,
+    ) -> Any:
         self.opened.append(
             {"name": reference.name, "start": start, "seed": seed, "key": key, "arguments": decode_state(arguments)}
         )
-        run = LoadedRun(self, start, seed)
+        run = LoadedRun(self, start, seed, full_digest)
         self.runs.append(run)
         return run
 
@@ -303,11 +312,12 @@ class FakeAppliance:
 class LoadedRun(FakeRun):
     """A run that a loader has opened on a FakeAppliance."""
 
-    def __init__(self, appliance: FakeAppliance, start: Start, seed: int | None) -> None:
+    def __init__(self, appliance: FakeAppliance, start: Start, seed: int | None, full_digest: bool) -> None:
         self.appliance = appliance
         self.base = Position.from_proto(start.base)
         self.seed = 5 if seed is None else seed
         self.abandoned = False
+        self.full_digest = full_digest
         self.fetched: list[int] = []
         count = appliance.settings.num_workers_per_box
         base = self.base

@@ -9,23 +9,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from census import until
 from tests.lanes.conftest import next_frame
 
 from penstock.client.landing import Lander
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
+from penstock.proto.frames import HEAD
 from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.lanes import LaneDoors
+from penstock.worker.lanes import Attach, LaneDoors, slot_of
 
 
-@contextmanager
-def doors(error: PenstockError) -> Iterator[LaneDoors]:
-    """Those of a daemon that refuses everybody for this reason."""
+def refusing(error: PenstockError) -> Attach:
+    """A daemon that refuses everybody for this reason."""
 
     async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
         raise error
 
-    opened = LaneDoors(refuse)
+    return refuse
+
+
+@contextmanager
+def doors(attach: Attach) -> Iterator[tuple[LaneDoors, asyncio.AbstractEventLoop]]:
+    """Those of a daemon, and the event loop that they are in."""
+    opened = LaneDoors(attach)
     ready = threading.Event()
     loop: asyncio.AbstractEventLoop
     over: asyncio.Event
@@ -42,7 +49,7 @@ def doors(error: PenstockError) -> Iterator[LaneDoors]:
     thread.start()
     assert ready.wait(10)
     try:
-        yield opened
+        yield opened, loop
     finally:
         loop.call_soon_threadsafe(over.set)
         thread.join()
@@ -67,7 +74,7 @@ def lander() -> Iterator[Lander]:
 def test_who_is_refused_hears_why(
     lander: Lander, lane: str, error: PenstockError, protocol: int, kind: int, name: str
 ) -> None:
-    with doors(error) as opened:
+    with doors(refusing(error)) as (opened, _):
         hello = lane_pb2.Hello(protocol=protocol, next_total=1)
         if lane == "tcp":
             hello.target = opened.tcp_address
@@ -77,3 +84,38 @@ def test_who_is_refused_hears_why(
         frame = next_frame(consumer)
         assert (frame.kind, frame.error.name) == (kind, name)
         consumer.close()
+
+
+def test_the_lanes_of_a_slot_that_has_ended_end_with_it_whoever_is_at_the_other_side() -> None:
+    """The consumer's host may have vanished, and its TCP connection not know it."""
+    runners: list[socket.socket] = []
+
+    async def attach(connection: socket.socket, hello: lane_pb2.Hello) -> None:
+        runners.append(connection)
+
+    with doors(attach) as (opened, loop):
+        lanes = []
+        for slot in (0, 1):
+            hello = lane_pb2.Hello(
+                protocol=LANE_PROTOCOL, run="job/0", attempt=1, slot=slot, generation=1, next_total=1
+            )
+            sock = socket.create_connection(parted(opened.tcp_address), 5)
+            message = hello.SerializeToString()
+            sock.sendall(HEAD.pack(len(message)) + message)
+            lanes.append((sock, slot_of(hello)))
+        (gone, key), (other, _) = lanes
+        other.settimeout(0.2)
+        until(lambda: len(opened._pumps) == 2, 5, "the lanes were not opened")
+        loop.call_soon_threadsafe(opened.drop, key)
+        assert gone.recv(1) == b""
+        with pytest.raises(TimeoutError):
+            other.recv(1)
+        gone.close()
+        other.close()
+    for runner in runners:
+        runner.close()
+
+
+def parted(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+SUPPORT = str(Path(__file__).parent)
 INPUTS = str(Path(__file__).parent.parent / "inputs")
 TOKEN = "a-token-for-tests-only-0123456789"
 
@@ -17,16 +18,18 @@ TOKEN = "a-token-for-tests-only-0123456789"
 class Cluster:
     """A coordinator on a free port and any number of workers, with the users' modules on their path."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, module: str = "penstock.appliance", **environment: str) -> None:
+        """`module`: what is run as the coordinator; `environment`: that it and the workers get besides ours."""
         self.state_dir = state_dir
-        path = os.pathsep.join([INPUTS, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN}
+        self._module = module
+        path = os.pathsep.join([INPUTS, SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, **environment}
         self.workers: list[subprocess.Popen[bytes]] = []
         self.coordinator, self.address = self._start_coordinator("127.0.0.1:0")
 
     def _start_coordinator(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
         arguments = ["--listen", listen, "--state-dir", str(self.state_dir)]
-        return self._start("penstock.appliance", *arguments)
+        return self._start(self._module, *arguments)
 
     def restart_coordinator(self) -> None:
         """Start it again, on the same address and state."""
@@ -34,22 +37,32 @@ class Cluster:
         self.coordinator, _ = self._start_coordinator(self.address)
 
     def add_worker(
-        self, slots: int, *more: str, allow: str = "streams", name: str = "", stderr: int | None = None
+        self,
+        slots: int,
+        *more: str,
+        allow: str = "streams",
+        name: str = "",
+        through: str = "",
+        stderr: int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a worker; returns when it is registered. `more`: further arguments."""
-        arguments = ["--coordinator", self.address, "--slots", str(slots), "--allow", allow, *more]
+        """Start a worker; returns when it is registered. `more`: further arguments; `through`: the coordinator's
+        address, if it is another one."""
+        arguments = ["--coordinator", through or self.address, "--slots", str(slots), "--allow", allow, *more]
         worker, _ = self._start("penstock.worker", *arguments, *(["--name", name] if name else []), stderr=stderr)
         self.workers.append(worker)
         return worker
 
-    def _start(self, module: str, *arguments: str, stderr: int | None = None) -> tuple[subprocess.Popen[bytes], str]:
+    def _start(
+        self, module: str, *arguments: str, before: Sequence[str] = (), stderr: int | None = None
+    ) -> tuple[subprocess.Popen[bytes], str]:
         read, write = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
+                [*before, sys.executable, "-m", module, *arguments, "--ready-fd", str(write)],
                 env=self.environment,
                 pass_fds=[write],
                 stderr=stderr,
+                process_group=0,  # as a service manager starts them; and a test may kill one with its group
             )
         finally:
             os.close(write)
@@ -74,9 +87,9 @@ class Cluster:
 
 
 @contextmanager
-def running(state_dir: Path) -> Iterator[Cluster]:
+def running(state_dir: Path, module: str = "penstock.appliance", **environment: str) -> Iterator[Cluster]:
     """A cluster for as long as the block."""
-    cluster = Cluster(state_dir)
+    cluster = Cluster(state_dir, module, **environment)
     try:
         yield cluster
     finally:

@@ -212,10 +212,16 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise JournalError(
-                f"{self._path or 'the journal in memory'} cannot be written ({error}); {len(self._pending)} rows wait: "
-                "free some space on that disk, they are tried again with the next call"
+                f"{self._path or 'the journal in memory'} cannot be written ({error}); {len(self._pending)} rows of "
+                f"{self._pending_bytes()} bytes wait: see that the disk has room and can be written to, they are tried "
+                "again with the next call"
             ) from error
         self._pending.clear()
+
+    def _pending_bytes(self) -> int:
+        """Of the values alone; SQLite writes whole pages."""
+        rows = [values for _, values in self._pending.values()]
+        return sum(len(value) if isinstance(value, str | bytes) else 8 for row in rows for value in row)
 
     def close(self) -> None:
         self._db.close()

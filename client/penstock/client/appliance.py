@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -253,7 +254,7 @@ class Appliance:
             request.has_seed, request.seed = True, seed
         run = Run(self, request, self._forget)
         try:
-            self._patiently(deadline, lambda: self._open(run, request, start))
+            self._patiently(deadline, run, lambda: self._open(run, request, start))
         except BaseException:
             run.close()
             raise
@@ -268,10 +269,9 @@ class Appliance:
             request.resume.blob, request.resume.same_shape = blob, start.same_shape
         run.open()
 
-    def _patiently(self, deadline: float, call: Any) -> None:
+    def _patiently(self, deadline: float, run: Run, call: Callable[[], None]) -> None:
         """Repeat a call while the coordinator cannot be reached; every call of ours may be repeated."""
         give_up = min(deadline, time.monotonic() + REACH_S)
-        pause = threading.Event()
         while True:
             try:
                 call()
@@ -282,7 +282,7 @@ class Appliance:
                         f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock "
                         "coordinator` running there, and the address right?"
                     ) from error
-                pause.wait(RETRY_S)
+                run.reach(RETRY_S)
 
     def _spec(self, reference: Reference, arguments: bytes, full_digest: bool) -> records_pb2.LoaderSpec:
         settings = self.settings

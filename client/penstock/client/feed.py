@@ -268,7 +268,8 @@ class Feed:
         step = self.position.step + 1
         away = ""
         if run.away_since is not None:
-            away = f"; the coordinator has not answered for {time.monotonic() - run.away_since:.0f} s"
+            seconds = time.monotonic() - run.away_since
+            away = f"; the coordinator has not answered for {seconds:.0f} s ({run.away_because})"
         if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
             missing = sum(v.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING) for v in run.views)
             return NoWorkersError(

@@ -25,6 +25,7 @@ from penstock.proto.compression import require
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
+    JournalError,
     LaneClosedError,
     PenstockError,
     UnknownRunError,
@@ -40,9 +41,11 @@ HOLD_S = 1.0
 CLOSE_S = 5.0
 """Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
 DIAL_S = 10.0
-MAX_BACKOFF_S = 2.0
+AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""What passes: batches do not go through the coordinator, also not one that cannot write for want of disk."""
+SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
-"""Between two tries of a state query while the coordinator is away."""
+"""Deadline of the last try of a state query, whatever is left."""
 
 
 class Link(Protocol):
@@ -100,6 +103,8 @@ class Run:
         """Why the run cannot go on: it was superseded, say."""
         self.away_since: float | None = None
         """Since when (monotonic) the coordinator has not answered; None = it does."""
+        self.away_because = ""
+        """What it, or the network, said the last time."""
         self.progress = Progress()
         self.abandoned = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -146,17 +151,19 @@ class Run:
         )
 
     def _watch(self, hold_s: float) -> None:
-        seen, backoff = 0, 0.1
+        seen, backoff = 0, SHORTEST_BACKOFF_S
         while not self._closing.is_set():
             if self.abandoned:
                 self.close()
                 return
+            asked = time.monotonic()
             try:
                 reply = self._client.watch_run(self._watch_request(seen, hold_s))
-            except (CoordinatorUnavailableError, DeadlineError):
+            except AWAY as error:
+                self.away_because = error.message
                 if self.away_since is None:
-                    self.away_since = time.monotonic()
-                self._closing.wait(backoff)
+                    self.away_since = asked
+                self.reach(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_S)
                 continue
             except LaneClosedError:
@@ -166,10 +173,17 @@ class Run:
                     self.fail(error)
                 self._linger()
                 return
-            self.away_since, backoff = None, 0.1
+            self.away_since, backoff = None, SHORTEST_BACKOFF_S
             self.ended_boxes = {end.box: end.step for end in reply.ended}
             seen = reply.version
             self._take(reply)
+
+    def reach(self, seconds: float) -> None:
+        """Wait until the coordinator can be reached, for so long at most; never for no time at all, for one that can be
+        reached may still not do what it is asked for. From any thread."""
+        self._closing.wait(SHORTEST_BACKOFF_S)
+        if not self._closing.is_set():
+            self._client.reach(seconds)
 
     def _linger(self) -> None:
         """The run is over for the coordinator, but the loader still holds it."""
@@ -267,11 +281,12 @@ class Run:
         while True:
             try:
                 return self._client.fetch_state(request)
-            except CoordinatorUnavailableError:
+            except (CoordinatorUnavailableError, JournalError):
                 left = until - time.monotonic()
-                if left <= 0 or self._closing.wait(min(left, RETRY_S)):
+                if left <= 0 or self._closing.is_set():
                     raise
-                request.deadline_s = max(left, RETRY_S)
+                self.reach(min(left, MAX_BACKOFF_S))
+                request.deadline_s = max(until - time.monotonic(), RETRY_S)
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """The loader's aggregate_state_dict on a worker: envelopes of the list of states and of what it returned."""

@@ -62,22 +62,21 @@ def current_assignment() -> Assignment:
 
 def set_assignment(assignment: Assignment) -> None:
     """Set this process's place, as a runner does; nobody has looked at it yet."""
-    global _current
+    global _current, _looked
     _current = assignment
-    _looked[0] = 0
+    _looked = mmap.mmap(-1, 1)  # not the one that came with the zygote's memory: all of its children have that
 
 
 @contextmanager
 def assigned(assignment: Assignment) -> Iterator[None]:
     """Take a place for a while; the earlier one, and whether it was looked at, come back after."""
-    global _current
-    before, looked = _current, _looked[0]
+    global _current, _looked
+    before = _current, _looked
     set_assignment(assignment)
     try:
         yield
     finally:
-        _current = before
-        _looked[0] = looked
+        _current, _looked = before
 
 
 def looked_at() -> bool:

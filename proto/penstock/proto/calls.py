@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
 from penstock.proto.channel import CHUNK, connect, connect_aio, metadata, translating
 from penstock.proto.errors import ProtocolError, StateCorruptError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -174,6 +177,7 @@ class CoordinatorClient(_Base):
         super().__init__(address, token, deadline_s)
         self._channel = connect(address)
         self._stub = CoordinatorStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def close(self) -> None:
         self._closed = True
@@ -184,6 +188,18 @@ class CoordinatorClient(_Base):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def reach(self, timeout_s: float) -> bool:
+        """Wait until there is a connection, or the time is over: what to do instead of sleeping after a
+        CoordinatorUnavailableError. A blocking channel only works on its connection while a call waits for it; between
+        calls that fail at once it would stay where it is for 5 s, whatever happens at the other end."""
+        try:
+            self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError:
+            return False
+        except ValueError:  # the channel is closed
+            return False
+        return True
 
     def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
         """Large loader arguments go ahead as a blob. See OpenRunRequest for what opens, joins and supersedes."""

@@ -42,6 +42,8 @@ LAST_STATUS_S = 2.5
 """For a zygote that has collected the child and not told it yet."""
 ORPHANS_S = 4.0
 """For what a dead zygote had to end; at a daemon's end, too."""
+END_S = 5.0
+"""For a zygote to end what is below it, and itself."""
 _NOT_FOR_CHILDREN = (
     "PENSTOCK_TOKEN",
     "PENSTOCK_TOKEN_FILE",
@@ -253,10 +255,14 @@ def _status_of_zombie(pid: int) -> tuple[bool, int | None]:
         return False, None
 
 
+_zygotes: set[asyncio.subprocess.Process] = set()
+"""This process's own children: whatever else is below it is an orphan."""
+
+
 async def end_orphans() -> None:
     """Kill what came to this process because the zygote above it died."""
     orphans, until = Orphans(), time.monotonic() + ORPHANS_S
-    while orphans.end(()) and time.monotonic() < until:
+    while orphans.end([zygote.pid for zygote in _zygotes]) and time.monotonic() < until:
         await asyncio.sleep(0.02)
 
 
@@ -272,6 +278,7 @@ class Zygote:
         self._channel: Channel | None = None
         self.dead = False
         """It forks no more: it died, or did not answer."""
+        self._reaping: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def start(self, seed: int, *, main_script: bool) -> None:
@@ -290,12 +297,19 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 env=child_environment(seed),
                 stdin=asyncio.subprocess.DEVNULL,
+                process_group=0,
             )
+        _zygotes.add(self._process)
+        self._reaping = asyncio.ensure_future(self._reaped(self._process))
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
         try:
             await asyncio.wait_for(asyncio.shield(self._up), START_DEADLINE_S)
         except TimeoutError:
             raise WorkerLostError(f"a runner's interpreter did not start within {START_DEADLINE_S:.0f} s") from None
+
+    async def _reaped(self, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        _zygotes.discard(process)
 
     async def fork(self, role: str, name: str, ledger: Ledger, on_message: Callable[[Message], None]) -> Child:
         """A new child, whose messages go to `on_message` in order."""
@@ -342,13 +356,21 @@ class Zygote:
             self.close()
 
     def close(self) -> None:
-        """Kill it and all its children."""
+        """End it and all its children. It does that itself, for it knows what they left behind; if it cannot, it is
+        killed a little later."""
         for child in list(self._children.values()):
             child.kill()
+        if self._channel is not None and not self.dead:
+            with contextlib.suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)
+        asyncio.get_running_loop().call_later(END_S, self._kill)
+
+    def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def wait(self) -> None:
+        """Until it has ended; after `close`."""
         if self._process is not None:
             await self._process.wait()
 

@@ -24,13 +24,14 @@ from penstock.proto.errors import (
     AuthenticationError,
     CoordinatorUnavailableError,
     DeadlineError,
+    JournalError,
     PenstockError,
     SupersededError,
     VersionSkewError,
 )
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Zygote, end_orphans
-from penstock.worker.lanes import LaneDoors
+from penstock.worker.lanes import LaneDoors, slot_of
 from penstock.worker.orphans import become_subreaper
 from penstock.worker.output import unblocked_logging
 from penstock.worker.slot import Slot, SlotKey, Trust, key_of
@@ -46,6 +47,8 @@ HOLD_S = 1.0
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Between two lines in the log about a coordinator that stays away."""
+AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""What passes, and says nothing against us: also a coordinator that cannot write for want of disk."""
 ATTACH_DEADLINE_S = 30.0
 SCRATCH_AT_ONCE = 2
 IDLE_ZYGOTE_S = 60.0
@@ -161,7 +164,7 @@ class Daemon:
                 return
             except (AuthenticationError, VersionSkewError):
                 raise
-            except (CoordinatorUnavailableError, DeadlineError) as error:
+            except AWAY as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
                     first = False
@@ -172,7 +175,7 @@ class Daemon:
         while True:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(version, HOLD_S))
-            except (CoordinatorUnavailableError, DeadlineError) as error:
+            except AWAY as error:
                 now = asyncio.get_running_loop().time()
                 if not away_since:
                     away_since = told = now
@@ -200,7 +203,7 @@ class Daemon:
             self._dirty.clear()
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(0, 0.0))
-            except (CoordinatorUnavailableError, DeadlineError):
+            except AWAY:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
@@ -250,6 +253,7 @@ class Daemon:
         slot.start()
 
     def _stop_slot(self, key: SlotKey) -> None:
+        self._doors.drop(key)
         task = asyncio.ensure_future(self._slots.pop(key).stop())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -316,8 +320,7 @@ class Daemon:
     # ---- lanes
 
     async def _attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
-        key = (hello.run, hello.attempt, hello.box, hello.slot, hello.generation)
-        slot = self._slots.get(key)
+        slot = self._slots.get(slot_of(hello))
         if slot is None:
             raise SupersededError(
                 f"worker {self.name} does not run generation {hello.generation} of box {hello.box} slot {hello.slot} "

@@ -20,12 +20,19 @@ from penstock.proto.tcp import read_hello
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import Pump
 
-__all__ = ["LaneDoors"]
+__all__ = ["LaneDoors", "SlotOf", "slot_of"]
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
+SlotOf = tuple[str, int, int, int, int]
+"""(run, attempt, box, slot, generation)."""
+
+
+def slot_of(hello: lane_pb2.Hello) -> SlotOf:
+    """Whose batches it asks for."""
+    return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
 
 
 def check_hello(hello: lane_pb2.Hello) -> None:
@@ -44,7 +51,7 @@ class LaneDoors:
         self._attach = attach
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pumps: set[Pump] = set()
+        self._pumps: dict[Pump, SlotOf] = {}
         self.local_address = ""
         self.tcp_address = ""
 
@@ -77,6 +84,13 @@ class LaneDoors:
             listener.close()
         for pump in self._pumps:
             pump.stop()
+
+    def drop(self, slot: SlotOf) -> None:
+        """Nobody is to get anything of this slot any more: its runner ends, and a consumer whose host has vanished would
+        keep the pump, the connection and the ring's memory until the kernel gives up."""
+        for pump in [pump for pump, of in self._pumps.items() if of == slot]:
+            pump.stop(0)
+            del self._pumps[pump]
 
     async def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
@@ -117,10 +131,10 @@ class LaneDoors:
             connection.setblocking(True)
             connection.sendall(_refusal(error))
             raise
-        self._pumps = {pump for pump in self._pumps if pump.is_alive()}
+        self._pumps = {pump: slot for pump, slot in self._pumps.items() if pump.is_alive()}
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
         pump = Pump(connection, ours, hello, name)
-        self._pumps.add(pump)
+        self._pumps[pump] = slot_of(hello)
         pump.start()
 
     def _spawn(self, work: Awaitable[None]) -> None:

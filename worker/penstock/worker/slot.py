@@ -18,7 +18,13 @@ from typing import Any, Protocol
 
 from penstock.proto.calls import AsyncCoordinatorClient
 from penstock.proto.channel import detail_of
-from penstock.proto.errors import CoordinatorUnavailableError, PenstockError, WorkerLostError
+from penstock.proto.errors import (
+    CoordinatorUnavailableError,
+    DeadlineError,
+    JournalError,
+    PenstockError,
+    WorkerLostError,
+)
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.checks import EARLY_SNAPSHOTS, Check
 from penstock.worker.children import Child
@@ -40,6 +46,8 @@ STOP_GRACE_S = 0.5
 """For a runner that is asked to end, before its process group is killed."""
 KILL_S = 10.0
 """For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
+NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""Errors of the coordinator that pass."""
 UPLOAD_S = 1.0
 """Between two durable snapshots of a slot, if its size allows."""
 UPLOAD_BYTES_PER_S = 4 << 20
@@ -141,7 +149,7 @@ class Slot:
         except asyncio.CancelledError:
             raise
         except PenstockError as error:
-            self.fail(detail_of(error), lost=isinstance(error, WorkerLostError | CoordinatorUnavailableError))
+            self.fail(detail_of(error), lost=isinstance(error, (WorkerLostError, *NOT_OURS)))
         except Exception as error:
             _log.exception("%s: starting it failed", self.name)
             self.fail(detail_of(error), lost=True)
@@ -368,11 +376,15 @@ class Slot:
             origin=base.origin,
             step=base.step,
         )
+        told = False
         while True:
             try:
                 await self.host.coordinator.put_snapshot(header, base.data)
                 break
-            except CoordinatorUnavailableError:
+            except NOT_OURS as error:
+                if not told:
+                    _log.warning("%s: its snapshot waits: %s", self.name, error.message)
+                told = True
                 await asyncio.sleep(0.2)
             except PenstockError as error:
                 _log.warning("%s: its snapshot was not made durable: %s", self.name, error.message)

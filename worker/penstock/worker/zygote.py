@@ -3,11 +3,15 @@
 Importing torch takes seconds and 150 MB; forking a process that has done so takes milliseconds, and the pages are
 shared. The daemon itself must never fork, for it runs gRPC; so each run has a zygote, a fresh interpreter (with the
 run's PYTHONHASHSEED, which only a fresh one takes) that imports what runners need, has no threads, no gRPC and no user
-code, code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
-whatever user code starts can be killed with it, and dies with its zygote, as the zygote dies with its daemon.
+code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
+whatever user code starts can be killed with it, and dies with its zygote.
 
 The daemon gets a pidfd of each child with the answer to its request: it sees the child's end by that, also while the
 zygote is stopped. The exit status is the zygote's to tell.
+
+A zygote outlives its daemon by a moment, for a killed one cannot clean up: it sees the end of the control socket, kills
+all that its children started, and what they left to it, and goes. So it is in a group of its own, or a kill of the
+daemon's group would take it along; and if somebody had stopped it, the daemon's death continues it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import select
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterable
 from typing import NoReturn
 
 from penstock.proto.errors import LaneLostError
@@ -33,11 +39,13 @@ __all__ = ["die_with_parent", "main"]
 _PR_SET_PDEATHSIG = 1
 ORPHANS_S = 0.05
 """Between two looks at orphans that are about to end."""
+LAST_LOOKS = 90
+"""At orphans, at the end; a fork bomb may be quicker, and the zygote goes all the same."""
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when `parent`, this process's parent, dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Be sent this signal when `parent`, this process's parent, dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -45,7 +53,7 @@ def die_with_parent(parent: int) -> None:
 def main() -> None:
     """Serve fork requests on the inherited control socket until it closes."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    die_with_parent(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
     import torch
 
@@ -62,13 +70,13 @@ def main() -> None:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    channel.send("up")
     children: dict[int, int] = {}  # pid -> the daemon's number for it
     orphans, left = Orphans(), False
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     poll.register(deaths, select.POLLIN)
     try:
+        channel.send("up")
         while True:
             ready = poll.poll(ORPHANS_S * 1000 if left else None)
             for fd, _ in ready:
@@ -86,10 +94,10 @@ def main() -> None:
                     channel.send("forked", fds=[pidfd], id=number, pid=pid)
                     os.close(pidfd)
             left = left and orphans.end(children)
-    except LaneLostError:
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+    except (LaneLostError, BrokenPipeError, ConnectionResetError):
+        pass  # the daemon is gone, or wants us gone
+    finally:
+        _end(children, orphans)
 
 
 def _reap(children: dict[int, int], channel: Channel, orphans: Orphans) -> None:
@@ -104,6 +112,19 @@ def _reap(children: dict[int, int], channel: Channel, orphans: Orphans) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         forget_shared_memory([pid])
         channel.send("exited", id=children.pop(pid), status=status)
+
+
+def _end(children: Iterable[int], orphans: Orphans) -> None:
+    """Kill all that is below us: our children, and then what became ours when they died."""
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        forget_shared_memory([pid])
+    for _ in range(LAST_LOOKS):
+        if not orphans.end(()):
+            return
+        time.sleep(ORPHANS_S)
 
 
 def _fork(message: Message, channel: Channel) -> int:

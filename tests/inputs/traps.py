@@ -1,0 +1,192 @@
+"""Loaders that kill their own runner at an exact point, once. Workers of the system tests import this module by name.
+
+A point is a place in the runner's own code, for the moments that matter lie between two calls of user code: after a
+snapshot was taken and before the batch was sent, say. So input_fn, which runs in the runner, puts a trap around one of
+its methods. The file that a trap leaves behind says that it has snapped; a runner that finds it goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import streams
+from torch.utils.data import DataLoader
+
+from penstock.proto.lane import Producer
+from penstock.worker import current_assignment, runner
+from penstock.worker.ledger import Ledger
+from penstock.worker.source import Source
+
+
+class Point(NamedTuple):
+    """Where a trap sits: in a method of a class, and what must hold for it to snap."""
+
+    owner: Any
+    method: str
+    when: Callable[[Any, tuple[Any, ...]], bool] = lambda self, args: True
+    after: bool = False
+
+
+def _total(number: int) -> Callable[[Any, tuple[Any, ...]], bool]:
+    """At the slot's batch of this number."""
+    return lambda self, args: bool(self.place.total == number)
+
+
+def _recorded(number: int) -> Callable[[Any, tuple[Any, ...]], bool]:
+    return lambda self, args: bool(args[0] == number)
+
+
+PASS = 12
+"""Batches of a pass of one worker."""
+CHECKPOINT = 7
+"""Of worker 0's batches the one at step 13, with two workers: a checkpoint step, after which a snapshot is taken."""
+
+POINTS = {
+    "iter": Point(Source, "_iterate"),
+    "origin": Point(runner._Runner, "_keep"),
+    "first next": Point(Source, "next", _total(0)),
+    "next": Point(Source, "next", _total(3), after=True),
+    # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how far
+    # the loop was when the runner before died.
+    "state_dict": Point(Source, "state", lambda self, args: bool(self.place.total >= 4), after=True),
+    "after the snapshot": Point(Ledger, "record", _recorded(CHECKPOINT)),
+    "before the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 8)),
+    "after the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 9), after=True),
+    "last batch": Point(Ledger, "record", _recorded(PASS)),
+    "end of the pass": Point(Producer, "end", lambda self, args: bool(args[1] == PASS)),
+    "next pass": Point(Source, "_iterate", _total(PASS)),
+    "second pass": Point(Source, "next", _total(PASS + 4)),
+}
+
+
+def set_trap(point: str, marker: str) -> None:
+    """Kill this process at the point, unless the marker is there."""
+    owner, name, when, after = POINTS[point]
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def trap(self: Any, *args: Any, **kwargs: Any) -> Any:
+        snaps = when(self, args)
+        if snaps and not after:
+            snap(marker)
+        result = inner(self, *args, **kwargs)
+        if snaps and after:
+            snap(marker)
+        return result
+
+    setattr(owner, name, trap)
+
+
+def snap(marker: str) -> None:
+    """Be killed, unless that has happened."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _loader(kind: str) -> Any:
+    if kind == "generator":
+        return streams.generator(PASS)
+    if kind == "shared":
+        return streams.Shared(PASS * current_assignment().total_num_workers)
+    if kind == "fresh":
+        return streams.fresh(PASS)
+    made = streams.shuffled if kind.startswith("shuffled") else streams.stateful
+    return made(4 * PASS, int(kind[-1]))
+
+
+KINDS = ["generator", "shared", "fresh", "shuffled 0", "shuffled 2", "stateful 0", "stateful 2"]
+
+
+def trapped(kind: str, points: list[str], folder: str) -> Any:
+    """A loader of a kind. Worker 0 dies once at each of the points; markers in `folder` remember."""
+    if current_assignment().global_worker_id == 0:
+        for point in points:
+            marker = os.path.join(folder, point)
+            if point == "input_fn":
+                snap(marker)
+            elif not os.path.exists(marker):
+                set_trap(point, marker)
+    return _loader(kind)
+
+
+def paced(kind: str, seconds: float) -> DataLoader[Any]:
+    """A loader of a kind whose batches take time."""
+    inner = Source.next
+
+    def slower(self: Source) -> Any:
+        time.sleep(seconds)
+        return inner(self)
+
+    Source.next = slower  # type: ignore[method-assign]
+    return _loader(kind)  # type: ignore[no-any-return]
+
+
+# ---- loaders that wait, for whoever wants to do something at that moment
+
+
+def wait_for(folder: str, name: str) -> None:
+    """Say that we are there, and wait until we may go on."""
+    Path(folder, f"{name} reached").touch()
+    while not Path(folder, f"{name} released").exists():
+        time.sleep(0.01)
+
+
+def waits_in_input_fn(folder: str) -> Any:
+    """Worker 0 waits before it is ready."""
+    if current_assignment().global_worker_id == 0:
+        wait_for(folder, "input_fn")
+    return _loader("stateful 0")
+
+
+class WaitsToLoad(streams.Counter):
+    """A state_dict() that is too slow for a snapshot at every step; whoever restores one waits."""
+
+    folder = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(0.02)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        wait_for(self.folder, "load_state_dict")
+        super().load_state_dict(state)
+
+
+def waits_to_load(folder: str) -> WaitsToLoad:
+    loader = WaitsToLoad(PASS, first=1000 * current_assignment().global_worker_id)
+    loader.folder = folder
+    return loader
+
+
+class Heavy(streams.Counter):
+    """A state of some size."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"ballast": bytes(6 << 20)}
+
+
+def heavy(batches: int) -> Heavy:
+    return Heavy(batches, first=1000 * current_assignment().global_worker_id)
+
+
+class Parent(streams.Counter):
+    """Starts a process that has nothing to end for."""
+
+    def __iter__(self) -> Any:
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+        return super().__iter__()
+
+
+def parent(batches: int) -> Parent:
+    return Parent(batches, first=1000 * current_assignment().global_worker_id)

@@ -1,0 +1,124 @@
+"""What a process and its descendants hold, counted from /proc: for tests that nothing of a fault stays behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["alive", "census", "children", "descendants", "runners", "settled", "until"]
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below `root`, parents first; zombies are no processes any more."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry))
+    found, front = [], [root]
+    while front:
+        front = [child for parent in front for child in children.get(parent, ())]
+        found += front
+    return found
+
+
+def runners(daemon: int) -> list[int]:
+    """What the zygotes of a daemon forked: runners, and scratch children."""
+    return [child for zygote in children(daemon, "zygote") for child in children(zygote)]
+
+
+def children(parent: int, sign: str = "") -> list[int]:
+    """Those children whose command line contains `sign`."""
+    found = []
+    for pid in descendants(parent):
+        try:
+            above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if above == parent and sign.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of them that have not ended."""
+    return [pid for pid in pids if not _ended(pid)]
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _kind(target: str) -> str:
+    if target.startswith("/memfd:"):
+        return target.split(" ")[0].removeprefix("/memfd:")
+    if target.startswith(("socket:", "pipe:")):
+        return target.partition(":")[0]
+    return target.removeprefix("anon_inode:").strip("[]") if target.startswith("anon_inode:") else "file"
+
+
+def census(pid: int) -> Counter[str]:
+    """Of the process itself: threads, and open descriptors by kind; of what is below it: processes.
+
+    Zygotes that wait for the next attempt are kept on purpose, for a minute: each is counted as "zygotes", and the
+    socket, and pidfd, that belong to it are not counted.
+    """
+    found: Counter[str] = Counter()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found[_kind(os.readlink(f"/proc/{pid}/fd/{fd}"))] += 1
+        except OSError:
+            continue
+    found["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    for child in descendants(pid):
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if b"penstock.worker.zygote" in command and parent == pid:
+            found["zygotes"] += 1
+        else:
+            found["processes"] += 1
+    found["socket"] -= found["zygotes"]
+    found["pidfd"] -= min(found["pidfd"], found["zygotes"])
+    found["names"] = len(os.listdir("/dev/shm")) + len(list(Path("/tmp").glob("pymp-*")))
+    return found
+
+
+LOOSE = {"zygotes": 2, "threads": 6, "socket": 2}
+"""That may be there more than before: two idle zygotes, asyncio's pool of threads, gRPC's connections."""
+
+
+def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> None:
+    """Wait until every process holds what it held before, and fail with the difference if that does not come."""
+
+    def difference() -> dict[int, dict[str, int]]:
+        more = {}
+        for pid, then in zip(pids, before, strict=True):
+            now = census(pid)
+            grown = {kind: now[kind] - then[kind] for kind in now if now[kind] > then[kind] + LOOSE.get(kind, 0)}
+            if grown:
+                more[pid] = grown
+        return more
+
+    until(lambda: not difference(), deadline_s, lambda: f"still held, by process: {difference()}")
+
+
+def until(holds: Callable[[], object], deadline_s: float, what: Callable[[], str] | str) -> None:
+    """Wait for a condition that nobody announces; what: the failure's message."""
+    end = time.monotonic() + deadline_s
+    while not holds():
+        if time.monotonic() > end:
+            raise AssertionError(what if isinstance(what, str) else what())
+        time.sleep(0.02)

@@ -1,0 +1,322 @@
+"""Faults of every kind at random times against a living cluster, reproducible by seed: python -m chaos.
+
+Each run makes a plan of its seed (chaos_plan.py), takes every box's batches without a fault, then the same with the
+plan's faults, and compares them step by step; a killed trainer resumes from its last saved state. Afterwards daemons
+hold no more than before. Prints the seed and a timeline of the faults; stops at the first run that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from census import alive, children, descendants, runners, until
+from chaos_plan import Fault, Plan, TrainingJob, plan_of
+from cluster import Cluster, running
+from job import Job
+from proxy import Proxy
+
+SLOTS = 12
+"""Of each daemon: any one of them has room for all."""
+GRACE_S = 90.0
+"""For the jobs to end after the last fault, beyond the time that their own pace takes."""
+LEFT_S = 20.0
+"""For all that belonged to the jobs to be gone: a client's lease and a little."""
+
+
+class Group:
+    """The boxes of one training job, which are killed and resumed together, as torchrun does it."""
+
+    def __init__(self, cluster: Cluster, job: TrainingJob, folder: Path, address: str, *, calm: bool) -> None:
+        self.job = job
+        self.attempt = 0
+        self.boxes = [
+            Job(
+                cluster,
+                address=address,
+                job=f"calm {job.name}" if calm else job.name,
+                input=job.input,
+                arguments=list(job.arguments),
+                box=box,
+                boxes=job.boxes,
+                workers=job.workers,
+                lane="auto" if calm else job.lane,
+                lane_proxy=not calm and job.lane == "tcp",
+                steps=job.steps,
+                pace_s=0 if calm else job.pace_s,
+                save=0 if calm else job.save,
+                state=str(folder / f"{job.name} {box}"),
+                attempt="0",
+                timeout_s=60,
+            )
+            for box in range(job.boxes)
+        ]
+
+    def hear(self) -> None:
+        for box in self.boxes:
+            while not box.over and box.hear(0):
+                pass
+
+    @property
+    def over(self) -> bool:
+        return all(box.over for box in self.boxes)
+
+    def restart(self) -> None:
+        """Kill what lives of it and resume all boxes from the last step that all have saved."""
+        for box in self.boxes:
+            if not box.over:
+                box.process.send_signal(signal.SIGCONT)
+                box.kill()
+        common = set.intersection(*(set(box.saved) for box in self.boxes))
+        step = max(common, default=0)
+        self.attempt += 1
+        for box in self.boxes:
+            box.start(attempt=str(self.attempt), resume=box.saved[step] if step else "")
+
+    def drop(self) -> None:
+        for box in self.boxes:
+            box.drop()
+
+
+class World:
+    """A cluster, its jobs, and what has been done to them."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, folder: Path, closing: ExitStack) -> None:
+        self.plan = plan
+        self.cluster = cluster
+        self.folder = folder
+        self.proxies = [closing.enter_context(Proxy(cluster.address)) for _ in range(plan.daemons)]
+        for number in range(plan.daemons):
+            self._start_daemon(number)
+        self.groups: list[Group] = []
+        self.timeline: list[str] = []
+        self._mends: list[tuple[float, Callable[[], None], str]] = []
+        self._down: set[int] = set()
+        self._away = False
+
+    def _start_daemon(self, number: int) -> None:
+        worker = self.cluster.add_worker(
+            SLOTS, allow="streams", name=f"daemon-{number}", through=self.proxies[number].address
+        )
+        self.cluster.workers.pop()
+        self.cluster.workers[number:] = [worker, *self.cluster.workers[number + 1 :]]
+
+    # ---- one run
+
+    def calm(self) -> dict[str, list[dict[int, int]]]:
+        """Every box's batches without a fault."""
+        groups = [Group(self.cluster, job, self.folder, self.cluster.address, calm=True) for job in self.plan.jobs]
+        try:
+            return {group.job.name: [box.finish(120) for box in group.boxes] for group in groups}
+        finally:
+            for group in groups:
+                group.drop()
+
+    def storm(self) -> dict[str, list[dict[int, int]]]:
+        """The same with the plan's faults."""
+        self.groups = [
+            Group(self.cluster, job, self.folder, self.cluster.address, calm=False) for job in self.plan.jobs
+        ]
+        until(lambda: self._all_begun(), 60, "the jobs have not begun")
+        began = time.monotonic()
+        faults = list(self.plan.faults)
+        last = began + faults[-1].at_s + GRACE_S
+        while faults or self._mends or not all(group.over for group in self.groups):
+            now = time.monotonic()
+            for mend in [mend for mend in self._mends if mend[0] <= now]:
+                self._mends.remove(mend)
+                self._note(now - began, mend[2])
+                mend[1]()
+            if faults and now - began >= faults[0].at_s:
+                self._note(now - began, str(faults[0]))
+                self._strike(faults.pop(0), now)
+            for group in self.groups:
+                group.hear()
+            assert now < last, f"not over {GRACE_S:g} s after the last fault: {self._where()}"
+            time.sleep(0.02)
+        return {group.job.name: [self._ended(box) for box in group.boxes] for group in self.groups}
+
+    def _all_begun(self) -> bool:
+        for group in self.groups:
+            group.hear()
+        return all(box.step for group in self.groups for box in group.boxes)
+
+    def _ended(self, box: Job) -> dict[int, int]:
+        assert box.process.returncode == 0, f"{box.options['job']} ended with status {box.process.returncode}"
+        return box.batches
+
+    def _where(self) -> str:
+        return ", ".join(
+            f"{box.options['job']} box {box.options['box']} at {box.step}" for g in self.groups for box in g.boxes
+        )
+
+    def _note(self, at_s: float, what: str) -> None:
+        self.timeline.append(f"{at_s:6.2f} s  {what}")
+
+    # ---- faults
+
+    def _strike(self, fault: Fault, now: float) -> None:
+        """Do it, as far as there is something that it can be done to."""
+        what = fault.what
+        number = fault.which % self.plan.daemons
+        group = self.groups[fault.which % len(self.groups)]
+        trainer = group.boxes[fault.which % len(group.boxes)]
+
+        def later(mend: Callable[[], None]) -> None:
+            self._mends.append((now + fault.lasts_s, mend, f"(over: {fault})"))
+
+        if "coordinator" in what:
+            if not self._away:
+                self._away = True
+                later(self._coordinator_back)
+                self.cluster.coordinator.send_signal(signal.SIGKILL if "kill" in what else signal.SIGSTOP)
+        elif "trainer's lanes" in what:
+            if not trainer.over and trainer.options["lane_proxy"] and trainer.step:
+                trainer.process.send_signal(signal.SIGUSR1 if "cut" in what else signal.SIGUSR2)
+                if "silence" in what:
+                    pid = trainer.pid
+                    later(lambda: signal_all([pid] if trainer.pid == pid else [], signal.SIGUSR2))
+        elif "trainer" in what:
+            if not group.over and what == "kill a trainer":
+                group.restart()
+            elif not trainer.over:
+                self._signal([trainer.pid], False, later)
+        elif "lander" in what:
+            self._signal(children(trainer.pid, "lander.py") if not trainer.over else [], "kill" in what, later)
+        elif "daemon's control" in what or "deafen" in what:
+            proxy = self.proxies[number]
+            if "cut" in what:
+                proxy.cut()
+            else:
+                proxy.silence(*(["down"] if "deafen" in what else []))
+                later(proxy.heal)
+        elif number not in self._down:
+            daemon = self.cluster.workers[number].pid
+            self._strike_daemon(fault, number, daemon, later)
+
+    def _strike_daemon(
+        self, fault: Fault, number: int, daemon: int, later: Callable[[Callable[[], None]], None]
+    ) -> None:
+        what = fault.what
+        if what == "kill a daemon":
+            self._down.add(number)
+            self.cluster.workers[number].kill()
+            self.cluster.workers[number].wait(10)
+            later(lambda: self._daemon_back(number))
+            return
+        below = {
+            "runner": runners(daemon),
+            "zygote": children(daemon, "zygote"),
+            "daemon": [daemon],
+            "machine": [daemon, *descendants(daemon)],
+        }[what.rpartition(" ")[2]]
+        if "machine" not in what:
+            below = below[fault.which % len(below) :][:1] if below else []
+        self._signal(below, "kill" in what, later)
+
+    @staticmethod
+    def _signal(pids: list[int], kill: bool, later: Callable[[Callable[[], None]], None]) -> None:
+        signal_all(pids, signal.SIGKILL if kill else signal.SIGSTOP)
+        if not kill:
+            later(lambda: signal_all(alive(pids), signal.SIGCONT))
+
+    def _coordinator_back(self) -> None:
+        self._away = False
+        if self.cluster.coordinator.poll() is None:
+            self.cluster.coordinator.send_signal(signal.SIGCONT)
+            with contextlib.suppress(Exception):
+                self.cluster.coordinator.wait(0.05)
+        if self.cluster.coordinator.poll() is not None:
+            self.cluster.restart_coordinator()
+
+    def _daemon_back(self, number: int) -> None:
+        self.proxies[number].heal()  # one that cannot reach its coordinator would not say that it is there
+        if self._away:
+            self._mends.append((time.monotonic() + 0.2, lambda: self._daemon_back(number), "(daemon still down)"))
+            return
+        self._down.discard(number)
+        self._start_daemon(number)
+
+    def clean(self) -> None:
+        """Nothing of the jobs is left on any daemon."""
+
+        def left() -> list[int]:
+            return [pid for worker in self.cluster.workers for pid in runners(worker.pid)]
+
+        until(lambda: not left(), LEFT_S, lambda: f"runners are left: {left()}")
+        for worker in self.cluster.workers:
+            rings = [fd for fd in os.listdir(f"/proc/{worker.pid}/fd") if "memfd" in _target(worker.pid, fd)]
+            assert not rings, f"daemon {worker.pid} still holds {len(rings)} memfds"
+
+    def drop(self) -> None:
+        for worker in self.cluster.workers:
+            signal_all([pid for pid in [worker.pid, *descendants(worker.pid)] if alive([pid])], signal.SIGCONT)
+        self.cluster.coordinator.send_signal(signal.SIGCONT)
+        for group in self.groups:
+            group.drop()
+
+
+def _target(pid: int, fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def chaos(seed: int, seconds: float) -> int:
+    """One run; how many faults there were. AssertionError if anything was not as without them."""
+    plan = plan_of(seed, seconds)
+    with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name, ExitStack() as closing:
+        folder = Path(name)
+        cluster = closing.enter_context(running(folder / "state"))
+        world = World(plan, cluster, folder, closing)
+        try:
+            calm = world.calm()
+            storm = world.storm()
+            for job, boxes in calm.items():
+                for box, batches in enumerate(boxes):
+                    got = storm[job][box]
+                    wrong = [step for step in batches if got.get(step) != batches[step]]
+                    assert not wrong, f"{job} box {box}: step {wrong[0]} (of {len(wrong)}) is not as without faults"
+                    assert len(got) == len(batches)
+            world.clean()
+        except BaseException:
+            print(f"seed {seed}: {plan.jobs}", *world.timeline, sep="\n  ", flush=True)
+            raise
+        finally:
+            world.drop()
+    return len(plan.faults)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Random faults, by seed.")
+    parser.add_argument("--seed", type=int, default=1, help="of the first run; the next ones count on from it")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20.0, help="over which faults come in each run")
+    given = parser.parse_args()
+    total = 0
+    for seed in range(given.seed, given.seed + given.runs):
+        began = time.monotonic()
+        faults = chaos(seed, given.seconds)
+        total += faults
+        print(f"seed {seed}: {faults} faults, {time.monotonic() - began:.0f} s, as without them", flush=True)
+    print(f"{given.runs} runs, {total} faults: every box's batches as without them", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A coordinator that is killed once at each of some exact points: python -m dying_coordinator, arguments as ever.
+
+TRAPS names the points, "method before" or "method after", of the registry's methods: before, nothing has happened; after,
+all of it is on disk and nobody has been told. TRAPS_IN is the folder where each point that was reached leaves a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from typing import Any
+
+from penstock.appliance.__main__ import main
+from penstock.appliance.registry import Registry
+
+
+def _set(point: str, marker: str) -> None:
+    name, _, when = point.rpartition(" ")
+    inner = getattr(Registry, name)
+
+    @functools.wraps(inner)
+    def trap(*args: Any, **kwargs: Any) -> Any:
+        if when == "before":
+            _die(marker)
+        result = inner(*args, **kwargs)
+        _die(marker)
+        return result
+
+    setattr(Registry, name, trap)
+
+
+def _die(marker: str) -> None:
+    os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for point in os.environ["TRAPS"].split(","):
+        marker = os.path.join(os.environ["TRAPS_IN"], point)
+        if not os.path.exists(marker):
+            _set(point, marker)
+            break  # one in each life, in this order
+    sys.exit(main())

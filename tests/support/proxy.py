@@ -1,0 +1,136 @@
+"""A TCP proxy that does to a connection what networks do: cut it, fall silent in one direction or both, delay, throttle.
+
+A pair of threads for each connection. Bytes that a silent direction holds back are not lost: when it speaks again they
+come, as TCP would send them again after a partition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from types import TracebackType
+
+__all__ = ["Proxy"]
+
+PIECE = 1 << 16
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
+
+
+class Proxy:
+    """Listens on a free port and forwards to `target`, "host:port"."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open = {"up": threading.Event(), "down": threading.Event()}
+        """By direction, "up" being towards the target: whether bytes pass."""
+        for gate in self._open.values():
+            gate.set()
+        self.delay_s = 0.0
+        self.bytes_per_s = 0.0
+        """0 = unlimited."""
+        self.cut_after = 0
+        """Bytes downwards after which a connection is cut, wherever in a frame that may be; 0 = never."""
+        self.connections = 0
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def silence(self, *directions: str) -> None:
+        """Nothing passes in these directions from now on, and nobody is told."""
+        for direction in directions or ("up", "down"):
+            self._open[direction].clear()
+
+    def heal(self) -> None:
+        """All passes again."""
+        for gate in self._open.values():
+            gate.set()
+
+    def cut(self) -> None:
+        """Reset all connections; new ones are taken."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, set()
+        for pair in pairs:
+            for sock in pair:
+                self._reset(sock)
+
+    @staticmethod
+    def _reset(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+        sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._connect, args=(near,), daemon=True).start()
+
+    def _connect(self, near: socket.socket) -> None:
+        self._open["up"].wait()
+        try:
+            far = socket.create_connection(self._target, 10)
+        except OSError:
+            self._reset(near)
+            return
+        far.settimeout(None)
+        with self._lock:
+            if self._closed:
+                near.close()
+                far.close()
+                return
+            self.connections += 1
+            self._pairs.add((near, far))
+        up = threading.Thread(target=self._forward, args=(near, far, "up"), daemon=True)
+        up.start()
+        self._forward(far, near, "down")
+        up.join()
+        near.close()
+        far.close()
+        with self._lock:
+            self._pairs.discard((near, far))
+
+    def _forward(self, source: socket.socket, sink: socket.socket, direction: str) -> None:
+        passed = 0
+        try:
+            while data := source.recv(PIECE):
+                self._open[direction].wait()
+                if self.delay_s:
+                    time.sleep(self.delay_s)
+                if self.bytes_per_s:
+                    time.sleep(len(data) / self.bytes_per_s)
+                passed += len(data)
+                if direction == "down" and self.cut_after and passed >= self.cut_after:
+                    sink.sendall(data[: len(data) - (passed - self.cut_after)])
+                    raise ConnectionResetError
+                sink.sendall(data)
+            self._open[direction].wait()
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._reset(source)
+            self._reset(sink)
+
+    def close(self) -> None:
+        self._closed = True
+        self.heal()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._accepting.join(5)
+        self.cut()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,205 @@
+"""Connections that are cut, fall silent in one direction or both, or are slow: each of the three kinds that there are.
+
+A proxy stands in the middle (tests/support/proxy.py). What is silent is not closed: nobody is told, and only deadlines
+and leases find out.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import traps
+from census import alive, census, runners, until
+from cluster import TOKEN, Cluster, running
+from proxy import Proxy
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.run import Run
+from penstock.proto import errors
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
+CLIENT_LEASE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(4, allow="traps", name="first")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster) -> list[int]:
+    """The run without a fault."""
+    return train(cluster.address, "whole", {})
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Proxy]]]:
+    """From now on TCP lanes go through proxies, one for each worker."""
+    proxies: dict[str, Proxy] = {}
+    dial = Run.dial
+
+    def through(self: Run, view: pb.SlotView, hello: Any) -> Any:
+        if view.tcp_address not in proxies:
+            proxies[view.tcp_address] = Proxy(view.tcp_address)
+        other = pb.SlotView()
+        other.CopyFrom(view)
+        other.tcp_address = proxies[view.tcp_address].address
+        return dial(self, other, hello)
+
+    monkeypatch.setattr(Run, "dial", through)
+    yield lambda: list(proxies.values())
+    for proxy in proxies.values():
+        proxy.close()
+
+
+STEPS = 400
+
+
+def train(
+    address: str, job: str, at: dict[int, Callable[[], Any]], *, lane: Any = "tcp", timeout_s: float = 60
+) -> list[int]:
+    """The digest after each step; `at` some of them something is done."""
+    digests: list[int] = []
+    with Appliance(
+        address,
+        num_workers_per_box=2,
+        job=job,
+        seed=5,
+        token=TOKEN,
+        timeout_s=timeout_s,
+        lane=lane,
+        box=0,
+        num_boxes=1,
+    ) as appliance:
+        loader = DataLoader(traps.trapped, "stateful 0", [], "")
+        while len(digests) < STEPS:
+            executor = DataExecutor(loader, num_steps=STEPS - len(digests), appliance=appliance)
+            try:
+                for _ in executor:
+                    digests.append(executor.digest)
+                    at.pop(executor.step, lambda: None)()
+            except errors.DeadlineError as error:
+                at.pop(-1)(error)  # type: ignore[call-arg]
+    return digests
+
+
+def pause(seconds: float) -> None:
+    select.select([], [], [], seconds)
+
+
+# ---- the lane
+
+
+def test_a_lane_that_is_cut_anywhere_in_its_frames(cluster: Cluster, whole: list[int], lanes: Any) -> None:
+    def cut_from_now_on() -> None:
+        for number, proxy in enumerate(lanes()):
+            proxy.cut_after = 1009 + 331 * number
+            proxy.cut()
+
+    def spare() -> None:
+        for proxy in lanes():
+            assert proxy.connections >= 5
+            proxy.cut_after = 0
+
+    assert train(cluster.address, "cut", {10: cut_from_now_on, 300: spare}) == whole
+
+
+def test_a_lane_that_is_slow(cluster: Cluster, whole: list[int], lanes: Any) -> None:
+    def slow() -> None:
+        for proxy in lanes():
+            proxy.delay_s, proxy.bytes_per_s = 0.02, 100_000.0
+
+    assert train(cluster.address, "slow", {10: slow}) == whole
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_lane_that_falls_silent_is_an_error_with_a_name_and_goes_on_afterwards(
+    cluster: Cluster, whole: list[int], lanes: Any, direction: str
+) -> None:
+    said: list[str] = []
+
+    def heal(error: errors.DeadlineError) -> None:
+        said.append(str(error))
+        for proxy in lanes():
+            proxy.heal()
+
+    def silence() -> None:
+        for proxy in lanes():
+            proxy.silence(direction)
+
+    at: dict[int, Any] = {10: silence, -1: heal}
+    assert train(cluster.address, f"silent {direction}", at, timeout_s=4) == whole
+    (text,) = said
+    assert "waited 4 s for step" in text
+    assert "on worker first" in text
+
+
+# ---- the control connections
+
+
+@pytest.mark.parametrize("directions", [("up", "down"), ("down",)], ids=["both", "replies only"])
+def test_a_training_job_that_does_not_hear_the_coordinator_goes_on(
+    cluster: Cluster, whole: list[int], directions: tuple[str, ...]
+) -> None:
+    """For longer than its lease. Its workers are taken from it, if nothing of it is heard, and given back."""
+    with Proxy(cluster.address) as proxy:
+        threads = []
+
+        def silence() -> None:
+            proxy.silence(*directions)
+            threads.append(threading.Timer(CLIENT_LEASE_S + 2, proxy.heal))
+            threads[0].start()
+
+        def to_the_last() -> None:
+            threads[0].join()
+
+        at: dict[int, Any] = {10: silence, 60: to_the_last}
+        assert train(proxy.address, f"deaf {directions}", at, lane="auto") == whole
+
+
+@pytest.mark.parametrize("lane", ["auto", "tcp"])
+def test_a_worker_that_is_cut_off_from_the_coordinator_is_replaced(
+    cluster: Cluster, whole: list[int], lane: str
+) -> None:
+    """In each direction. It goes on sending batches, of a generation that nobody listens to, until it hears of it."""
+    with ExitStack() as open_proxies:
+        proxies = [open_proxies.enter_context(Proxy(cluster.address)) for _ in range(2)]
+        for number, proxy in enumerate(proxies):
+            cluster.add_worker(4, allow="traps", name=f"{lane} {number}", through=proxy.address)
+        daemons = cluster.workers[-2:]
+        cluster.workers[0].send_signal(signal.SIGSTOP)
+        pause(3.5)  # the first worker has lost its place: what starts now starts behind the proxies
+
+        def replaced(number: int, direction: str) -> Callable[[], None]:
+            def act() -> None:
+                held = runners(daemons[number].pid)
+                proxies[number].silence(direction)
+                pause(4.5)
+                assert alive(held), "it has not heard of it"
+
+            return act
+
+        def healed(number: int) -> Callable[[], None]:
+            def act() -> None:
+                proxies[number].heal()
+                until(lambda: not census(daemons[number].pid)["processes"], 20, "runners of slots that had moved go on")
+
+            return act
+
+        at = {10: replaced(0, "up"), 200: healed(0), 210: replaced(1, "down"), 390: healed(1)}
+        try:
+            assert train(cluster.address, f"cut off {lane}", at, lane=lane) == whole
+        finally:
+            cluster.workers[0].send_signal(signal.SIGCONT)
+            for daemon in daemons:
+                daemon.terminate()
+                daemon.wait(10)

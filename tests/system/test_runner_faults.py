@@ -1,0 +1,94 @@
+"""A runner is killed at each point of its life: the stream equals the run without the fault, digest by digest.
+
+The runner kills itself (tests/inputs/traps.py), so that it dies at the very point and not somewhere near it. A run dies
+at several points one after the other, and every one must have been reached.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traps
+from cluster import TOKEN, Cluster, running
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+STEPS = 2 * 2 * traps.PASS  # two workers, two passes
+STATELESS = ["generator", "shuffled 0", "shuffled 2"]
+STARTING = ["input_fn", "iter", "origin"]
+"""Without a batch in between no more than three losses are forgiven, so these are a run of their own."""
+STREAMING = [point for point in traps.POINTS if point not in STARTING]
+WITH_STATES = {"state_dict"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(8, allow="traps")
+        yield cluster
+
+
+def run(
+    cluster: Cluster, job: str, lane: Any, kind: str, points: list[str], folder: Path
+) -> tuple[list[int], Any, list[int]]:
+    """The digest after each step; then a state in the middle of the second pass, and the digests of a resume."""
+    folder.mkdir()
+    with Appliance(
+        cluster.address, num_workers_per_box=2, job=job, seed=11, token=TOKEN, timeout_s=60, lane=lane, replay=True
+    ) as appliance:
+        loader = DataLoader(traps.trapped, kind, points, str(folder))
+        executor = DataExecutor(
+            loader, num_steps=STEPS - 9, checkpoint_steps=2 * traps.CHECKPOINT - 1, appliance=appliance
+        )
+        digests = [executor.digest for _ in executor]
+        state = loader.state_dict()
+        after = DataExecutor(loader, num_steps=9, appliance=appliance)
+        digests += [after.digest for _ in after]
+        again = DataLoader(traps.trapped, kind, points, str(folder))
+        again.load_state_dict(state)
+        rest = DataExecutor(again, num_steps=9, appliance=appliance)
+        return digests, state, [rest.digest for _ in rest]
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run without a fault, once for each kind."""
+    done: dict[str, Any] = {}
+
+    def of(kind: str) -> Any:
+        if kind not in done:
+            folder = tmp_path_factory.mktemp("whole") / "markers"
+            done[kind] = run(cluster, f"whole {kind}", "auto", kind, [], folder)
+        return done[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("points", [STARTING, STREAMING], ids=["starting", "streaming"])
+@pytest.mark.parametrize(
+    ("kind", "lane"), [*((kind, "auto") for kind in traps.KINDS), ("shared", "tcp"), ("stateful 0", "tcp")]
+)
+def test_killed_at_each_point(
+    cluster: Cluster, whole: Any, tmp_path: Path, kind: str, lane: str, points: list[str]
+) -> None:
+    if kind in STATELESS:
+        points = [point for point in points if point not in WITH_STATES]
+    digests, state, rest = whole(kind)
+    folder = tmp_path / "markers"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = run(cluster, f"{kind} {lane} {points[0]}", lane, kind, points, folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(points)
+    assert got[0] == digests
+    assert got[2] == rest
+    assert user_state(got[1]) == user_state(state)
+    assert sum("SIGKILL" in str(warning.message) for warning in caught) >= 1
+
+
+def user_state(state: dict[str, Any]) -> str:
+    """What the user's code put into it."""
+    return repr({key: value for key, value in state.items() if key != "__penstock__"})

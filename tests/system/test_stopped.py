@@ -1,0 +1,157 @@
+"""SIGSTOP of each kind of process, for less and for more than a lease; and SIGCONT of what was replaced meanwhile."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traps
+from census import alive, census, children, descendants, runners, until
+from cluster import TOKEN, Cluster, running
+from job import Job
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+
+WORKER_LEASE_S, CLIENT_LEASE_S = 3.0, 10.0
+
+
+def pause(seconds: float) -> None:
+    select.select([], [], [], seconds)
+
+
+def stop(pids: Sequence[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def go_on(pids: Sequence[int]) -> None:
+    for pid in alive(list(pids)):
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def jobs_of(cluster: Cluster, *many: dict[str, Any]) -> Iterator[list[Job]]:
+    started = [Job(cluster, **options) for options in many]
+    try:
+        yield started
+    finally:
+        for job in started:
+            job.drop()
+
+
+@pytest.mark.timeout(180)
+def test_replaced_while_they_were_stopped(tmp_path: Path) -> None:
+    """A whole worker machine, and a training process, for longer than their leases."""
+    with running(tmp_path / "state") as cluster:
+        first = cluster.add_worker(8, allow="streams", name="first")
+        options = {"input": "stateful", "arguments": [400], "steps": 700}
+        frozen = {"job": "frozen", "workers": 2, "pace_s": 0.002, **options}
+        superseded = {"job": "superseded", "workers": 1, **options, "steps": 60_000}
+        moved = {"job": "moved", "workers": 2, "lane": "tcp", "pace_s": 0.01, **options}
+        with jobs_of(cluster, frozen, superseded, moved) as (one, two, three):
+            for job in (one, two, three):
+                job.reach(30)
+            old_runners = runners(first.pid)
+            assert len(old_runners) >= 5
+            second = cluster.add_worker(8, allow="streams", name="second")
+            machine = [first.pid, *descendants(first.pid)]
+            stop([one.pid, two.pid])
+            stop(machine)
+            pause(WORKER_LEASE_S + 2)
+            with jobs_of(cluster, {**superseded, "steps": 20}) as (successor,):
+                successor.finish()
+            pause(CLIENT_LEASE_S - WORKER_LEASE_S)
+            go_on(machine)
+            until(lambda: not alive(old_runners), 10, "runners of slots that had moved went on")
+            go_on([one.pid, two.pid])
+            assert two.end() == 1, "its attempt was superseded"
+            whole = one.finish()
+            assert one.recoveries
+            assert three.finish() == whole
+            assert three.recoveries
+        assert successor.batches.items() <= two.batches.items()
+        both = [first.pid, second.pid]
+        until(lambda: not any(census(pid)["processes"] for pid in both), CLIENT_LEASE_S + 5, "processes are left")
+        with jobs_of(cluster, {"job": "reference", "workers": 2, **options}) as (reference,):
+            assert reference.finish() == whole
+
+
+@pytest.mark.timeout(180)
+def test_nothing_but_time(tmp_path: Path) -> None:
+    """The coordinator for longer than every lease; a daemon for less than its own; those without a lease for long."""
+    with running(tmp_path / "state") as cluster:
+        daemon = cluster.add_worker(4, allow="streams")
+        options = {"input": "stateful", "arguments": [400], "lane": "tcp", "steps": 900}
+        with jobs_of(cluster, {"job": "job", "pace_s": 0.005, **options}) as (job,):
+            job.reach(30)
+            zygotes, landers = children(daemon.pid, "zygote"), children(job.pid, "lander.py")
+            assert zygotes
+            assert landers
+            for brief in ([daemon.pid], zygotes, landers, runners(daemon.pid)[:1], [job.pid]):
+                stop(brief)
+                pause(1.0)
+                go_on(brief)
+                job.reach(job.step + 20)
+            long = [cluster.coordinator.pid, *zygotes, *landers, *runners(daemon.pid)[:1]]
+            stop(long)
+            pause(CLIENT_LEASE_S + 1)
+            go_on(long)
+            stopped = job.finish()
+            assert job.recoveries == 0
+        with jobs_of(cluster, {"job": "reference", **options, "lane": "auto"}) as (reference,):
+            assert reference.finish() == stopped
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
+def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(tmp_path: Path) -> None:
+    with running(tmp_path / "state") as cluster:
+        daemon = cluster.add_worker(1, allow="traps")
+        with Appliance(
+            cluster.address, num_workers_per_box=1, job="job", token=TOKEN, timeout_s=10, box=0, num_boxes=1
+        ) as appliance:
+            (tmp_path / "load_state_dict released").touch()
+            loader = DataLoader(traps.waits_to_load, str(tmp_path))
+            executor = DataExecutor(loader, num_steps=200, appliance=appliance)
+            got = []
+            runner: list[int] = []
+            for batch in executor:
+                got.append(batch["number"])
+                if executor.step == 3:
+                    runner += runners(daemon.pid)[:1]
+                    until(lambda: runners(daemon.pid) == runner, 20, "the check of early snapshots does not end")
+                if executor.step == 150:
+                    with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
+                        loader.state_dict()
+            assert got == [number for _ in range(20) for number in range(1, 13)][:200]
+            until(lambda: runners(daemon.pid) == runner, 5, "the stopped scratch child is still there")
+
+
+@contextmanager
+def stopping_scratch(daemon: int, runner: int) -> Iterator[None]:
+    """Whatever is forked beside the runner is stopped at once."""
+    done = threading.Event()
+    stopped: list[int] = []
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            for pid in runners(daemon):
+                if pid != runner and pid not in stopped:
+                    stop([pid])
+                    stopped.append(pid)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join()
+    assert stopped, "no scratch child was needed"
