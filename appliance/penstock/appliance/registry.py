@@ -157,6 +157,9 @@ class Registry:
         now = self._clock()
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         self._renew(attempt, box, now)
+        if not box.told:
+            box.told = True
+            self.books.touched.add((attempt.run, attempt.number))
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
