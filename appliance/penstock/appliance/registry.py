@@ -265,7 +265,7 @@ class Registry:
             slot = books.slot(key)
             if slot is not None:
                 books.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
-        for key in worker.slots:  # its addresses may be new
+        for key in sorted(worker.slots):  # its addresses may be new
             slot = books.slot(key)
             if slot is not None:
                 books.bump_box(*books.box_of(slot))
