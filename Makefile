@@ -16,6 +16,8 @@ STAMP := $(VENV)/.setup-done
 PEERS ?= .peers
 PEER_NAMES := ray streaming tf torchdata
 BENCH_ARGS ?=
+SEEDS ?= 2000
+SEED ?=
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -29,7 +31,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test demo bench bench-peers clean
+.PHONY: help setup proto proto-check lint format format-check types pytest test simulate demo bench bench-peers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -69,6 +71,9 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 2 --dist loadfile"
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 test: lint format-check types proto-check pytest ## all checks and tests: what CI runs
+
+simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
+	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 demo: $(STAMP) ## train a small model through Penstock on this machine
 	$(BIN)/python examples/train_lm/demo.py

@@ -398,6 +398,15 @@ def test_blobs_stay_while_an_open_attempt_names_them() -> None:
     assert not world.ledger.has_blob("named")
 
 
+def test_of_a_pass_that_was_left_only_snapshots_on_the_way_serve(world: World) -> None:
+    """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the pass."""
+    ledger = world.ledger
+    for kept in (Kept(0, 0, 1), Kept(8, 0, 1), Kept(5, 1, 1), Kept(12, 1, 1)):
+        ledger.add(KEY, kept)
+    ledger.trim(KEY, 9)  # the loop left pass 0 after batch 5: from batch 8 of that pass nobody comes to batch 9
+    assert ledger.snapshots(KEY) == [Kept(5, 1, 1), Kept(12, 1, 1)]
+
+
 def test_an_index_read_back_is_the_same_index(world: World) -> None:
     world.ledger.load([(KEY, Kept(5, 0, 7)), (KEY, Kept(2, 0, 3))], [("b", 4)], 0.0)
     assert world.ledger.snapshots(KEY) == [Kept(2, 0, 3), Kept(5, 0, 7)]

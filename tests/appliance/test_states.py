@@ -229,6 +229,36 @@ def test_after_a_restart_the_asker_s_own_position_is_taken(tmp_path: Path) -> No
     directory.close()
 
 
+def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(tmp_path: Path) -> None:
+    """Which passes a box left by `break` is not in the journal, and a runner that was just started knows it neither."""
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    asking, other = (world.open(number, num_boxes=2) for number in (0, 1))
+    worker = world.worker("w")
+    worker.ready()
+    for box in (asking, other):
+        box.deliver(3)
+    other.cuts[0] = 3
+    world.journal.close()
+    world.boot(directory)
+    worker.register()
+    worker.ready()
+    asking.deliver(1)
+    gathering = ask(asking, 4)
+    respond(worker)
+    assert not gathering.done
+    assert gathering.waits_for() == "box 1 (it has not reported since the coordinator was started)"
+    other.watch()
+    respond(worker)
+    assert values(gathering) == ["0.0:0.2", "0.1:0.2", "1.0:1.3", "1.1:1.1"]
+    asking.close()
+    world.journal.close()
+    world.boot(directory)
+    assert "box 0 has closed, and where it ended is not known" in failure(ask(other, 3)).message
+    world.journal.close()
+    directory.close()
+
+
 def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: World) -> None:
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")

@@ -25,7 +25,7 @@ from penstock.proto.errors import JournalError
 
 SCHEMA = 1
 
-_TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # table: key columns, other columns. A seed is text: SQLite's integers have a sign, ours have 64 bits without one.
     "runs": (("run",), ("seed", "num_boxes", "num_workers", "attempt", "generation")),
     "attempts": (("run", "attempt"), ("key", "opened_by", "state", "why")),
@@ -126,7 +126,7 @@ def _is_blank(path: Path) -> bool:
 
 
 def _table(name: str) -> str:
-    keys, values = _TABLES[name]
+    keys, values = TABLES[name]
     columns = ", ".join((*keys, *values))
     return f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({', '.join(keys)})) WITHOUT ROWID"
 
@@ -143,7 +143,7 @@ class Journal:
                 "it from a copy, or move the whole directory away to start anew"
             )
         script = "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
-        for table in _TABLES:
+        for table in TABLES:
             script += f"\n{_table(table)};"
         self._db = open_database(self._path, script)
         self._db.row_factory = sqlite3.Row
@@ -173,7 +173,7 @@ class Journal:
 
     def rows(self, table: str) -> list[Mapping[str, Any]]:
         """A whole table, by key."""
-        keys, _ = _TABLES[table]
+        keys, _ = TABLES[table]
         try:
             return list(self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}"))
         except sqlite3.Error as error:
@@ -181,7 +181,7 @@ class Journal:
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
         """Writes a row whole, with the next commit."""
-        keys, values = _TABLES[table]
+        keys, values = TABLES[table]
         columns = (*keys, *values)
         marks = ", ".join("?" * len(columns))
         self._add(

@@ -119,11 +119,15 @@ class Ledger:
                 self.used -= old.size
             else:
                 others.append(old)
-        self._snapshots[key] = sorted([*others, kept])
+        # By pass first: of a pass that the loop left, snapshots beyond that batch may be there, which serve nobody.
+        self._snapshots[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
-        """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins."""
+        """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins.
+
+        The newest is that of the latest pass: one of an earlier pass with more batches lies beyond where that was left.
+        """
         kept = self._snapshots.get(key)
         if not kept:
             return

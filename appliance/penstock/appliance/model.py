@@ -97,6 +97,8 @@ class Box:
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
+    told: bool = True
+    """False after a restart until its client reports: which passes it left, and where it ended, is in no journal."""
     pass_ended: bool = False
     cuts: dict[int, int] = field(default_factory=dict)
     """Epoch -> last step of it, for passes left by `break`."""

@@ -160,6 +160,9 @@ class Registry:
         now = self._clock()
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         self._renew(attempt, box, now)
+        if not box.told:
+            box.told = True
+            self.books.touched.add((attempt.run, attempt.number))
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
@@ -265,7 +268,7 @@ class Registry:
             slot = books.slot(key)
             if slot is not None:
                 books.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
-        for key in worker.slots:  # its addresses may be new
+        for key in sorted(worker.slots):  # its addresses may be new
             slot = books.slot(key)
             if slot is not None:
                 books.bump_box(*books.box_of(slot))

@@ -54,7 +54,7 @@ def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> 
     base = opening.validate(request, books.limits)
     lease = now + books.limits.client_lease_s
     box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), lease, books.next_version())
-    box.reported_at = now
+    box.reported_at, box.told = now, False
     box.history.append(base)
     if box.place is Place.CLOSED:
         box.lingers_until = now + books.limits.linger_s

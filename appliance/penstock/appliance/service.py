@@ -45,10 +45,11 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Signals:
-    """Wakes whoever waits for a topic."""
+    """Wakes whoever waits for a topic, in the order in which they came: a set's order would differ in each process, and
+    a simulated history could not be played again."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Topic, set[asyncio.Event]] = {}
+        self._waiting: dict[Topic, dict[asyncio.Event, None]] = {}
 
     def changed(self, topic: Topic) -> None:
         for event in self._waiting.get(topic, ()):
@@ -61,12 +62,12 @@ class Signals:
     @contextlib.contextmanager
     def on(self, topic: Topic) -> Iterator[asyncio.Event]:
         event = asyncio.Event()
-        events = self._waiting.setdefault(topic, set())
-        events.add(event)
+        events = self._waiting.setdefault(topic, {})
+        events[event] = None
         try:
             yield event
         finally:
-            events.discard(event)
+            events.pop(event, None)
             if not events and self._waiting.get(topic) is events:
                 del self._waiting[topic]
 

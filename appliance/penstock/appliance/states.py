@@ -152,6 +152,9 @@ class Gathering:
             if box is None:
                 missing.append(f"box {number} (it has not opened the run)")
                 continue
+            if not box.told and box.place is Place.LIVE:
+                missing.append(f"box {number} (it has not reported since the coordinator was started)")
+                continue
             positions[number] = position = self._position(box, finals, doubtful)
             if box.place is Place.GONE:
                 missing.append(f"box {number} (its training job is not heard of)")
@@ -191,6 +194,11 @@ class Gathering:
         if box.place is Place.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
                 f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
+            )
+        if box.place is Place.CLOSED and not box.told:
+            raise StateUnavailableError(
+                f"{where} has closed, and where it ended is not known since the coordinator was started again: take "
+                "the state before any box closes its appliance"
             )
         if self.step < box.base.step and not box.pass_ended:
             raise StateUnavailableError(f"{where} started this attempt at step {box.base.step}")

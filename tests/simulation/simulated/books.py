@@ -1,0 +1,156 @@
+"""The promises that can be read from the coordinator's books and its disk alone, checked after every commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+
+from simulated.disk import Disk
+
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import Place, Slot, SlotKey, Worker
+from penstock.appliance.registry import Registry
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["Before", "check_books", "check_moves"]
+
+Fail = Callable[[str, str], None]
+"""Told the promise that is broken, and how."""
+
+_JOURNAL = "the books agree with the journal"
+_WAITS = "nothing waits unnamed"
+
+
+@dataclass
+class Before:
+    """The books as they were after the last commit, and when the coordinator last heard of whom.
+
+    Times are those at which the coordinator was awake: what it sleeps through is nobody's silence.
+    """
+
+    slots: dict[SlotKey, tuple[int, str, str, bool]] = field(default_factory=dict)
+    """-> generation, worker, session, whether its box was live."""
+    workers: dict[str, str] = field(default_factory=dict)
+    live: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    """(run, attempt, box) -> client, of boxes with a live client."""
+    heard: dict[str, float] = field(default_factory=dict)
+    heard_box: dict[tuple[str, int, str], float] = field(default_factory=dict)
+    asleep: float = 0.0
+    booted: float = 0.0
+    blurred: bool = False
+    """A commit has failed since: more than one thing has happened."""
+
+    def awake(self, now: float) -> float:
+        return now - self.asleep
+
+    def boot(self, now: float) -> None:
+        self.booted, self.blurred = self.awake(now), False
+        self.workers.clear()
+        self.live.clear()
+        self.slots.clear()
+
+
+def check_books(fail: Fail, registry: Registry, disk: Disk) -> None:
+    """The books in themselves, and against the disk."""
+    books = registry.books
+    held: dict[SlotKey, str] = {}
+    for name, worker in books.workers.items():
+        if worker.registered and len(worker.slots) > worker.capacity:
+            fail("nobody holds more than it has room for", f"{name} holds {len(worker.slots)} of {worker.capacity}")
+        for key in worker.slots:
+            if key in held:
+                fail("one owner per slot and generation", f"{key} is with {held[key]} and {name}")
+            held[key] = name
+            if books.slot(key) is None:
+                fail("who is superseded owns nothing", f"{name} holds {key}")
+    slots = 0
+    for attempt in books.open_attempts():
+        if attempt.number != books.runs[attempt.run].attempt:
+            fail("who is superseded owns nothing", f"attempt {attempt.number} of {attempt.run} is open")
+        for box in attempt.boxes.values():
+            row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
+            if row.get("client_id") != box.client_id or row.get("place") != box.place.value:
+                fail(_JOURNAL, f"box {box.number} is {box.place.value} for {box.client_id}, on disk {row}")
+            slots += len(box.slots)
+            for slot in box.slots:
+                if held.get(slot.key, "") != slot.worker:
+                    fail("one owner per slot and generation", f"{slot.key}: {slot.worker}, {held.get(slot.key)}")
+                _check_slot(fail, slot, disk)
+                if slot.phase in (pb.STARTING, pb.READY) and not slot.worker:
+                    fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
+                if box.lingers_until > 0:
+                    continue
+                live, waiting = box.place is Place.LIVE, slot.key in books.waiting
+                if waiting != (live and slot.phase == pb.WAITING):
+                    fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)}, and waits in line: {waiting}")
+                if not live and slot.worker:
+                    fail("who is superseded owns nothing", f"{slot.key} of a box that is gone is with {slot.worker}")
+    if len(disk.tables["slots"]) != slots:
+        fail(_JOURNAL, f"{len(disk.tables['slots'])} slots on disk, {slots} in the books")
+    if books.waiting:
+        free = [worker.name for worker in books.workers.values() if worker.free > 0]
+        if free:
+            fail(_WAITS, f"{next(iter(books.waiting))} waits although {free} have room")
+    for run in books.runs.values():
+        row = disk.tables["runs"].get((run.name,), {})
+        if (row.get("attempt"), row.get("generation")) != (run.attempt, run.generation):
+            fail(_JOURNAL, f"{run.name} is at {run.attempt}, {run.generation}, on disk {row}")
+
+
+def _check_slot(fail: Fail, slot: Slot, disk: Disk) -> None:
+    row = disk.tables["slots"].get(tuple(slot.key), {})
+    on_disk = tuple(row.get(name) for name in ("generation", "phase", "worker", "session", "recovery", "restarts"))
+    here = (slot.generation, slot.phase, slot.worker, slot.session, slot.recovery, slot.restarts)
+    if on_disk != here:
+        fail(_JOURNAL, f"{slot.key} is {here}, on disk {on_disk}")
+
+
+def check_moves(
+    fail: Fail,
+    registry: Registry,
+    before: Before,
+    lost: Set[tuple[str, int, int, int, int]],
+    limits: Limits,
+    now_s: float,
+) -> None:
+    """What changed since the last commit had a cause. Takes the books for the next time."""
+    books = registry.books
+    awake = before.awake(now_s)
+    slots: dict[SlotKey, tuple[int, str, str, bool]] = {}
+    live: dict[tuple[str, int, int], str] = {}
+    for attempt in books.open_attempts():
+        for box in attempt.boxes.values():
+            if box.place is Place.LIVE:
+                live[attempt.run, attempt.number, box.number] = box.client_id
+            for slot in box.slots:
+                is_live = box.place is Place.LIVE
+                slots[slot.key] = now = (slot.generation, slot.worker, slot.session, is_live)
+                was = before.slots.get(slot.key, now)
+                if was == now:
+                    continue
+                if now[0] < was[0]:
+                    fail("generations and attempts only rise", f"{slot.key} from {was} to {now}")
+                if now[0] == was[0] and was[1] not in ("", now[1]):
+                    fail("one owner per slot and generation", f"{slot.key} went from {was} to {now}")
+                moved = now[0] > was[0] and was[3] and is_live and not before.blurred
+                if moved and (*slot.key, was[0]) not in lost and _keeps(books.workers.get(was[1]), was[2]):
+                    fail("a slot moves only for a cause", f"{slot.key} from {was} to {now}")
+    for name, session in before.workers.items():
+        if name not in books.workers:
+            silent = awake - max(before.heard.get(name, 0.0), before.booted)
+            if silent < limits.worker_lease_s - 1e-6:
+                fail("a lease is whole", f"worker {name} ({session}) was given up after {silent:.3f} s")
+    for (run, number, box_number), client in before.live.items():
+        current = books.runs[run].current
+        if current is not None and current.number == number and current.boxes[box_number].place is Place.GONE:
+            silent = awake - max(before.heard_box.get((run, box_number, client), 0.0), before.booted)
+            if silent < limits.client_lease_s - 1e-6:
+                fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")
+    before.blurred = False
+    before.slots, before.live = slots, live
+    before.workers = {worker.name: worker.session for worker in books.workers.values()}
+
+
+def _keeps(worker: Worker | None, session: str) -> bool:
+    """The worker lives on as it was, so that a slot that it had was taken from it."""
+    return worker is not None and worker.session == session and worker.registered and not worker.draining

@@ -1,0 +1,184 @@
+"""A disk that remembers what was synced, and nothing else, with a coordinator's journal and store on it.
+
+A commit is one atomic sync, as SQLite makes it. The moments that matter are around it, and each write asks fate which
+one this is: nothing happens; the process dies before the sync, and all of it is lost; it dies after the sync and before
+anybody hears of it; the disk is full, and the write is refused. A journal whose process has died writes nothing more.
+
+The contract that these two share with the real ones stands in test_disk.py, and runs on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from simulated.virtual import Crash
+
+from penstock.appliance.journal import TABLES, Journal
+from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.model import SlotKey
+from penstock.appliance.store import Store
+from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["Disk", "Fate", "SimulatedJournal", "SimulatedStore"]
+
+
+class Fate(Enum):
+    """Of one write."""
+
+    FINE = "fine"
+    LOST = "crash before the sync"
+    UNHEARD = "crash after the sync"
+    FULL = "disk full"
+
+
+_Row = dict[str, Any]
+
+
+class Disk:
+    """What a crash leaves."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[tuple[Any, ...], _Row]] = {table: {} for table in TABLES}
+        self.secret = b"\x5a" * 32
+        self.boots = 0
+        self.snapshots: dict[tuple[SlotKey, int, int], tuple[bytes, bytes]] = {}
+        """(slot, total, epoch) -> header and data."""
+        self.blobs: dict[str, bytes] = {}
+
+
+class _Writer:
+    """How one incarnation of the coordinator writes."""
+
+    def __init__(self, disk: Disk, fate: Callable[[], Fate], die: Callable[[], None]) -> None:
+        self.disk = disk
+        self._fate = fate
+        self._die = die
+        self._dead = False
+
+    def write(self, what: str, sync: Callable[[], None]) -> None:
+        """Raises JournalError, or Crash when the process does not outlive it."""
+        if self._dead:
+            raise Crash
+        fate = self._fate()
+        if fate is Fate.FULL:
+            raise JournalError(f"the simulated disk is full: {what} cannot be written")
+        if fate is not Fate.LOST:
+            sync()
+        if fate is not Fate.FINE:
+            self.cut_off()
+            self._die()
+            raise Crash
+
+    def cut_off(self) -> None:
+        """Its process is dead."""
+        self._dead = True
+
+
+class SimulatedJournal(Journal):
+    """A Journal on a simulated disk. `committed` is called after every commit, also one that had nothing to write."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        fate: Callable[[], Fate] = lambda: Fate.FINE,
+        die: Callable[[], None] = lambda: None,
+        committed: Callable[[bool], None] = lambda wrote: None,
+    ) -> None:
+        self.writer = _Writer(disk, fate, die)
+        self._disk = disk
+        self._changes: dict[tuple[Any, ...], Callable[[dict[str, dict[tuple[Any, ...], _Row]]], None]] = {}
+        self._committed = committed
+        disk.boots += 1
+        self.boots = disk.boots
+        self.secret = disk.secret
+
+    def rows(self, table: str) -> list[Mapping[str, Any]]:
+        rows = self._disk.tables[table]
+        return [dict(rows[key]) for key in sorted(rows)]
+
+    def put(self, table: str, row: Mapping[str, Any]) -> None:
+        keys, values = TABLES[table]
+        key = tuple(row[name] for name in keys)
+        # SQLite knows no booleans.
+        stored = {name: int(row[name]) if isinstance(row[name], bool) else row[name] for name in (*keys, *values)}
+
+        def put(tables: dict[str, dict[tuple[Any, ...], _Row]]) -> None:
+            tables[table][key] = stored
+
+        self._change((table, *key), put)
+
+    def drop(self, table: str, **where: str | int) -> None:
+        def drop(tables: dict[str, dict[tuple[Any, ...], _Row]]) -> None:
+            rows = tables[table]
+            for key in [key for key, row in rows.items() if all(row[name] == at for name, at in where.items())]:
+                del rows[key]
+
+        self._change(("drop", table, *where.items()), drop)
+
+    def _change(self, key: tuple[Any, ...], change: Callable[[dict[str, dict[tuple[Any, ...], _Row]]], None]) -> None:
+        self._changes.pop(key, None)
+        self._changes[key] = change
+
+    def commit(self) -> None:
+        wrote = bool(self._changes)
+        if wrote:
+            self.writer.write(f"{len(self._changes)} rows", self._sync)
+            self._changes.clear()
+        self._committed(wrote)
+
+    def _sync(self) -> None:
+        for change in self._changes.values():
+            change(self._disk.tables)
+
+    def close(self) -> None:
+        self.writer.cut_off()
+
+
+class SimulatedStore(Store):
+    """A Store on the same disk."""
+
+    def __init__(
+        self, disk: Disk, fate: Callable[[], Fate] = lambda: Fate.FINE, die: Callable[[], None] = lambda: None
+    ) -> None:
+        self.writer = _Writer(disk, fate, die)
+        self._disk = disk
+
+    def index(self) -> tuple[list[tuple[SlotKey, Kept]], list[tuple[str, int]]]:
+        snapshots = self._disk.snapshots.items()
+        kept = [(key, Kept(total, epoch, len(data))) for (key, total, epoch), (_, data) in snapshots]
+        return kept, [(name, len(data)) for name, data in self._disk.blobs.items()]
+
+    def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
+        place = (SlotKey(header.run, header.attempt, header.box, header.slot), header.total, header.epoch)
+        stored = (header.SerializeToString(), bytes(data))
+        self.writer.write("a snapshot", lambda: self._disk.snapshots.update({place: stored}))
+
+    def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
+        found = self._disk.snapshots.get((key, kept.total, kept.epoch))
+        return None if found is None else (pb.SnapshotHeader.FromString(found[0]), found[1])
+
+    def put_blob(self, name: str, data: bytes) -> None:
+        self.writer.write("a blob", lambda: self._disk.blobs.update({name: bytes(data)}))
+
+    def blob(self, name: str) -> bytes | None:
+        return self._disk.blobs.get(name)
+
+    def drop(self, drops: Iterable[Drop]) -> None:
+        for drop in drops:
+            self.writer.write("a removal", lambda drop=drop: self._remove(drop))  # type: ignore[misc]
+
+    def _remove(self, drop: Drop) -> None:
+        match drop:
+            case DropSnapshot(key, total, epoch):
+                self._disk.snapshots.pop((key, total, epoch), None)
+            case DropAttempt(run, attempt):
+                for place in [place for place in self._disk.snapshots if place[0][:2] == (run, attempt)]:
+                    del self._disk.snapshots[place]
+            case DropBlob(name):
+                self._disk.blobs.pop(name, None)
+
+    def close(self) -> None:
+        self.writer.cut_off()

@@ -1,0 +1,107 @@
+"""Small faults of the coordinator's own code, put in on purpose: a simulation that does not see them sees nothing.
+
+Each is a replacement in the source of one function. If the source has changed so that the text is not there, `applied`
+says so: then the mutation is to be written anew, for the mistake that it stands for can still be made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from penstock.appliance import restore
+from penstock.appliance.books import Books
+from penstock.appliance.ledger import Ledger
+from penstock.appliance.registry import Registry
+from penstock.appliance.service import Service
+from penstock.appliance.states import Gathering
+
+__all__ = ["MUTATIONS", "Mutation", "applied"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    where: type | ModuleType
+    function: str
+    old: str
+    new: str
+
+
+MUTATIONS = (
+    Mutation("a move does not raise the generation", Books, "move", "slot.generation += 1", "pass"),
+    Mutation("a slot that was moved is forgotten", Books, "move", "self.waiting[slot.key] = slot", "pass"),
+    Mutation("a slot is given out twice", Books, "place_waiting", "del self.waiting[slot.key]", "pass"),
+    Mutation("a slot is given out and not written down", Books, "place_waiting", "self.save_slot(slot)", "pass"),
+    Mutation(
+        "a superseded attempt is not ended", Registry, "_next_attempt", "if run.current is not None:", "if False:"
+    ),
+    Mutation("the reply goes before the commit", Registry, "_settle", "books.journal.commit()", "pass"),
+    Mutation(
+        "a late report of an old generation counts",
+        Registry,
+        "_slot_report",
+        "slot.generation != report.generation or ",
+        "",
+    ),
+    Mutation(
+        "a heartbeat does not renew the lease",
+        Registry,
+        "heartbeat",
+        "worker.lease_until, worker.seen_at = now + self.limits.worker_lease_s, now",
+        "worker.seen_at = now",
+    ),
+    Mutation("a watch does not renew the lease", Registry, "_renew", "now + self.limits.client_lease_s", "now"),
+    Mutation(
+        "leases are not whole after a restart", restore, "_slot", "now + books.limits.worker_lease_s", "now + 0.5"
+    ),
+    Mutation("what it slept through is others' silence", Registry, "tick", "if gap > limits.stall_s:", "if False:"),
+    Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[below[-1] :]", "kept[: below[-1]]"),
+    Mutation(
+        "the window of states is not kept",
+        Registry,
+        "_progress",
+        "history[0].total[slot.key.slot]",
+        "position.total[slot.key.slot]",
+    ),
+    Mutation(
+        "a snapshot is acknowledged before it is written",
+        Service,
+        "PutSnapshot",
+        "await self._on_disk(self._store.put_snapshot, header, transfer.all())",
+        "pass",
+    ),
+    Mutation(
+        "a state keeps answers to an older plan",
+        Gathering,
+        "_refresh",
+        "(have.want.epoch, have.want.delivered, have.want.total) == place",
+        "True",
+    ),
+    Mutation("a restarted coordinator forgets who waits", restore, "_slot", "books.waiting[slot.key] = slot", "pass"),
+)
+
+
+@contextmanager
+def applied(mutation: Mutation) -> Iterator[None]:
+    """The code with the mutation in it. AssertionError if its text is not there, or not once."""
+    where = mutation.where
+    original: Any = getattr(where, mutation.function)
+    source = textwrap.dedent(inspect.getsource(original))
+    found = source.count(mutation.old)
+    assert found == 1, f"{mutation.name}: {mutation.old!r} stands {found} times in {original.__qualname__}"
+    module = where if isinstance(where, ModuleType) else sys.modules[where.__module__]
+    namespace = dict(vars(module))
+    code = "from __future__ import annotations\n" + source.replace(mutation.old, mutation.new)
+    exec(compile(code, f"<{mutation.name}>", "exec"), namespace)
+    setattr(where, mutation.function, namespace[mutation.function])
+    try:
+        yield
+    finally:
+        setattr(where, mutation.function, original)

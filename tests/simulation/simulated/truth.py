@@ -1,0 +1,366 @@
+"""What is true, as nobody inside the system can know it, and the promises that are held against it.
+
+Every actor reports here what it did and heard; the coordinator's disk reports each commit, and its edge each reply. A
+promise is checked at the moment at which it could first be seen to be broken, by its name in PROMISES: the name is what
+a failing seed prints, and what the table of mutations speaks of.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulated.books import Before, check_books, check_moves
+from simulated.disk import Disk
+from simulated.reference import Batch, BoxPlan, RunPlan
+from simulated.virtual import World
+
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import SlotKey
+from penstock.appliance.registry import Registry
+from penstock.proto.calls import FetchedState
+from penstock.proto.errors import PenstockError, StateUnavailableError, WorkerLostError
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["PROMISES", "Base", "Owner", "Truth"]
+
+PROMISES = (
+    "one owner per slot and generation",
+    "generations and attempts only rise",
+    "what is said is on disk",
+    "the books agree with the journal",
+    "who is superseded owns nothing",
+    "a slot moves only for a cause",
+    "a slot is ready when its runner is",
+    "nobody holds more than it has room for",
+    "nothing waits unnamed",
+    "a lease is whole",
+    "a durable snapshot can be had",
+    "a saved state is what was delivered",
+    "a state that cannot be had is named",
+    "batches come once and in order",
+    "a ticket opens its lane",
+    "no exception is left over",
+    "every run ends",
+)
+
+Owner = tuple[str, str]
+"""A worker's name and session."""
+Key = tuple[str, int, int, int, int]
+"""(run, attempt, box, slot, generation)."""
+
+
+@dataclass(frozen=True, order=True)
+class Base:
+    """A snapshot, or the opening of a pass."""
+
+    epoch: int
+    total: int
+    delivered: int
+    """In its pass."""
+
+
+@dataclass
+class Truth:
+    world: World
+    disk: Disk
+    limits: Limits
+    plans: dict[str, RunPlan]
+    healed_at: float = 0.0
+    """No fault has happened since, and none is under way; 0 while they do."""
+    registry: Registry | None = None
+    before: Before = field(default_factory=Before)
+    stirred: bool = False
+    """Something that somebody looks at has changed since the last commit."""
+    saves: int = 0
+    unsaved: int = 0
+    deliveries: int = 0
+    _owners: dict[Key, Owner] = field(default_factory=dict)
+    _ready: set[Key] = field(default_factory=set)
+    _lost: set[Key] = field(default_factory=set)
+    _failed: set[Key] = field(default_factory=set)
+    _acknowledged: dict[SlotKey, set[Base]] = field(default_factory=lambda: defaultdict(set))
+    _attempts: dict[str, int] = field(default_factory=dict)
+    """Run -> the highest attempt that anybody was told."""
+    _generations: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    """(run, box, slot) -> the highest generation that anybody was told."""
+    _served: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
+    _steps: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    """(run, attempt, box) -> the last step that its loop was handed."""
+    _reported: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    """... that the coordinator was told."""
+    _ledger_used: int = -1
+
+    def _must(self, holds: bool, promise: str, what: str) -> None:
+        if not holds:
+            self.world.violated(promise, what)
+
+    def plan(self, run: str, box: int) -> BoxPlan:
+        return self.plans[run].boxes[box]
+
+    # ---- the coordinator
+
+    def booted(self, registry: Registry) -> None:
+        self.registry = registry
+        now, limits, books = self.world.now, self.limits, registry.books
+        self.before.boot(now)
+        for worker in books.workers.values():
+            whole = worker.lease_until >= now + limits.worker_lease_s
+            self._must(whole, "a lease is whole", f"worker {worker.name} has less than one after a restart")
+        for attempt in books.open_attempts():
+            for box in attempt.boxes.values():
+                whole = box.lease_until >= now + limits.client_lease_s
+                self._must(whole, "a lease is whole", f"box {box.number} has less than one after a restart")
+        for name, number in self._attempts.items():
+            run = books.runs.get(name)
+            known = run is not None and run.attempt >= number
+            self._must(known, "generations and attempts only rise", f"attempt {number} of {name} is forgotten")
+        self._ledger_used = -1
+
+    def committed(self, wrote: bool) -> None:
+        """After every event at the coordinator."""
+        registry = self.registry
+        if registry is None:
+            return  # it is booting
+        if registry.books.ledger.used != self._ledger_used:
+            self._ledger_used = registry.books.ledger.used
+            self._check_snapshots(registry)
+        if not wrote and not self.stirred:
+            return
+        self.stirred = False
+        fail = self.world.violated
+        check_books(fail, registry, self.disk)
+        check_moves(fail, registry, self.before, self._lost, self.limits, self.world.now)
+        for attempt in registry.books.open_attempts():
+            for box in attempt.boxes.values():
+                for slot in box.slots:
+                    if slot.phase == pb.READY and (*slot.key, slot.generation) not in self._ready:
+                        fail("a slot is ready when its runner is", f"generation {slot.generation} of {slot.key} is not")
+                    told = self._generations.get((slot.key.run, slot.key.box, slot.key.slot), 0)
+                    if slot.generation < told:
+                        fail("generations and attempts only rise", f"{slot.key}: {slot.generation} after {told}")
+
+    def _check_snapshots(self, registry: Registry) -> None:
+        """What was acknowledged can be had, or something that serves as well for every place that may be asked for."""
+        ledger = registry.books.ledger
+        for attempt in registry.books.open_attempts():
+            for box in attempt.boxes.values():
+                plan = self.plan(attempt.run, box.number)
+                where = (attempt.run, attempt.number, box.number)
+                self._reported[where] = max(box.step, self._reported.get(where, 0))
+                oldest = plan.records[max(box.base.step, self._reported[where] - box.retention)]
+                for slot in box.slots:
+                    kept = ledger.snapshots(slot.key)
+                    for one in kept:
+                        stored = self.disk.snapshots.get((slot.key, one.total, one.epoch))
+                        if stored is None or len(stored[1]) != one.size:
+                            self.world.violated("a durable snapshot can be had", f"{slot.key} {one} is not on disk")
+                    acknowledged = self._acknowledged.get(slot.key)
+                    if not acknowledged:
+                        continue
+                    k = slot.key.slot
+                    place = (oldest.epoch, oldest.total[k])
+                    had = {(base.epoch, base.total) for base in acknowledged}
+                    best = self._best(plan, k, had, place)
+                    now = self._best(plan, k, {(one.epoch, one.total) for one in kept}, place)
+                    if best is not None and now is None:
+                        what = f"{slot.key} can be asked for {place} (pass, batch), where {best} served; kept is {kept}"
+                        self.world.violated("a durable snapshot can be had", what)
+
+    def _best(
+        self, plan: BoxPlan, slot: int, bases: set[tuple[int, int]], place: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        usable = [base for base in bases if plan.usable(slot, base, place)]
+        before = [base for base in usable if base[1] < place[1]] or usable
+        return max(before, default=None)
+
+    def arrived(self, method: str, request: Any) -> None:
+        assert self.registry is not None
+        if method == "Heartbeat":
+            worker = self.registry.books.workers.get(request.worker)
+            if worker is not None and worker.session == request.session and worker.registered:
+                self.before.heard[request.worker] = self.before.awake(self.world.now)
+        elif method in ("WatchRun", "OpenRun"):
+            run = request.run if method == "WatchRun" else f"{request.job}/{request.ordinal}"
+            self.before.heard_box[run, request.box, request.client_id] = self.before.awake(self.world.now)
+
+    def replies(self, method: str, request: Any, reply: Any) -> None:
+        """Just before a reply leaves: what it says must be on disk."""
+        if self.world.diary is not None:
+            self.world.note("coordinator", f"answers {method} {_brief(request)} -> {_brief(reply)}")
+        promise, must = "what is said is on disk", self._must
+        tables = self.disk.tables
+        if method == "OpenRun":
+            row = tables["runs"].get((reply.run,))
+            must(
+                row is not None and row["attempt"] >= reply.attempt, promise, f"attempt {reply.attempt} of {reply.run}"
+            )
+            box = tables["boxes"].get((reply.run, reply.attempt, request.box))
+            must(
+                box is not None and box["client_id"] == request.client_id, promise, f"{request.client_id} in its place"
+            )
+            self._attempts[reply.run] = max(reply.attempt, self._attempts.get(reply.run, 0))
+        elif method == "WatchRun":
+            self._not_superseded(request.run, request.attempt, f"box {request.box} is answered")
+            for view in reply.slots:
+                row = tables["slots"].get((request.run, request.attempt, request.box, view.slot))
+                said = (view.generation, view.phase, view.worker)
+                there = None if row is None else (row["generation"], row["phase"], row["worker"])
+                if said != there:
+                    self.world.violated(promise, f"box {request.box} slot {view.slot} as {said}, not {there}")
+                self._told(request.run, request.box, view.slot, view.generation)
+        elif method == "Heartbeat":
+            for a in reply.assignments:
+                self._not_superseded(a.run, a.attempt, f"worker {request.worker} is given work")
+                row = tables["slots"].get((a.run, a.attempt, a.box, a.slot))
+                said = (a.generation, request.worker, request.session)
+                there = None if row is None else (row["generation"], row["worker"], row["session"])
+                if said != there:
+                    self.world.violated(promise, f"box {a.box} slot {a.slot} as {said}, not {there}")
+                self._told(a.run, a.box, a.slot, a.generation)
+        elif method == "RegisterWorker":
+            self.before.heard[request.worker] = self.before.awake(self.world.now)
+        elif method == "PutSnapshot" and not reply.refused:
+            header = request[0].header
+            key = SlotKey(header.run, header.attempt, header.box, header.slot)
+            stored = (key, header.total, header.epoch) in self.disk.snapshots
+            must(stored, promise, f"snapshot {header.epoch}.{header.total} of {key}")
+
+    def _told(self, run: str, box: int, slot: int, generation: int) -> None:
+        where = (run, box, slot)
+        self._generations[where] = max(generation, self._generations.get(where, 0))
+
+    def _not_superseded(self, run: str, attempt: int, what: str) -> None:
+        newest = self._attempts.get(run, 0)
+        self._must(attempt >= newest, "who is superseded owns nothing", f"{what} in attempt {attempt} after {newest}")
+
+    # ---- workers
+
+    def starts(self, key: Key, owner: Owner, assignment: records_pb2.WorkerAssignment) -> BoxPlan:
+        """A runner is started; its plan."""
+        if self.world.diary is not None:
+            self.world.note(owner[0], f"starts {key} recovery={assignment.recovery}")
+        # Once, even by the same worker: a second runner of one generation would begin again from its beginning.
+        other = self._owners.setdefault(key, owner)
+        self._must(other is owner, "one owner per slot and generation", f"{key} is started by {owner} after {other}")
+        return self.plan(key[0], key[2])
+
+    def ready(self, key: Key) -> None:
+        self._ready.add(key)
+
+    def failed(self, key: Key, lost: bool) -> None:
+        (self._lost if lost else self._failed).add(key)
+
+    def content(self, key: Key, base: Base) -> bytes:
+        """Of a snapshot, and of a state: a function of the place."""
+        return f"{key[0]} {key[2]}.{key[3]} {base.epoch}.{base.delivered}.{base.total}".encode()
+
+    def acknowledged(self, key: Key, base: Base) -> None:
+        self._acknowledged[SlotKey(*key[:4])].add(base)
+        if self.registry is not None:
+            self._check_snapshots(self.registry)
+
+    def loads(self, key: Key, base: Base, data: bytes) -> None:
+        what = f"{key} at {base} holds {data!r}"
+        self._must(data == self.content(key, base), "a durable snapshot can be had", what)
+
+    def restarts(self, key: Key, plan: BoxPlan, base: Base | None, place: tuple[int, int]) -> None:
+        """A recovering runner goes on at a place, from its base."""
+        fits = base is not None and plan.usable(key[3], (base.epoch, base.total), place)
+        had = sorted(self._acknowledged[SlotKey(*key[:4])])
+        what = f"{key} goes on at (pass, batch) {place} from {base}; acknowledged were {had}"
+        self._must(fits, "a durable snapshot can be had", what)
+
+    def can_replay(self, key: Key, plan: BoxPlan, base: Base | None, place: tuple[int, int], produced: bool) -> bool:
+        """May the state of a place be made from this base? It must, if the loop was there, or the runner was."""
+        if base is not None and plan.usable(key[3], (base.epoch, base.total), place):
+            return True
+        attempt = key[:3]
+        at = plan.records[self._steps.get(attempt, 0)] if attempt in self._steps else None
+        if plan.on_path(key[3], *place) and (produced or (at is not None and place <= (at.epoch, at.total[key[3]]))):
+            self.restarts(key, plan, base, place)
+        return False
+
+    # ---- training jobs
+
+    def opened(self, run: str, attempt: int, box: int, client: str) -> None:
+        step = self._steps.get((run, attempt, box))
+        self._must(
+            step is None, "one owner per slot and generation", f"{client} opens a place that {run} had given out"
+        )
+
+    def closed(self, run: str, attempt: int, box: int) -> None:
+        assert self.registry is not None
+        current = self.registry.books.runs[run].current
+        if current is not None and current.number == attempt and box in current.boxes:
+            place = current.boxes[box].place.value
+            self._must(place == "closed", "what is said is on disk", f"box {box} of {run} was closed, and is {place}")
+
+    def viewed(self, run: str, attempt: int, box: int, views: Iterable[pb.SlotView]) -> None:
+        for view in views:
+            key = (run, attempt, box, view.slot, view.generation)
+            if view.phase == pb.READY:
+                self._must(key in self._ready, "a slot is ready when its runner is", f"a box was told {key} is")
+                named = self._owners.get(key, ("nobody", ""))[0]
+                what = f"{key} is said to be on {view.worker}, and is on {named}"
+                self._must(named == view.worker, "one owner per slot and generation", what)
+
+    def delivered(
+        self, where: tuple[str, int, int, int], generation: int, plan: BoxPlan, step: int, batch: Batch | None
+    ) -> None:
+        promise = "batches come once and in order"
+        before = self._served.get(where, 0)
+        self._must(generation >= before, promise, f"{where} is served by generation {generation} after {before}")
+        self._served[where] = generation
+        if batch is None:
+            return
+        self.deliveries += 1
+        self._must(
+            batch == plan.batches[step - 1], promise, f"{where} step {step}: {batch} for {plan.batches[step - 1]}"
+        )
+        last = self._steps.get(where[:3])
+        self._must(last is None or step == last + 1, promise, f"{where} step {step} after {last}")
+        self._steps[where[:3]] = step
+
+    def saved(self, plan: RunPlan, step: int, state: FetchedState) -> None:
+        self.saves += 1
+        promise, must = "a saved state is what was delivered", self._must
+        must(len(state.records) == plan.slots, promise, f"{len(state.records)} records for {plan.slots} slots")
+        for number, box in enumerate(plan.boxes):
+            at = box.records[min(step, box.steps)]
+            told = Position.from_proto(state.positions[number])
+            there = (told.step, told.epoch, told.live, told.cursor, told.delivered, told.total)
+            true = (at.step, at.epoch, at.live, at.cursor, at.delivered, at.total)
+            must(there == true, promise, f"box {number} of {plan.name} at step {step}: {there} for {true}")
+        for index, (record, data) in enumerate(state.records):
+            number, slot = divmod(index, plan.workers)
+            at = plan.boxes[number].records[min(step, plan.boxes[number].steps)]
+            base = Base(at.epoch, at.total[slot], at.delivered[slot])
+            expected = self.content((plan.name, 0, number, slot, 0), base)
+            must(data == expected, promise, f"box {number} slot {slot} at step {step}: {data!r} for {expected!r}")
+            must(record.worker_step == at.total[slot], promise, f"box {number} slot {slot}: {record.worker_step}")
+
+    def not_saved(self, plan: RunPlan, step: int, error: PenstockError, began: float) -> None:
+        self.unsaved += 1
+        what = f"{plan.name} at step {step}: {type(error).__name__} {error.message}"
+        named = bool(error.message) and "waited for \n" not in f"{error.message}\n"
+        self._must(named, "a state that cannot be had is named", what)
+        if self.healed_at and began > self.healed_at:
+            window = plan.retention < max(box.steps for box in plan.boxes)
+            fair = isinstance(error, StateUnavailableError) and (window or "has closed" in error.message)
+            fair = fair or type(error).__name__ in ("SupersededError", "UnknownRunError")
+            fair = fair or (isinstance(error, WorkerLostError) and "times within" in error.message)
+            self._must(fair, "a state that cannot be had is named", f"{what}, although nothing was broken")
+
+    def heal(self) -> None:
+        self.healed_at = self.world.now
+
+
+def _brief(message: Any) -> str:
+    if isinstance(message, list):
+        return f"[{' | '.join(_brief(part) for part in message)}]"
+    return " ".join(str(message).split())

@@ -1,0 +1,478 @@
+"""A worker daemon and its runners, as far as the coordinator and a training loop can tell them from real ones.
+
+The daemon does what penstock.worker.daemon does: it registers, holds one long poll and tells changes beside it, makes
+what it runs equal to what it is told, sends snapshots, answers state requests. A runner produces the reference's
+batches, a few ahead of the loop, takes snapshots as it goes, and on recovery replays from the base that the real one
+would choose. What a runner claims or serves is checked against the truth on the spot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulated.network import Network
+from simulated.reference import Batch, BoxPlan
+from simulated.truth import Base, Owner, Truth
+from simulated.virtual import Process, World
+
+from penstock.proto.calls import Gather, answer_parts, snapshot_parts
+from penstock.proto.channel import detail_of
+from penstock.proto.errors import (
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    DeadlineError,
+    JournalError,
+    PenstockError,
+    StateUnavailableError,
+    SupersededError,
+    WorkerLostError,
+)
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["Daemon", "Take"]
+
+HOLD_S = 1.0
+CALL_S = 10.0
+RETRY_S = 0.3
+UPLOAD_S = 1.0
+AHEAD = 3
+"""Batches produced before the loop wants them."""
+AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""Try again: the coordinator is away, or its disk is full."""
+
+Key = tuple[str, int, int, int, int]
+"""(run, attempt, box, slot, generation)."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """The loop wants the batch after `total` of this slot, in pass `epoch`, of which it has `delivered`."""
+
+    key: Key
+    ticket: str
+    epoch: int
+    delivered: int
+    total: int
+
+
+@dataclass
+class Runner:
+    """One slot and generation."""
+
+    process: Process
+    daemon: Daemon
+    assignment: records_pb2.WorkerAssignment
+    plan: BoxPlan
+    phase: pb.SlotPhase.ValueType = pb.STARTING
+    error: records_pb2.ErrorDetail | None = None
+    lost: bool = False
+    bases: list[Base] = field(default_factory=list)
+    durable: set[Base] = field(default_factory=set)
+    ends: dict[int, int] = field(default_factory=dict)
+    """Pass -> total where it ended, as this runner saw it."""
+    epoch: int = 0
+    index: int = 0
+    """Batches produced of this pass."""
+    total: int = 0
+    wanted: int = 0
+    """The loop has taken up to here."""
+    sought: bool = False
+    """It stands where the loop does: at once when it begins, on recovery after the first demand."""
+    opening: bool = False
+    """The beginning of this pass is not durable yet."""
+    alive: bool = True
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> Key:
+        a = self.assignment
+        return a.run, a.attempt, a.box, a.slot, a.generation
+
+    def spawn(self, work: Any) -> None:
+        self.tasks.append(self.process.spawn(work))
+
+    def stop(self) -> None:
+        self.alive = False
+        for task in self.tasks:
+            task.cancel()
+        self._wake()
+
+    def fail(self, error: PenstockError, *, lost: bool) -> None:
+        if self.alive and self.phase != pb.FAILED:
+            self.phase, self.error, self.lost = pb.FAILED, detail_of(error), lost
+            self.daemon.truth.failed(self.key, lost)
+            self.stop()
+            self.daemon.dirty.set()
+
+    # ---- its life
+
+    async def live(self) -> None:
+        try:
+            await self._start()
+        except PenstockError as error:
+            self.fail(error, lost=isinstance(error, CoordinatorUnavailableError))
+            return
+        self.daemon.truth.ready(self.key)
+        self.phase = pb.READY
+        self.daemon.dirty.set()
+        self._wake()
+        self.spawn(self._produce())
+        self.spawn(self._upload())
+
+    async def _start(self) -> None:
+        a, rng = self.assignment, self.daemon.world.rng
+        await asyncio.sleep(rng.uniform(0.01, 0.4))
+        if a.recovery:
+            parts = await self.daemon.patiently("GetSnapshots", self._request_snapshots())
+            gather: Gather[pb.SnapshotHeader] = Gather("GetSnapshots", lambda header: header.size)
+            for part in parts:
+                gather.add(part.header if part.HasField("header") else None, part.data)
+            for header, data in gather.all():
+                base = Base(header.epoch, header.total, header.delivered)
+                self.daemon.truth.loads(self.key, base, data)
+                self.bases.append(base)
+                self.durable.add(base)
+            return
+        slots = a.base.slots
+        at = slots[a.slot] if slots else records_pb2.SlotPosition()
+        self.epoch, self.index, self.total = a.base.epoch, at.delivered, at.total
+        self.wanted, self.sought = self.total, True
+        base = Base(self.epoch, self.total, self.index)
+        self.bases.append(base)
+        await self._make_durable(base)  # before any batch can be fetched
+
+    def _request_snapshots(self) -> pb.GetSnapshotsRequest:
+        run, attempt, box, slot, generation = self.key
+        return pb.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
+
+    def _wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def _change(self) -> None:
+        """Raises StateUnavailableError once it is over."""
+        if not self.alive:
+            raise StateUnavailableError(f"the runner of {self.key} has ended")
+        await self.changed.wait()
+
+    # ---- batches
+
+    async def _produce(self) -> None:
+        cadence, batch_s = self.daemon.cadence, self.daemon.batch_s
+        while True:
+            at_end = self.index == self.plan.length(self.assignment.slot, self.epoch)
+            idle = not self.sought or self.opening
+            if idle or at_end or self.total >= self.wanted + AHEAD:
+                if at_end and not idle:
+                    self.ends.setdefault(self.epoch, self.total)
+                    self._wake()
+                await self.changed.wait()
+                continue
+            epoch = self.epoch
+            await asyncio.sleep(batch_s)
+            if self.epoch != epoch:
+                continue  # the loop has left that pass
+            self.index += 1
+            self.total += 1
+            if self.total % cadence == 0:
+                self.bases.append(Base(self.epoch, self.total, self.index))
+            self._wake()
+
+    async def take(self, wish: Take) -> Batch | None:
+        """The next batch, or None where the pass has ended."""
+        while self.phase != pb.READY:
+            await self._change()
+        if not self.sought:
+            self._seek(wish)
+        if wish.epoch > self.epoch:
+            self._open_pass(wish)
+        while self.opening:
+            await self._change()
+        if (wish.epoch, wish.total - wish.delivered) != (self.epoch, self.total - self.index):
+            raise SupersededError(f"a late wish for batch {wish.total + 1} of pass {wish.epoch}")
+        self.wanted = max(self.wanted, wish.total)
+        self._wake()
+        while self.epoch == wish.epoch:
+            if self.total > wish.total:
+                return Batch(self.assignment.slot, wish.epoch, wish.delivered + 1, wish.total + 1)
+            if self.ends.get(wish.epoch) == wish.total:
+                return None
+            await self._change()
+        raise SupersededError("the pass was left meanwhile")
+
+    def open(self, wish: Take) -> None:
+        """The loop begins a pass, at this total of the slot. A recovering runner hears that with the first wish."""
+        if self.sought and wish.epoch > self.epoch:
+            self._open_pass(wish)
+
+    def _seek(self, wish: Take) -> None:
+        """Recovery: replay from the newest base before the last delivered batch."""
+        place = (wish.epoch, wish.total)
+        usable = [base for base in self.bases if base.epoch <= wish.epoch and base.total <= wish.total]
+        before = [base for base in usable if base.total < wish.total] or usable
+        base = max(before, default=None)
+        self.daemon.truth.restarts(self.key, self.plan, base, place)
+        self.epoch, self.index, self.total = wish.epoch, wish.delivered, wish.total
+        self.wanted, self.sought = wish.total, True
+        if base is not None and base.epoch < wish.epoch and wish.delivered == 0:
+            self._begin_pass()
+
+    def _open_pass(self, wish: Take) -> None:
+        began = wish.total - wish.delivered
+        natural = wish.epoch == self.epoch + 1 and self.ends.get(self.epoch) == began
+        self.ends[self.epoch] = began
+        self.bases = [base for base in self.bases if base.epoch < self.epoch or base.total <= began]
+        self.epoch, self.index, self.total = wish.epoch, 0, began
+        if natural:
+            self.bases.append(Base(self.epoch, began, 0))
+        else:
+            self._begin_pass()
+        self._wake()
+
+    def _begin_pass(self) -> None:
+        """Behind one that was left, across which nobody can replay: no batch of this one before it is durable."""
+        base = Base(self.epoch, self.total, 0)
+        self.bases.append(base)
+        self.opening = True
+        self.spawn(self._open(base))
+
+    async def _open(self, base: Base) -> None:
+        if await self._make_durable(base):
+            self.opening = False
+            self._wake()
+
+    # ---- snapshots
+
+    async def _upload(self) -> None:
+        while True:
+            # What the loop has not been handed may never happen, if it leaves the pass.
+            newest = max((base for base in self.bases if base.total <= self.wanted), default=None)
+            if newest is not None and newest not in self.durable:
+                await self._make_durable(newest)
+            await asyncio.sleep(UPLOAD_S)
+
+    async def _make_durable(self, base: Base) -> bool:
+        """False if this runner is fenced: it has nothing more to give to anybody."""
+        run, attempt, box, slot, generation = self.key
+        header = pb.SnapshotHeader(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
+        header.epoch, header.total, header.delivered = base.epoch, base.total, base.delivered
+        data = self.daemon.truth.content(self.key, base)
+        while True:
+            try:
+                reply = await self.daemon.call("PutSnapshot", list(snapshot_parts(header, data)))
+            except AWAY:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except PenstockError:
+                return False
+            self.durable.add(base)
+            if not reply.refused:
+                self.daemon.truth.acknowledged(self.key, base)
+            return True
+
+    # ---- states
+
+    async def state(self, request: pb.StateRequest, answer: pb.StateAnswer) -> bytes:
+        epoch, delivered, total = request.epoch, request.position.delivered, request.position.total
+        began = total - delivered
+        while self.phase != pb.READY:
+            await self._change()
+        while True:
+            if self.ends.get(epoch - 1, began) != began:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, self.ends[epoch - 1]
+                return b""
+            if self.ends.get(epoch, total) < total:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, self.ends[epoch]
+                return b""
+            produced = self.sought and self.total >= total
+            if produced or not self.sought:
+                # A recovering runner waits for its loop, which may wait for this state: what was delivered can be
+                # replayed. (A real one finds out by its digests where it cannot.)
+                bases = [base for base in self.bases if base.epoch <= epoch and base.total <= total]
+                base = max(bases, default=None)
+                if self.daemon.truth.can_replay(self.key, self.plan, base, (epoch, total), produced):
+                    break
+                if produced:
+                    raise StateUnavailableError(f"batch {total} cannot be reached from {base}")
+            await self._change()
+        end = began + self.plan.length(self.assignment.slot, epoch)
+        if end < total:  # found by replay
+            answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, end
+            return b""
+        return self.daemon.truth.content(self.key, Base(epoch, total, delivered))
+
+
+class Daemon:
+    """One incarnation of a worker."""
+
+    def __init__(
+        self, world: World, network: Network, truth: Truth, name: str, *, slots: int, host: str, session: str
+    ) -> None:
+        self.world = world
+        self.truth = truth
+        self.name = name
+        self.session = session
+        self.slots = slots
+        self.host = host
+        self.cadence = world.rng.choice((1, 2, 3))
+        self.batch_s = world.rng.choice((0.01, 0.05, 0.2))
+        self.process = world.process(name)
+        self.process.serve = self._serve
+        self.dirty = asyncio.Event()
+        self.leaving = False
+        self.superseded = False
+        self.runners: dict[Key, Runner] = {}
+        self._network = network
+        self._newest = 0
+        """Version of the newest reply that was obeyed: an older one was overtaken."""
+        self._registrations = 0
+        self._answered: set[str] = set()
+        self.process.spawn(self._run())
+
+    @property
+    def owner(self) -> Owner:
+        return self.name, self.session
+
+    async def call(self, method: str, request: Any, deadline_s: float = CALL_S) -> Any:
+        return await self._network.call(self.process, "coordinator", method, request, deadline_s)
+
+    async def patiently(self, method: str, request: Any) -> Any:
+        """Again and again while the coordinator is away."""
+        while True:
+            try:
+                return await self.call(method, request)
+            except AWAY:
+                await asyncio.sleep(RETRY_S)
+
+    # ---- heartbeats
+
+    async def _run(self) -> None:
+        await self._register()
+        self.process.spawn(self._report_changes())
+        version = 0
+        while True:
+            registration = self._registrations
+            try:
+                reply = await self.call("Heartbeat", self._heartbeat(version, HOLD_S), HOLD_S + CALL_S)
+            except AWAY:
+                await asyncio.sleep(RETRY_S)
+                version = 0
+                continue
+            if reply.register_again:
+                await self._register()
+                version = 0
+                continue
+            version = reply.version
+            self._make_it_so(reply, registration)
+
+    async def _register(self) -> None:
+        request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host, slots=self.slots)
+        request.local_address, request.tcp_address = f"@{self.name}", f"{self.name}:1"
+        try:
+            await self.patiently("RegisterWorker", request)
+            self._registrations += 1
+            self._newest = 0
+        except SupersededError:
+            self.superseded = True  # another process has this name, as far as the coordinator knows
+            self.process.kill()
+            await asyncio.Event().wait()
+
+    async def _report_changes(self) -> None:
+        while True:
+            await self.dirty.wait()
+            self.dirty.clear()
+            registration = self._registrations
+            try:
+                reply = await self.call("Heartbeat", self._heartbeat(0, 0.0))
+            except AWAY:
+                await asyncio.sleep(RETRY_S)
+                self.dirty.set()
+                continue
+            if not reply.register_again:
+                self._make_it_so(reply, registration)
+
+    def _heartbeat(self, version: int, hold_s: float) -> pb.HeartbeatRequest:
+        request = pb.HeartbeatRequest(worker=self.name, session=self.session, seen_version=version, hold_s=hold_s)
+        for (run, attempt, box, slot, generation), runner in self.runners.items():
+            request.slots.add(
+                run=run,
+                attempt=attempt,
+                box=box,
+                slot=slot,
+                generation=generation,
+                phase=runner.phase,
+                error=runner.error,
+                lost=runner.lost,
+            )
+        return request
+
+    def _make_it_so(self, reply: pb.HeartbeatReply, registration: int) -> None:
+        if self.leaving or registration != self._registrations or reply.version < self._newest:
+            return
+        self._newest = reply.version
+        wanted = {(a.run, a.attempt, a.box, a.slot, a.generation): a for a in reply.assignments}
+        for key in [key for key in self.runners if key not in wanted]:
+            self.runners.pop(key).stop()
+        for key, assignment in wanted.items():
+            if key not in self.runners:
+                plan = self.truth.starts(key, self.owner, assignment)
+                runner = self.runners[key] = Runner(self.process, self, assignment, plan)
+                runner.spawn(runner.live())
+        self._answered &= {request.request for request in reply.state_requests}
+        for request in reply.state_requests:
+            if request.request not in self._answered:
+                self._answered.add(request.request)
+                self.process.spawn(self._answer(request))
+
+    async def _answer(self, request: pb.StateRequest) -> None:
+        runner = self.runners.get((request.run, request.attempt, request.box, request.slot, request.generation))
+        if runner is None:
+            self._answered.discard(request.request)
+            return
+        answer = pb.StateAnswer(request=request.request, worker=self.name, session=self.session)
+        data = b""
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                data = await runner.state(request, answer)
+        except TimeoutError:
+            answer.error.CopyFrom(detail_of(DeadlineError(f"no state at step {request.step} in time")))
+        except PenstockError as error:
+            answer.error.CopyFrom(detail_of(error))
+        for epoch, total in runner.ends.items():
+            answer.ends.add(epoch=epoch, total=total)
+        try:
+            await self.call("PutState", list(answer_parts(answer, data)))
+        except PenstockError:
+            self._answered.discard(request.request)
+
+    # ---- lanes
+
+    async def _serve(self, method: str, wish: Take) -> Batch | None:
+        runner = self.runners.get(wish.key)
+        if runner is None or not runner.alive:
+            raise SupersededError(f"worker {self.name} does not run {wish.key}")
+        if wish.ticket != runner.assignment.ticket:
+            raise AuthenticationError(f"wrong ticket for {wish.key}")
+        if method == "Open":
+            runner.open(wish)
+            return None
+        return await runner.take(wish)
+
+    # ---- what befalls it
+
+    def lose_runner(self, key: Key) -> None:
+        self.runners[key].fail(WorkerLostError("killed by SIGKILL"), lost=True)
+
+    async def leave(self) -> None:
+        """It drains."""
+        self.leaving = True
+        request = pb.DeregisterWorkerRequest(worker=self.name, session=self.session)
+        try:
+            await self.call("DeregisterWorker", request, 2.0)
+        except PenstockError:
+            pass
+        self.process.kill()

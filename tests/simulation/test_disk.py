@@ -1,0 +1,178 @@
+"""One contract for the journal and the store, on SQLite and on the simulated disk: what the simulation finds out about
+the coordinator holds for the real one only if the two disks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from simulated.disk import Disk, Fate, SimulatedJournal, SimulatedStore
+from simulated.virtual import Crash
+
+from penstock.appliance.journal import Journal, StateDir
+from penstock.appliance.ledger import DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.model import SlotKey
+from penstock.appliance.store import Store
+from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+KEY = SlotKey("job/0", 1, 0, 0)
+SLOT = {**KEY._asdict(), "generation": 3, "phase": 2, "worker": "w", "session": "s", "ever_ready": True}
+SLOT |= {"recovery": False, "restarts": 1, "note": "why", "traits": b"\x00\x01", "error": None}
+
+
+class Media:
+    """A place that journals and stores are opened on, again and again."""
+
+    def __init__(self, journal: Callable[[], Journal], store: Callable[[], Store]) -> None:
+        self._journal, self._store = journal, store
+        self._open: list[Journal | Store] = []
+
+    def journal(self) -> Journal:
+        self._open.append(self._journal())
+        return self._open[-1]  # type: ignore[return-value]
+
+    def store(self) -> Store:
+        self._open.append(self._store())
+        return self._open[-1]  # type: ignore[return-value]
+
+    def crash(self) -> None:
+        """What is open ends without another word. (A commit that was not begun is not on SQLite's disk either.)"""
+        for one in self._open:
+            one.close()
+        self._open.clear()
+
+
+@pytest.fixture(params=["sqlite", "simulated"])
+def media(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Media]:
+    if request.param == "sqlite":
+        directory = StateDir(tmp_path / "state")
+        made = Media(lambda: Journal(directory), lambda: Store(directory))
+        yield made
+        made.crash()
+        directory.close()
+    else:
+        disk = Disk()
+        yield Media(lambda: SimulatedJournal(disk), lambda: SimulatedStore(disk))
+
+
+def run(name: str, attempt: int) -> dict[str, object]:
+    return {"run": name, "seed": str(2**64 - 1), "num_boxes": 1, "num_workers": 2, "attempt": attempt, "generation": 7}
+
+
+def test_what_was_committed_is_there_after_a_crash_as_it_was_put(media: Media) -> None:
+    journal = media.journal()
+    journal.put("runs", run("job/0", 1))
+    journal.put("slots", SLOT)
+    journal.commit()
+    media.crash()
+    journal = media.journal()
+    assert [dict(row) for row in journal.rows("runs")] == [run("job/0", 1)]
+    (slot,) = journal.rows("slots")
+    assert dict(slot) == SLOT
+    assert (type(slot["ever_ready"]), slot["traits"], slot["error"]) == (int, b"\x00\x01", None)
+
+
+def test_what_was_not_committed_is_not(media: Media) -> None:
+    journal = media.journal()
+    journal.put("runs", run("job/0", 1))
+    journal.commit()
+    journal.put("runs", run("job/0", 2))
+    journal.put("runs", run("job/1", 1))
+    journal.drop("runs", run="job/0")
+    media.crash()
+    assert [(row["run"], row["attempt"]) for row in media.journal().rows("runs")] == [("job/0", 1)]
+
+
+def test_a_row_is_written_whole_and_by_its_key_and_tables_come_in_its_order(media: Media) -> None:
+    journal = media.journal()
+    for name in ("job/2", "job/10", "job/1"):
+        journal.put("runs", run(name, 1))
+    journal.put("runs", run("job/1", 2))
+    journal.commit()
+    journal.put("runs", run("job/1", 3) | {"and": "what no column is for"})
+    journal.commit()
+    journal.commit()  # nothing to write is no error
+    assert [(row["run"], row["attempt"]) for row in journal.rows("runs")] == [("job/1", 3), ("job/10", 1), ("job/2", 1)]
+    with pytest.raises(KeyError):
+        journal.put("runs", {"run": "job/1"})
+
+
+def test_drops_and_puts_happen_in_their_order(media: Media) -> None:
+    journal = media.journal()
+    for number in (1, 2):
+        for slot in (0, 1):
+            journal.put("slots", SLOT | {"attempt": number, "slot": slot})
+    journal.drop("slots", run="job/0", attempt=1)
+    journal.put("slots", SLOT | {"attempt": 1, "slot": 5})
+    journal.commit()
+    assert [(row["attempt"], row["slot"]) for row in journal.rows("slots")] == [(1, 5), (2, 0), (2, 1)]
+    journal.drop("slots", run="job/0")
+    journal.drop("slots", run="nobody")
+    journal.commit()
+    assert journal.rows("slots") == []
+
+
+def test_the_secret_stays_and_the_boots_are_counted(media: Media) -> None:
+    first = media.journal()
+    secret, boots = first.secret, first.boots
+    media.crash()
+    second = media.journal()
+    assert (second.secret, second.boots) == (secret, boots + 1)
+    assert len(secret) == 32
+
+
+def header(total: int, epoch: int, *, attempt: int = 1) -> pb.SnapshotHeader:
+    return pb.SnapshotHeader(**KEY._replace(attempt=attempt)._asdict(), total=total, epoch=epoch, generation=1)
+
+
+def test_a_store_keeps_what_was_put_until_it_is_dropped(media: Media) -> None:
+    store = media.store()
+    store.put_snapshot(header(4, 0), b"four")
+    store.put_snapshot(header(4, 1), b"of the next pass")
+    store.put_snapshot(header(4, 0), b"FOUR again")
+    store.put_snapshot(header(9, 0, attempt=2), b"x")
+    store.put_blob("name", b"blob")
+    media.crash()
+    store = media.store()
+    assert store.snapshot(KEY, Kept(4, 0, 10)) == (header(4, 0), b"FOUR again")
+    assert (store.blob("name"), store.blob("no such")) == (b"blob", None)
+    kept, blobs = store.index()
+    assert sorted(kept) == [(KEY, Kept(4, 0, 10)), (KEY, Kept(4, 1, 16)), (KEY._replace(attempt=2), Kept(9, 0, 1))]
+    assert blobs == [("name", 4)]
+    store.drop([DropSnapshot(KEY, 4, 0), DropSnapshot(KEY, 77, 0), DropAttempt("job/0", 2), DropBlob("name")])
+    assert store.index() == ([(KEY, Kept(4, 1, 16))], [])
+    assert store.snapshot(KEY, Kept(4, 0, 10)) is None
+
+
+# ------------------------------------------------------------------------------------------- what only fate can do here
+
+
+def journal_with(disk: Disk, fate: Fate) -> SimulatedJournal:
+    journal = SimulatedJournal(disk, lambda: fate)
+    journal.put("runs", run("job/0", 1))
+    return journal
+
+
+def test_a_full_disk_takes_nothing_and_the_rows_wait_for_the_next_commit() -> None:
+    disk, fates = Disk(), [Fate.FULL, Fate.FINE]
+    journal = SimulatedJournal(disk, lambda: fates.pop(0))
+    journal.put("runs", run("job/0", 1))
+    with pytest.raises(JournalError, match="disk is full"):
+        journal.commit()
+    assert journal.rows("runs") == []
+    journal.commit()
+    assert len(journal.rows("runs")) == 1
+
+
+@pytest.mark.parametrize(("fate", "rows"), [(Fate.LOST, 0), (Fate.UNHEARD, 1)])
+def test_a_crash_is_before_the_sync_or_behind_it_and_ends_the_writer(fate: Fate, rows: int) -> None:
+    disk = Disk()
+    journal = journal_with(disk, fate)
+    with pytest.raises(Crash):
+        journal.commit()
+    journal.put("runs", run("job/9", 1))
+    with pytest.raises(Crash):  # the process is dead: what it still tries reaches nothing
+        journal.commit()
+    assert len(SimulatedJournal(disk).rows("runs")) == rows

@@ -1,0 +1,77 @@
+"""The coordinator's promises, over hundreds of histories that a seed decides; `make simulate` plays thousands."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from simulated.mutations import MUTATIONS, Mutation, applied
+from simulated.scenario import simulate
+from simulated.truth import PROMISES
+
+SEEDS = 320
+GROUPS = 8
+"""Of seeds, one test each: a failure names its seed, and two test processes share the work."""
+CAUGHT_WITHIN = 60
+"""Seeds that a mutation may survive."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    log = logging.getLogger("penstock.appliance")
+    before = log.level
+    log.setLevel(logging.CRITICAL)  # full disks are ours
+    yield
+    log.setLevel(before)
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_every_promise_is_kept(group: int) -> None:
+    faults: Counter[str] = Counter()
+    deliveries = saves = 0
+    for seed in range(group, SEEDS, GROUPS):
+        outcome = simulate(seed)
+        assert not outcome.broken, f"make simulate SEED={seed}: {outcome.broken}"
+        faults.update(outcome.faults)
+        deliveries += outcome.deliveries
+        saves += outcome.saves
+    assert deliveries > 500
+    assert saves > 20
+    assert {"worker killed", "coordinator killed", "crash before the sync", "crash after the sync"} <= set(faults)
+    assert {"message lost", "message doubled", "message slow", "link cut one way", "disk full"} <= set(faults)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_is_caught(mutation: Mutation, record_property: Callable[[str, object], None]) -> None:
+    with applied(mutation):
+        for seed in range(CAUGHT_WITHIN):
+            broken = simulate(seed).broken
+            if broken:
+                promise = broken.partition(":")[0]
+                record_property("caught", f"seed {seed}: {promise}")
+                assert promise in PROMISES
+                return
+    pytest.fail(f"{CAUGHT_WITHIN} seeds did not see that {mutation.name}")
+
+
+def test_a_seed_is_one_history_in_every_process() -> None:
+    """The order of sets and dictionaries of names differs between processes; histories must not."""
+    program = (
+        "from simulated.scenario import simulate\n"
+        "for seed in range(12): print(*simulate(seed, tracing=True).diary, sep=chr(10))"
+    )
+    diaries = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=60, check=True)
+        diaries.append(run.stdout.decode().splitlines())
+    assert len(diaries[0]) > 100
+    assert diaries[0] == diaries[1]
