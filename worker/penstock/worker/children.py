@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from penstock.proto.errors import LaneLostError, PenstockError, WorkerLostError
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
 from penstock.worker.control import Channel, Message
 from penstock.worker.ledger import Ledger
 
@@ -65,6 +65,14 @@ def child_environment(seed: int) -> dict[str, str]:
     return environment
 
 
+def _refuse_descriptors(message: Message) -> None:
+    """Children are given descriptors and send none: each one taken would be one less for the daemon."""
+    if message.fds:
+        for fd in message.fds:
+            os.close(fd)
+        raise ProtocolError(f"a message {message.kind[:40]!r} with {len(message.fds)} descriptors")
+
+
 class Child:
     """A runner or scratch child."""
 
@@ -96,12 +104,19 @@ class Child:
                 os.close(fd)
 
     def drain(self) -> None:
-        """Read everything that the child has said by now."""
+        """Read everything that the child has said by now. One that talks nonsense is killed: it runs user code, and
+        what it says next would be worth no more."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
+                _refuse_descriptors(message)
                 self._on_message(message)
-        except (LaneLostError, PenstockError):
+        except LaneLostError:
             self._shut()
+        except Exception as error:
+            traceback = None if isinstance(error, PenstockError) else error
+            _log.warning("%s: it said what no child says, and is killed: %s", self.name, error, exc_info=traceback)
+            self._shut()
+            self.kill()
 
     def kill(self) -> None:
         """Kill the child and everything in its process group; harmless when it is gone."""
@@ -134,7 +149,7 @@ class Child:
         if self._open:
             self._open = False
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
-            self._channel.sock.close()
+            self._channel.close()
 
     def _read_output(self) -> None:
         if self._output < 0:

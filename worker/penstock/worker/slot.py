@@ -30,7 +30,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Child, Zygote
-from penstock.worker.control import Message
+from penstock.worker.control import Message, counts
 from penstock.worker.ledger import ENTRIES, Ledger
 from penstock.worker.snapshots import Kept, SnapshotStore
 
@@ -227,8 +227,8 @@ class Slot:
             return
         fields = message.fields
         if message.kind == "base":
-            place = (fields["epoch"], fields["delivered"], fields["total"], fields["samples"])
-            base = Kept(*place, fields["origin"], fields["step"], message.payload)
+            epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
+            base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
             self._store.add(base, self._oldest_wanted())
             if not base.origin and len(self._early) < EARLY_SNAPSHOTS:
                 self._early.append(base)
@@ -242,7 +242,8 @@ class Slot:
         elif message.kind == "begun":
             self._begun = True
         elif message.kind == "left":
-            self._store.forget_after(fields["epoch"], fields["total"])
+            epoch, total = counts(message, "epoch", "total")
+            self._store.forget_after(epoch, total)
         elif message.kind == "broken":
             _log.warning("%s: %s", self.name, fields["error"]["message"])
         elif message.kind == "failed":
