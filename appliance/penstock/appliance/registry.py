@@ -167,7 +167,9 @@ class Registry:
         for cut in request.cuts:
             if cut.epoch not in box.cuts:
                 if len(box.cuts) >= self.limits.cuts_max:
-                    raise InvalidArgumentError(f"box {box.number} has left {len(box.cuts)} passes, the most there may be")
+                    raise InvalidArgumentError(
+                        f"box {box.number} has left {len(box.cuts)} passes: there is no more room"
+                    )
                 box.cuts[cut.epoch] = cut.step
                 self.books.touched.add((attempt.run, attempt.number))
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
