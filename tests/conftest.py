@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# inputs: users' modules, which workers import too. support: what several test modules need.
-sys.path[:0] = [str(HERE / "inputs"), str(HERE / "support")]
+# inputs: users' modules, which workers import too. support: what several test modules need. fuzz: its targets.
+sys.path[:0] = [str(HERE / "inputs"), str(HERE / "support"), str(HERE / "fuzz")]
 
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]
