@@ -52,7 +52,7 @@ class Outcome:
 
 def child(name: str, arguments: list[str]) -> None:
     """Fuzz one target in this process; does not return."""
-    import atheris  # type: ignore[import-not-found,unused-ignore]
+    import atheris
 
     with atheris.instrument_imports(include=["penstock"], exclude=["penstock.proto.v1"]):
         from targets.every import EVERY
@@ -128,7 +128,8 @@ def main() -> int:
             print(f"found: {path}; again with: python {Path(__file__).name} --replay {path}")
         print(f"       what it said stands in {given.out / outcome.name}.log")
     print(
-        f"{sum(outcome.executions for outcome in outcomes):,} executions of {len(outcomes)} targets, {len(bad)} with findings"
+        f"{sum(outcome.executions for outcome in outcomes):,} executions of {len(outcomes)} targets, "
+        f"{len(bad)} with findings"
     )
     return 1 if bad else 0
 

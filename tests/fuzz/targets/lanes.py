@@ -19,7 +19,7 @@ from targets.target import Target, pieces, script
 from penstock.client import lander
 from penstock.client.lanes import SlotLane
 from penstock.proto.errors import LaneLostError
-from penstock.proto.frames import BATCH, CLOSE, END, ERROR, MAX_DIMS, RING, STRUCTURE, framed
+from penstock.proto.frames import BATCH, CLOSE, END, ERROR, LANE_PROTOCOL, MAX_DIMS, RING, STRUCTURE, framed
 from penstock.proto.producer import MOST_WANTED, Producer
 from penstock.proto.ring import PAGE, Ring
 from penstock.proto.structure import MAX_LEAVES, MAX_RANK
@@ -219,7 +219,9 @@ def _honest(producer: Producer) -> None:
 
 
 def _producer_seeds() -> list[bytes]:
-    hello = lane_pb2.Hello(protocol=3, next_total=1, held=[lane_pb2.Slot(ring=1, slot=2)]).SerializeToString()
+    hello = lane_pb2.Hello(
+        protocol=LANE_PROTOCOL, next_total=1, held=[lane_pb2.Slot(ring=1, slot=2)]
+    ).SerializeToString()
     acks = [
         lane_pb2.Ack(delivered=1, open_epochs=2, wanted=[3, 3, 4, 4]),
         lane_pb2.Ack(delivered=2, released=[1, 2, 1, 3]),
@@ -276,7 +278,7 @@ def _pump(data: bytes) -> None:
 
 def _pump_seeds() -> list[bytes]:
     structure, ring, content, batches = _runner_frames()
-    hello = lane_pb2.Hello(protocol=3, next_total=1, codecs=[lane_pb2.LZ4]).SerializeToString()
+    hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, next_total=1, codecs=[lane_pb2.LZ4]).SerializeToString()
     acks = [lane_pb2.Ack(delivered=1, wanted=[4, 4]), lane_pb2.Ack(delivered=2), lane_pb2.Ack(abandon_epoch=1)]
     said = [(3, ack.SerializeToString()) for ack in acks]
     opening = [(0, hello), (0, structure), (0, ring), (2, b"\0" + content)]
@@ -375,7 +377,9 @@ def _drive(lane: lander.Lane, loop: _Loop) -> None:
 
 def _lander_seeds() -> list[bytes]:
     structure, ring, content, batches = _runner_frames()
-    hello = lane_pb2.Hello(protocol=3, next_total=1, target="127.0.0.1:1", codecs=[lane_pb2.ZSTD, lane_pb2.LZ4])
+    hello = lane_pb2.Hello(
+        protocol=LANE_PROTOCOL, next_total=1, target="127.0.0.1:1", codecs=[lane_pb2.ZSTD, lane_pb2.LZ4]
+    )
     payload = content[: Frame.FromString(batches[0]).nbytes]
     ack = lane_pb2.Ack(delivered=1).SerializeToString()
     return [
@@ -400,7 +404,9 @@ def _hello(data: bytes) -> None:
 
 
 def _hello_seeds() -> list[bytes]:
-    hello = lane_pb2.Hello(protocol=3, run="job/0", attempt=1, slot=2, generation=3, ticket="t" * 32, next_total=9)
+    hello = lane_pb2.Hello(
+        protocol=LANE_PROTOCOL, run="job/0", attempt=1, slot=2, generation=3, ticket="t" * 32, next_total=9
+    )
     return [framed(hello.SerializeToString())]
 
 

@@ -3,13 +3,12 @@ to the coordinator, rows of its journal."""
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.message import DecodeError, Message as Protobuf
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.books import Books
@@ -23,7 +22,7 @@ from penstock.appliance.testing import World
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.control import Inbox, Message, counts, encode_head
+from penstock.worker.control import _HEAD, Inbox, Message, counts, encode_head
 from penstock.worker.ledger import _SIZE, Ledger
 
 __all__ = ["TARGETS"]
@@ -33,10 +32,11 @@ __all__ = ["TARGETS"]
 
 
 def _control(data: bytes) -> None:
-    """A stream of messages, in pieces of any size."""
+    """A stream of messages, in pieces of any size. Steps: 0 bytes as they are, 1 a message's text and payload, of 64."""
     inbox = Inbox()
-    for _, piece in pieces(data):
-        inbox.feed(piece, [])
+    for what, piece in pieces(data):
+        text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", b"")
+        inbox.feed(piece if not what % 2 else _HEAD.pack(len(text), len(payload), 0) + text + payload, [])
         while (message := inbox.take()) is not None:
             assert type(message.kind) is str
             counts(message, *list(message.fields)[:4])
@@ -45,7 +45,8 @@ def _control(data: bytes) -> None:
 def _control_seeds() -> list[bytes]:
     messages = [Message("base", {"epoch": 0, "total": 3}, b"state"), Message("ready", {}, b"\10\4"), Message("begun")]
     stream = b"".join(encode_head(message) + message.payload for message in messages[:1])
-    return [script((0, stream)), script((0, stream[:9]), (0, stream[9:]))]
+    text = encode_head(messages[0])[_HEAD.size :]
+    return [script((0, stream)), script((0, stream[:9]), (0, stream[9:])), script((1, text + bytes(64)))]
 
 
 def _ledger(data: bytes) -> None:

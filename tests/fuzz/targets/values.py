@@ -154,7 +154,10 @@ def _saved(data: bytes) -> None:
 def _saved_seeds() -> list[bytes]:
     parts = [saved.Part(0, slot, 2 - slot, 8, 1, {"at": [0, 1, 1, 4]}, {"n": 1}) for slot in range(2)]
     position = Position(3, 0, [0, 1], 1, [2, 1], [2, 1])
-    records = [saved.Saved(3, "m:f", methods, 1, 2, 5, [position], parts, {"user": 1}) for methods in (2, 4)]
+    records = [
+        saved.Saved(3, "m:f", methods, 1, 2, 5, positions=[position], parts=parts, aggregated={"user": 1})
+        for methods in (2, 4)
+    ]
     return [record.to_dict()[saved.KEY]["record"][:-8] for record in records]
 
 
