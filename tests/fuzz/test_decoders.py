@@ -1,4 +1,4 @@
-"""Every decoder of what a peer says, under bytes of every kind: an error of ours or a value, soon, and in little memory.
+"""Every decoder of what a peer says, under bytes of all kinds: an error of ours or a value, soon, in little memory.
 
 The same targets are fuzzed with coverage in `make fuzz`. Here the examples are few and always the same, so that
 `make test` says the same twice.
@@ -52,7 +52,7 @@ def check(target: Target, data: bytes) -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn, name: str) -> bytes:
-    """A valid encoding with a few changes: bits flipped, bytes cut out or put in, numbers overwritten, parts of another."""
+    """A valid encoding with a few changes: bits flipped, bytes cut out or put in, numbers changed, another's end."""
     data = bytearray(draw(st.sampled_from(seeds(name))))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))

@@ -32,7 +32,8 @@ __all__ = ["TARGETS"]
 
 
 def _control(data: bytes) -> None:
-    """A stream of messages, in pieces of any size. Steps: 0 bytes as they are, 1 a message's text and payload, of 64."""
+    """A stream of messages, in pieces of any size. Steps: 0 bytes as they are, 1 a message's text, and 64 bytes of
+    payload."""
     inbox = Inbox()
     for what, piece in pieces(data):
         text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", b"")
