@@ -1,4 +1,4 @@
-"""Small inputs that claim to be large: all of them in one process that may not have 256 MiB more than it starts with."""
+"""Small inputs that claim to be large, in one process that may have 256 MiB more than it starts with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -111,7 +112,7 @@ def _explode() -> None:
     from penstock.proto.errors import PenstockError
 
     bombs = _bombs()
-    here = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (here + HEADROOM, here + HEADROOM))
     became = {}
     for name, bomb in bombs.items():
