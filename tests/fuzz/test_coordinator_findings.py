@@ -1,4 +1,4 @@
-"""Requests whose numbers would harm others than who sent them, at a real coordinator; and rows of a journal that rot."""
+"""Requests whose numbers would harm others than who sent them, at a real coordinator; rows of a journal that rot."""
 
 from __future__ import annotations
 

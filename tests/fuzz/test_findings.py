@@ -311,23 +311,32 @@ def test_a_state_that_nobody_would_take_is_refused_where_it_is_made() -> None:
 
 
 def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[Message]]:
-    """A real process that is a child of the daemon's, and says this: its exit status, and what was heard."""
+    """A real process that is a child of the daemon's, and says this: its exit status, 0 if it lives after a message
+    "last"; and what was heard."""
     heard: list[Message] = []
 
     async def run() -> int:
+        last = asyncio.Event()
+
+        def hear(message: Message) -> None:
+            heard.append(message)
+            if message.kind == "last":
+                last.set()
+
         process = subprocess.Popen(["sleep", "60"], process_group=0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
-        child = Child(Channel(ours), read, "the child", heard.append)
+        child = Child(Channel(ours), read, "the child", hear)
         child.pid = process.pid
         for data in raw:
             socket.send_fds(theirs, [data], [0] if fds else [])
         theirs.close()
         os.close(write)
         try:
-            return await asyncio.to_thread(process.wait, 3.0)
-        except subprocess.TimeoutExpired:
-            return 0
+            ended = asyncio.ensure_future(asyncio.to_thread(process.wait, DEADLINE_S))
+            heard_all = asyncio.ensure_future(last.wait())
+            await asyncio.wait({ended, heard_all}, timeout=DEADLINE_S, return_when="FIRST_COMPLETED")
+            return ended.result() if ended.done() else 0
         finally:
             child.kill()
             process.wait()
@@ -338,7 +347,7 @@ def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[Message]]:
 
 def test_a_child_that_talks_nonsense_is_killed_and_one_that_does_not_lives() -> None:
     good = encode_head(Message("begun"))
-    assert _said(good, good)[0] == 0
+    assert _said(good, encode_head(Message("last")))[0] == 0
     status, heard = _said(good, b"\2\0\0\0" + bytes(9) + b"[]")
     assert status == -signal.SIGKILL
     assert [message.kind for message in heard] == ["begun"]
