@@ -16,6 +16,10 @@ STAMP := $(VENV)/.setup-done
 PEERS ?= .peers
 PEER_NAMES := ray streaming tf torchdata
 BENCH_ARGS ?=
+# The fuzzer is made for few versions of Python, so it has an environment of its own.
+FUZZ_VENV := .fuzz-venv
+MINUTES ?= 10
+FUZZ_ARGS ?=
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -29,7 +33,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test demo bench bench-peers clean
+.PHONY: help setup proto proto-check lint format format-check types pytest test fuzz demo bench bench-peers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -70,6 +74,15 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 2 --dist loadfile"
 
 test: lint format-check types proto-check pytest ## all checks and tests: what CI runs
 
+fuzz: $(FUZZ_VENV)/.setup-done ## fuzz all that peers can send for MINUTES=10; FUZZ_ARGS="--only state" or "--replay FILE"
+	$(FUZZ_VENV)/bin/python tests/fuzz/drive.py --minutes $(MINUTES) $(FUZZ_ARGS)
+
+$(FUZZ_VENV)/.setup-done: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install "$$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -n 1)"
+	$(@D)/bin/python -m pip install --editable '.[fuzz]'
+	touch $@
+
 demo: $(STAMP) ## train a small model through Penstock on this machine
 	$(BIN)/python examples/train_lm/demo.py
 
@@ -87,5 +100,5 @@ $(PEERS)/%/.setup-done: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean: ## remove .venv, builds and caches
-	rm -rf $(VENV) .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FUZZ_VENV) .fuzz .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
