@@ -4,6 +4,7 @@ to the coordinator, rows of its journal."""
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.books import Books
-from penstock.appliance.journal import _TABLES, Journal
+from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Ledger as Snapshots
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
@@ -22,10 +23,15 @@ from penstock.appliance.testing import World
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.control import _HEAD, Inbox, Message, counts, encode_head
-from penstock.worker.ledger import _SIZE, Ledger
+from penstock.worker.control import Inbox, Message, counts, encode_head
+from penstock.worker.ledger import Ledger
 
 __all__ = ["TARGETS"]
+
+
+HEAD = struct.Struct("<IQB")
+"""Of a control message: bytes of text, bytes of payload, descriptors."""
+TABLES = ("runs", "attempts", "boxes", "slots")
 
 
 # ---- children
@@ -37,7 +43,7 @@ def _control(data: bytes) -> None:
     inbox = Inbox()
     for what, piece in pieces(data):
         text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", b"")
-        inbox.feed(piece if not what % 2 else _HEAD.pack(len(text), len(payload), 0) + text + payload, [])
+        inbox.feed(piece if not what % 2 else HEAD.pack(len(text), len(payload), 0) + text + payload, [])
         while (message := inbox.take()) is not None:
             assert type(message.kind) is str
             counts(message, *list(message.fields)[:4])
@@ -46,17 +52,18 @@ def _control(data: bytes) -> None:
 def _control_seeds() -> list[bytes]:
     messages = [Message("base", {"epoch": 0, "total": 3}, b"state"), Message("ready", {}, b"\10\4"), Message("begun")]
     stream = b"".join(encode_head(message) + message.payload for message in messages[:1])
-    text = encode_head(messages[0])[_HEAD.size :]
+    text = encode_head(messages[0])[HEAD.size :]
     return [script((0, stream)), script((0, stream[:9]), (0, stream[9:])), script((1, text + bytes(64)))]
 
 
 def _ledger(data: bytes) -> None:
     """User code has written here and there in the ledger; the daemon reads it. First the head, then wherever."""
     ledger = Ledger.create()
+    size = os.fstat(ledger.fd).st_size
     try:
         for at, piece in pieces(data):
-            start = at * 97 * 8 % _SIZE
-            os.pwrite(ledger.fd, piece[: _SIZE - start], start)
+            start = at * 97 * 8 % size
+            os.pwrite(ledger.fd, piece[: size - start], start)
         ledger.refresh()
         ledger.ends()
         name, seconds = ledger.activity
@@ -166,7 +173,7 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
     world = World()
     world.worker("w")
     world.open()
-    return {table: [dict(row) for row in world.journal.rows(table)] for table in _TABLES}
+    return {table: [dict(row) for row in world.journal.rows(table)] for table in TABLES}
 
 
 class _Journal(Journal):
