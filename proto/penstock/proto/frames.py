@@ -66,7 +66,7 @@ MAX_RINGS = 64
 KNOWN_STRUCTURES = 64
 """Structures that the two ends remember; the least recently announced is forgotten first, on both ends alike."""
 KNOWN_BYTES = 8 << 20
-"""Bytes of all that they remember: two of the largest. Compiled they take up to fifty times as much. An ordinary
+"""Bytes of all that they remember: two of the largest. Compiled they take up to sixty times as much. An ordinary
 structure has some hundred bytes."""
 MAX_UNUSED = 1 << 16
 """Frames in a row that bring the training loop no batch. A reconnect brings a few thousand at most: 64 structures in
