@@ -30,7 +30,8 @@ LIMIT_MIB = 2048
 ONE_INPUT_S = 10
 LONGEST = 4096
 """Bytes of an input: enough for every branch, and short ones teach faster."""
-DONE = re.compile(rb"#(\d+)\s+DONE\s+cov: (\d+)")
+SAID = re.compile(rb"^#(\d+)\s+[A-Za-z]+\s+cov: (\d+)", re.MULTILINE)
+"""A line of libFuzzer's about how far it is: executions, coverage."""
 STARTED = re.compile(rb"INITED\s+cov: (\d+)")
 
 
@@ -87,11 +88,11 @@ def fuzz(name: str, seconds: int, out: Path) -> Outcome:
     command = [sys.executable, __file__, "--child", name, str(corpus), *limits, f"-artifact_prefix={found}/{name}-"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds + 600)
     (out / f"{name}.log").write_bytes(done.stdout)
-    last, first = DONE.search(done.stdout), STARTED.search(done.stdout)
+    said, first = SAID.findall(done.stdout), STARTED.search(done.stdout)
     return Outcome(
         name,
-        int(last.group(1)) if last else 0,
-        int(last.group(2)) if last else 0,
+        int(said[-1][0]) if said else 0,
+        int(said[-1][1]) if said else 0,
         int(first.group(1)) if first else 0,
         done.returncode,
         sorted(set(found.iterdir()) - before),
