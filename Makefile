@@ -18,6 +18,10 @@ PEER_NAMES := ray streaming tf torchdata
 BENCH_ARGS ?=
 SEEDS ?= 2000
 SEED ?=
+# The fuzzer is made for few versions of Python, so it has an environment of its own.
+FUZZ_VENV := .fuzz-venv
+MINUTES ?= 10
+FUZZ_ARGS ?=
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -31,7 +35,8 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test simulate demo bench bench-peers clean
+.PHONY: help setup proto proto-check lint format format-check types pytest test simulate fuzz demo bench bench-peers
+.PHONY: clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -75,6 +80,15 @@ test: lint format-check types proto-check pytest ## all checks and tests: what C
 simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
+fuzz: $(FUZZ_VENV)/.setup-done ## fuzz all that peers can send for MINUTES=10; FUZZ_ARGS="--only state" or "--replay FILE"
+	$(FUZZ_VENV)/bin/python tests/fuzz/drive.py --minutes $(MINUTES) $(FUZZ_ARGS)
+
+$(FUZZ_VENV)/.setup-done: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install "$$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -n 1)"
+	$(@D)/bin/python -m pip install --editable '.[fuzz]'
+	touch $@
+
 demo: $(STAMP) ## train a small model through Penstock on this machine
 	$(BIN)/python examples/train_lm/demo.py
 
@@ -92,5 +106,5 @@ $(PEERS)/%/.setup-done: benchmarks/peers/requirements/%.txt
 	touch $@
 
 clean: ## remove .venv, builds and caches
-	rm -rf $(VENV) .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FUZZ_VENV) .fuzz .peers benchmarks/out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

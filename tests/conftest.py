@@ -8,8 +8,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # inputs: users' modules, which workers import too. support: what several test modules need.
-# simulation: `simulated`, which `make simulate` runs too.
-sys.path[:0] = [str(HERE / "inputs"), str(HERE / "support"), str(HERE / "simulation")]
+# simulation: `simulated`, which `make simulate` runs too. fuzz: the targets, which `make fuzz` runs too.
+sys.path[:0] = [str(HERE / folder) for folder in ("inputs", "support", "simulation", "fuzz")]
 
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]

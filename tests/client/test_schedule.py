@@ -60,8 +60,8 @@ def test_steps_ahead_of_7(given: Any, last: int | None, expected: list[int]) -> 
     assert Schedule.of(given).ahead(7, last, 10) == expected
 
 
-def test_no_more_than_256_steps_ahead() -> None:
-    assert Schedule.of(1).ahead(0, None, 10_000) == [*range(1, 257)]
+def test_every_step_within_the_horizon_is_announced_however_many_there_are() -> None:
+    assert Schedule.of(1).ahead(0, None, 10_000) == [*range(1, 10_001)]
 
 
 def test_only_every_n_steps_includes_the_last() -> None:

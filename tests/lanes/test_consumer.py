@@ -135,7 +135,7 @@ def test_a_file_or_a_socket_is_no_ring(pair: Pair) -> None:
 def test_a_ring_that_cannot_be_written_is_refused(pair: Pair) -> None:
     peer, consumer = pair
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 4 * PAGE)
+    os.posix_fallocate(fd, 0, 4 * PAGE)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     pass_ring(peer, fd)

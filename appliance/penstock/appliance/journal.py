@@ -171,6 +171,11 @@ class Journal:
         (value,) = self._db.execute("SELECT value FROM meta WHERE name=?", (name,)).fetchone()
         return str(value)
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self._path or "the journal in memory")
+
     def rows(self, table: str) -> list[Mapping[str, Any]]:
         """A whole table, by key."""
         keys, _ = TABLES[table]
@@ -212,9 +217,8 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise JournalError(
-                f"{self._path or 'the journal in memory'} cannot be written ({error}); {len(self._pending)} rows of "
-                f"{self._pending_bytes()} bytes wait: see that the disk has room and can be written to, they are tried "
-                "again with the next call"
+                f"{self.name} cannot be written ({error}); {len(self._pending)} rows of {self._pending_bytes()} bytes "
+                "wait: see that the disk has room and can be written to, they are tried again with the next call"
             ) from error
         self._pending.clear()
 

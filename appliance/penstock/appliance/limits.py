@@ -51,6 +51,13 @@ class Limits:
     """Sessions of workers that were replaced; a late call of one is refused."""
     slots_max: int = 65_536
     """Boxes times workers of a run: a mistyped number should be an error, not a coordinator without memory."""
+    cuts_max: int = 1 << 19
+    """Passes that a box may leave by `break` in one attempt: as many as a report of them can hold."""
+    ends_max: int = 1 << 20
+    """Ends of passes that are remembered of a box. They go with the retention window; this is for a window without one.
+    """
+    answer_ends_max: int = 4096
+    """Ends of passes in a worker's answer. It keeps 1,024."""
     history_entries: int = 64
     """Reported positions kept per box to know what lay one retention window ago."""
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from penstock.appliance import opening, views
 from penstock.appliance.books import Books, Topic
+from penstock.appliance.checks import check_counts, check_measures
 from penstock.appliance.desk import Desk
 from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
@@ -158,7 +159,10 @@ class Registry:
 
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
+        check_measures(hold_s=request.hold_s, waited_s=request.waited_s)
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        for cut in request.cuts:
+            check_counts(epoch=cut.epoch, step=cut.step)
         self._renew(attempt, box, now)
         if not box.told:
             box.told = True
@@ -168,6 +172,10 @@ class Registry:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
         for cut in request.cuts:
             if cut.epoch not in box.cuts:
+                if len(box.cuts) >= self.limits.cuts_max:
+                    raise InvalidArgumentError(
+                        f"box {box.number} has left {len(box.cuts)} passes: there is no more room"
+                    )
                 box.cuts[cut.epoch] = cut.step
                 self.books.touched.add((attempt.run, attempt.number))
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
@@ -185,6 +193,10 @@ class Registry:
         steps, box.delivered = position.step - box.step, request.delivered
         for number in set(range(attempt.num_workers)) - set(position.live):
             box.ends[number, position.epoch] = position.total[number]
+        if len(box.ends) > self.limits.ends_max:
+            epochs = sorted({epoch for _, epoch in box.ends})
+            newer = epochs[len(epochs) // 2]
+            box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}
         if box.is_fresh(position) and position.epoch - 1 not in box.cuts:
             box.ends |= {(number, position.epoch - 1): total for number, total in enumerate(position.total)}
         if box.rate_from == 0.0:
@@ -278,6 +290,9 @@ class Registry:
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         """One look; the service repeats `worker_view` until the version is new or the hold is over."""
         now = self._clock()
+        check_measures(hold_s=request.hold_s)
+        for report in request.slots:
+            check_measures(batches_per_s=report.batches_per_s)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.lease_until, worker.seen_at = now + self.limits.worker_lease_s, now
@@ -378,6 +393,8 @@ class Registry:
 
     def begin_state(self, request: pb.FetchStateRequest) -> Gathering:
         """A gathering that may be done already; end it with `end_state`. Raises StateUnavailableError and others."""
+        check_measures(deadline_s=request.deadline_s)
+        check_counts(step=request.step)
         asker: int | None = None
         if request.HasField("progress"):
             if (request.progress.run, request.progress.attempt) != (request.run, request.attempt):
@@ -396,6 +413,11 @@ class Registry:
         self._desk.end(gathering)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
+        if len(answer.ends) > self.limits.answer_ends_max:
+            raise InvalidArgumentError(f"an answer with the ends of {len(answer.ends)} passes")
+        check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
+        for end in answer.ends:
+            check_counts(epoch=end.epoch, total=end.total)
         self._desk.answer(answer, data)
         self._settle()
 

@@ -10,15 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from penstock.appliance import opening
 from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt, AttemptState, Box, Past, Place, Run, Slot, SlotKey, Worker
+from penstock.proto.errors import JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
 def restore(books: Books, now: float) -> None:
-    """Fills empty books."""
+    """Fills empty books. Raises JournalError for rows that SQLite can read and that make no books."""
+    try:
+        _fill(books, now)
+    except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
+        raise JournalError(
+            f"{books.journal.name} holds rows that do not fit together ({type(error).__name__}: {error}): restore it "
+            "from a copy, or move it away to start anew"
+        ) from error
+
+
+def _fill(books: Books, now: float) -> None:
     journal = books.journal
     for row in journal.rows("runs"):
         seed = int(row["seed"])

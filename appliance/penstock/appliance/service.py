@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from penstock.appliance.books import Topic
+from penstock.appliance.checks import check_counts
 from penstock.appliance.ledger import Drop
 from penstock.appliance.limits import TICK_SHARE, Limits
 from penstock.appliance.model import SlotKey
@@ -78,19 +80,17 @@ class Transfer:
     def __init__(self, what: str, size: int) -> None:
         self._what = what
         self._size = size
-        self._pieces: list[bytes] = []
-        self._bytes = 0
+        self._data = io.BytesIO()  # a list would take more for pieces than for what is in them, if they are short
 
     def add(self, piece: bytes) -> None:
-        self._bytes += len(piece)
-        if self._bytes > self._size:
+        if self._data.tell() + len(piece) > self._size:
             raise ProtocolError(f"{self._what}: more than the {self._size} bytes declared")
-        self._pieces.append(piece)
+        self._data.write(piece)
 
     def all(self) -> bytes:
-        if self._bytes != self._size:
-            raise ProtocolError(f"{self._what}: {self._size} bytes declared, {self._bytes} came")
-        return b"".join(self._pieces)
+        if self._data.tell() != self._size:
+            raise ProtocolError(f"{self._what}: {self._size} bytes declared, {self._data.tell()} came")
+        return self._data.getvalue()
 
 
 class Service(CoordinatorServicer):
@@ -223,6 +223,8 @@ class Service(CoordinatorServicer):
 
     async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
         header = (await anext(parts, pb.SnapshotPart())).header
+        check_counts(epoch=header.epoch, total=header.total, delivered=header.delivered)
+        check_counts(samples=header.samples, step=header.step)
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         self._registry.slot_of_generation(key, header.generation)
         refused = self._ledger.why_refused(key, header.size)

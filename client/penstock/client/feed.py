@@ -24,6 +24,7 @@ from penstock.client.run import Run
 from penstock.client.schedule import Schedule
 from penstock.proto.channel import error_of
 from penstock.proto.errors import DeadlineError, LaneLostError, NoWorkersError, PenstockError, ProtocolError
+from penstock.proto.frames import MAX_UNUSED
 from penstock.proto.position import Position, advance
 from penstock.proto.ring import MAX_SLOTS
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -150,6 +151,7 @@ class Feed:
             self._waiting_since = 0.0
         lane.last_digest = digest
         lane.unacked += 1
+        lane.unused = 0
         self._moving = True
         self.position.deliver(digest)
         self._moving = False
@@ -163,6 +165,7 @@ class Feed:
             raise error
         if kind == _END:
             if frame.epoch < position.epoch:
+                self._pass_over(lane)
                 return False  # of a slot that had ended, said again after a reconnect
             if frame.epoch != position.epoch or frame.total != position.total[slot]:
                 raise self._confused(lane, f"the end of pass {frame.epoch} after batch {frame.total}")
@@ -174,10 +177,17 @@ class Feed:
         if kind == _BATCH:
             if frame.total <= position.total[slot]:
                 lane.skip(frame)
+                self._pass_over(lane)
                 return False
             raise self._confused(lane, f"batch {frame.total} of pass {frame.epoch}")
         lane.lose(time.monotonic(), "the worker closed the lane")
         return False
+
+    def _pass_over(self, lane: SlotLane) -> None:
+        """A frame came that nobody needs. If that is all that comes, no wait and no deadline would ever be reached."""
+        lane.unused += 1
+        if lane.unused > MAX_UNUSED:
+            raise self._confused(lane, f"{lane.unused} frames that nobody needs")
 
     def _confused(self, lane: SlotLane, what: str) -> ProtocolError:
         position, slot = self.position, lane.slot
@@ -376,11 +386,16 @@ class Feed:
 
     def announce(self, schedule: Schedule, last: int | None) -> int | None:
         """Tell the workers which snapshots will be asked for next. Returns the step at which to do so again."""
-        position = at = self.position
+        position = self.position
         steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
         pairs: list[list[int]] = [[] for _ in self._lanes]
+        at = position.copy()
         for step in steps:
-            at = advance(at, step, {})
+            if step - at.step <= len(self._lanes):
+                while at.step < step:
+                    at.deliver()  # a tenth of what `advance` takes, and where every step is announced it counts
+            else:
+                at = advance(at, step, {})
             for lane in self._lanes:
                 if at.total[lane.slot] > position.total[lane.slot]:
                     pairs[lane.slot] += (step, at.total[lane.slot])

@@ -15,7 +15,6 @@ import socket
 from collections import deque
 from typing import Any
 
-from penstock.proto.errors import ProtocolError
 from penstock.proto.lane import Consumer, long_shapes
 from penstock.proto.ring import Ring
 from penstock.proto.structure import Structure
@@ -26,8 +25,6 @@ __all__ = ["RingView", "SlotLane"]
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
-MANY_STRUCTURES = 128
-"""Compiled structures from which on those that the lane has forgotten are dropped; it keeps 64."""
 
 
 class RingView:
@@ -73,6 +70,7 @@ class SlotLane:
         "trouble",
         "unacked",
         "unsettled",
+        "unused",
         "wanted",
     )
 
@@ -99,6 +97,8 @@ class SlotLane:
         """The pass left last."""
         self.unsettled = False
         """Nothing has come since the lane was opened or a pass was left."""
+        self.unused = 0
+        """Frames since the last batch that was due, or since the connection was made."""
         self.last_digest = 0
         """Of the slot's last delivered batch."""
         self.wanted: list[int] = []
@@ -144,6 +144,7 @@ class SlotLane:
         consumer.cuts = self.cuts
         self.consumer = consumer
         self.unacked = 0
+        self.unused = 0
         self.poll = select.poll()
         self.poll.register(consumer.fileno(), select.POLLIN)
         self.poll.register(wake_fd, select.POLLIN)
@@ -238,8 +239,6 @@ class SlotLane:
     def _map(self, ring_id: int) -> RingView:
         assert self.consumer is not None
         ring = self.consumer.rings[ring_id]
-        if ring.slots > 0xFFFF:
-            raise ProtocolError(f"{self.name}: a ring of {ring.slots} slots")
         # A producer never goes back to an outgrown ring: let its memory go with its last view.
         self.rings = {known: view for known, view in self.rings.items() if view.held}
         self.current_ring = ring_id
@@ -250,7 +249,7 @@ class SlotLane:
     def _compile(self, structure: int) -> Assembler:
         assert self.consumer is not None
         known = self.consumer.structures
-        if len(self.assemblers) > MANY_STRUCTURES:
-            self.assemblers = {number: kept for number, kept in self.assemblers.items() if number in known}
+        # What the lane has forgotten is dropped: compiled, it takes many times the bytes of its announcement.
+        self.assemblers = {number: kept for number, kept in self.assemblers.items() if number in known}
         assembler = self.assemblers[structure] = Assembler(Structure.from_bytes(known[structure]))
         return assembler

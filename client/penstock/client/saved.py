@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
-from penstock.proto.position import Position
+from penstock.proto.position import MOST, Position
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 
@@ -201,10 +201,17 @@ def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
         full_digest=bool(record["full_digest"]),
         parts=[Part(**part) for part in record["parts"]],
     )
-    places = [(part.box, part.slot) for part in saved.parts]
-    whole = [(box, slot) for box in range(saved.num_boxes) for slot in range(saved.num_workers_per_box)]
-    if saved.positions and (len(saved.positions) != saved.num_boxes or places != whole):
-        raise ValueError(f"{len(saved.positions)} positions and workers {places} for {saved.num_boxes} boxes")
-    if saved.methods not in (0, 2, 4) or saved.step < 0 or (saved.step > 0 and not saved.positions):
+    if saved.positions:
+        # Counted first: the numbers are only said, what was decoded is here.
+        places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
+        if (len(saved.positions), len(places)) != (saved.num_boxes, saved.num_boxes * workers):
+            raise ValueError(
+                f"{len(saved.positions)} positions and {len(places)} workers for {saved.num_boxes} boxes of {workers}"
+            )
+        if places != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
+            raise ValueError(f"workers {str(places)[:200]} for {saved.num_boxes} boxes of {workers}")
+        if any(len(position.total) != workers for position in saved.positions):
+            raise ValueError(f"a position of other than {workers} workers")
+    if saved.methods not in (0, 2, 4) or not 0 <= saved.step <= MOST or (saved.step > 0 and not saved.positions):
         raise ValueError(f"{saved.methods} methods at step {saved.step} with {len(saved.positions)} positions")
     return saved, bool(record["wrapped"])

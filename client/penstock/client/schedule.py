@@ -24,8 +24,9 @@ CheckpointSteps = int | Iterable[int | range] | Callable[[int], bool] | None
 
 HORIZON = 256
 """Steps ahead that a callable is asked about, to announce its next checkpoint step."""
-FEWEST_AHEAD, MOST_AHEAD = 2, 256
-"""Checkpoint steps that are announced at once, however far they are, and however near."""
+FEWEST_AHEAD = 2
+"""Checkpoint steps that are announced at once, however far they are. There is no limit on the near ones: a worker that
+had not heard of one would have passed it without a snapshot, and its state would have to be replayed."""
 
 
 def positive(name: str, value: Any) -> int:
@@ -99,11 +100,11 @@ class Schedule:
 
     def ahead(self, step: int, last: int | None, horizon: int) -> list[int]:
         """The checkpoint steps beyond `step` that workers should hear of now: those within the next `horizon` steps,
-        but no fewer than FEWEST_AHEAD and no more than MOST_AHEAD. last: the executor's last step, if it is known.
+        but no fewer than FEWEST_AHEAD. last: the executor's last step, if it is known.
         """
         found: list[int] = []
         at: int | None = step
-        while at is not None and len(found) < MOST_AHEAD:
+        while at is not None:
             at = self.after(at)
             if last is not None and (at is None or at >= last):
                 at = last if at == last or (self.and_last and step < last) else None

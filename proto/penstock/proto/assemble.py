@@ -189,7 +189,7 @@ class Assembler:
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A fresh array without elements."""
     try:
-        return np.ndarray(shape, dtype)
+        return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
     except (ValueError, OverflowError) as error:
         raise ProtocolError(f"no array has dims {str(list(shape))[:200]}: {error}") from None
 

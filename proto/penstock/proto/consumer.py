@@ -10,10 +10,12 @@ remembers that the next one must be it.
 
 Acks gather in one message until `flush`. While an earlier one waits for room they go on gathering, so a producer that
 does not read costs no memory here; only an abandon, whose place among the others counts, closes the message at once.
+Whoever passes on what another process says (the pump) bounds it by `backlog`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -22,25 +24,28 @@ from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
 
-from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
+from penstock.proto.errors import LaneClosedError, LaneLostError, PenstockError, ProtocolError
 from penstock.proto.frames import (
     BATCH,
     CLOSE,
     END,
     ERROR,
     HEAD,
-    KNOWN_STRUCTURES,
+    LOST,
     MAX_PACKET,
     MAX_RINGS,
+    MAX_UNUSED,
     RING,
     STRUCTURE,
     Pieces,
+    forget_oldest,
 )
 from penstock.proto.ring import Ring
 from penstock.proto.v1 import lane_pb2
 
 __all__ = ["Consumer"]
 
+_log = logging.getLogger(__name__)
 _length = HEAD.unpack_from
 _ANNOUNCEMENTS = frozenset((RING, STRUCTURE))
 _GROUP = 2048
@@ -72,6 +77,8 @@ class Consumer:
         self._ring_id = 0  # of the last batch
         self._ring: Ring | None = None
         self._newest = 0
+        self._unused = 0  # frames since the last batch, or the end of a pass
+        self._reset = False  # the peer was killed; what it had sent is still to be read
         self._coming = False  # the next packet holds the descriptor of the ring in `_frame`
         self._pieces = Pieces()
         self._ack = lane_pb2.Ack()
@@ -104,6 +111,8 @@ class Consumer:
         """
         frame, view = self._frame, self._view
         while not self._coming:
+            if self._unused > MAX_UNUSED:
+                raise ProtocolError(f"{self.name}: {self._unused} frames without a batch")
             begin = self._at
             if begin == self._end:
                 if not self._receive_packet():
@@ -121,6 +130,7 @@ class Consumer:
             kind = frame.kind
             if kind == BATCH:
                 if frame.cut < self.cuts:
+                    self._unused += 1
                     continue  # of a pass that the loop has left: the producer has taken its slot back already
                 ring = self._ring if frame.ring == self._ring_id else self._turn_to(frame.ring)
                 # `size` is how many dims ride behind the batch in its slot.
@@ -130,15 +140,20 @@ class Consumer:
                     )
                 if frame.structure not in self.structures:
                     raise ProtocolError(f"{self.name}: a batch of structure {frame.structure}, never announced")
+                self._unused = 0
                 return frame
             if kind == RING:
+                self._unused += 1
                 self._expect_ring(frame)
             elif kind == STRUCTURE:
+                self._unused += 1
                 self._learn_structure(frame)
                 return frame
             elif kind == END:
                 if frame.cut < self.cuts:
+                    self._unused += 1
                     continue
+                self._unused = 0
                 return frame
             elif kind in (ERROR, CLOSE):
                 return frame
@@ -205,15 +220,19 @@ class Consumer:
         except OSError as error:
             if self.closed:
                 raise LaneClosedError(f"{self.name}: the lane is closed") from None
-            if isinstance(error, ConnectionResetError):
-                return self._take_ring()  # shows once, before the last packets
+            if isinstance(error, ConnectionResetError) and not self._reset:
+                self._reset = True  # shows once, before the last packets
+                return self._take_ring()
             raise LaneLostError(f"{self.name}: the ring's descriptor did not come: {error}") from error
         try:
             if not data:
                 raise LaneLostError(f"{self.name}: the peer vanished before its ring's descriptor came")
             if len(fds) != 1:
                 raise ProtocolError(f"{self.name}: a ring was announced with {len(fds)} descriptors instead of one")
-            ring = Ring.open(fds[0], frame.slot_bytes, frame.slots)
+            try:
+                ring = Ring.open(fds[0], frame.slot_bytes, frame.slots)
+            except PenstockError as error:
+                raise type(error)(f"{self.name}: {error.message}") from error
         finally:
             for fd in fds:  # the mapping keeps the memory
                 os.close(fd)
@@ -231,8 +250,7 @@ class Consumer:
         if whole is not None:
             self.structures.pop(frame.structure, None)
             self.structures[frame.structure] = whole
-            if len(self.structures) > KNOWN_STRUCTURES:
-                del self.structures[next(iter(self.structures))]
+            forget_oldest(self.structures)
 
     # ---- acks
 
@@ -265,6 +283,11 @@ class Consumer:
         self._ack.wanted.extend(pairs)
         self._dirty = True
 
+    @property
+    def backlog(self) -> int:
+        """Messages, and numbers in the one that gathers, that the producer has not taken yet."""
+        return len(self._unsent) + len(self._ack.released) + len(self._ack.wanted)
+
     def flush(self) -> bool:
         """Send the acks gathered so far; never blocks. False if some wait for room in the socket."""
         unsent = self._unsent
@@ -274,8 +297,13 @@ class Consumer:
                     self._sock.send(unsent[0])
                 except BlockingIOError:
                     return False
-                except OSError:
-                    unsent.clear()  # the peer is gone; receive() says so after its last frames
+                except OSError as error:
+                    # The peer is gone; receive() says so after its last frames. For any other reason an ack is lost
+                    # all the same, and with it credits, so the lane is: the next one says everything again.
+                    if error.errno not in LOST:
+                        _log.warning("%s: an ack could not be sent, the lane is closed: %s", self.name, error)
+                        self._sock.shutdown(socket.SHUT_RDWR)
+                    unsent.clear()
                     self._ack.Clear()
                     self._dirty = False
                     return True

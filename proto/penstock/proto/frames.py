@@ -7,6 +7,7 @@ can pass frames on verbatim.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -22,25 +23,30 @@ __all__ = [
     "END",
     "ERROR",
     "HEAD",
+    "KNOWN_BYTES",
     "KNOWN_STRUCTURES",
     "LANE_PROTOCOL",
     "LONG_SHAPES",
+    "LOST",
+    "MAX_DIMS",
     "MAX_FRAME",
     "MAX_PACKET",
     "MAX_RINGS",
     "MAX_STRUCTURE",
+    "MAX_UNUSED",
     "PIECE",
     "RING",
     "STRUCTURE",
     "Pieces",
     "check_peer",
     "connect_local",
+    "forget_oldest",
     "framed",
     "long_shapes",
     "pack_shapes",
 ]
 
-LANE_PROTOCOL = 2
+LANE_PROTOCOL = 3
 MAX_FRAME = 64 << 10
 """Bytes. A default Unix socket buffer holds 208 KiB, so three of the largest are always on their way."""
 HEAD = struct.Struct("<I")
@@ -51,12 +57,20 @@ PIECE = 32 << 10
 """Bytes of a structure in one STRUCTURE frame."""
 LONG_SHAPES = 2048
 """Dims. A longer shape list rides behind the batch in its slot instead of in the frame."""
+MAX_DIMS = 65_536 * 32
+"""Dims of one batch: what a structure can ask for (its MAX_LEAVES of MAX_RANK). Each of them becomes an object."""
 MAX_STRUCTURE = 4 << 20
 """Bytes of one structure: what penstock.proto.structure accepts."""
 MAX_RINGS = 64
 """Rings in use at once. Each is at least twice its predecessor, so nobody gets near this in good faith."""
 KNOWN_STRUCTURES = 64
 """Structures that the two ends remember; the least recently announced is forgotten first, on both ends alike."""
+KNOWN_BYTES = 8 << 20
+"""Bytes of all that they remember: two of the largest. Compiled they take up to sixty times as much. An ordinary
+structure has some hundred bytes."""
+MAX_UNUSED = 1 << 16
+"""Frames in a row that bring the training loop no batch. A reconnect brings a few thousand at most: 64 structures in
+128 pieces each. A peer that sends nothing else would keep its reader busy for ever."""
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = (
     lane_pb2.BATCH,
@@ -66,6 +80,9 @@ BATCH, RING, STRUCTURE, END, ERROR, CLOSE = (
     lane_pb2.ERROR,
     lane_pb2.CLOSE,
 )
+
+LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
+"""What a send says when nobody is there any more. What it had sent before may still be read."""
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -84,9 +101,18 @@ def long_shapes(frame: lane_pb2.Frame, ring: Ring) -> Sequence[int]:
     """The shapes of a batch, wherever they travelled."""
     if not frame.size:
         return frame.shapes
+    if frame.size > MAX_DIMS:
+        raise ProtocolError(f"a batch of {frame.size} dims, above the {MAX_DIMS} that any structure has")
     if frame.slot >= ring.slots or frame.nbytes + 8 * frame.size > ring.slot_bytes:
         raise ProtocolError(f"a batch announced {frame.size} dims that lie beyond its ring slot")
     return struct.unpack_from(f"<{frame.size}Q", ring.map, frame.slot * ring.slot_bytes + frame.nbytes)
+
+
+def forget_oldest(structures: dict[int, bytes]) -> None:
+    """Keep of what was announced, oldest first, no more than both ends remember; the newest always."""
+    held = sum(map(len, structures.values()))
+    while len(structures) > KNOWN_STRUCTURES or (held > KNOWN_BYTES and len(structures) > 1):
+        held -= len(structures.pop(next(iter(structures))))
 
 
 class Pieces:

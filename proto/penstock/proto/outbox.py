@@ -14,6 +14,7 @@ import socket
 from collections import deque
 from itertools import islice
 
+from penstock.proto.errors import ProtocolError
 from penstock.proto.frames import MAX_PACKET
 
 __all__ = ["Outbox"]
@@ -31,7 +32,12 @@ class Outbox:
         return len(self._unsent)
 
     def add(self, message: bytes | int) -> None:
-        """A framed message, or a file descriptor."""
+        """A framed message, or a file descriptor.
+
+        Raises ProtocolError for a message that no packet holds: one that another peer had made, for none of ours does.
+        """
+        if not isinstance(message, int) and len(message) > MAX_PACKET:
+            raise ProtocolError(f"a frame of {len(message)} bytes, above the limit of {MAX_PACKET}")
         self._unsent.append(message)
 
     def clear(self) -> None:
@@ -40,7 +46,8 @@ class Outbox:
     def flush(self, sock: socket.socket) -> None:
         """Send as much as the socket takes; never blocks.
 
-        Raises OSError when the peer is gone; nothing is left to be sent then.
+        Raises OSError when the peer is gone, or the socket takes no more for another reason: what is left of the order
+        cannot be kept then, so nothing is left to be sent.
         """
         unsent = self._unsent
         try:

@@ -24,8 +24,10 @@ from xxhash import xxh3_64_intdigest
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["Position", "advance", "chain_at"]
+__all__ = ["MOST", "Position", "advance", "chain_at"]
 
+MOST = 1 << 62
+"""The highest step, epoch or count that a position may come with: what is added to it still fits 64 bits."""
 _pack_link = struct.Struct("<QQ").pack
 
 
@@ -58,6 +60,8 @@ class Position:
         """All slots live and nothing delivered by any of them."""
         if num_slots < 1:
             raise InvalidArgumentError(f"a box needs at least one worker slot, not {num_slots}")
+        if step > MOST or epoch > MOST:
+            raise InvalidArgumentError(f"a start at step {step} of epoch {epoch}, beyond what can be counted")
         return cls(step, epoch, list(range(num_slots)), 0, [0] * num_slots, [0] * num_slots)
 
     def copy(self) -> Position:
@@ -138,6 +142,10 @@ class Position:
             raise InvalidArgumentError(f"position with live slots {position.live} of {count}")
         if position.cursor >= len(position.live):
             raise InvalidArgumentError(f"position with cursor {position.cursor} over {len(position.live)} live slots")
+        if max(position.step, position.epoch, *position.total) > MOST:
+            raise InvalidArgumentError(f"position at step {position.step}, epoch {position.epoch}: beyond {MOST}")
+        if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
+            raise InvalidArgumentError("position with more batches in its epoch than in all")
         return position
 
 

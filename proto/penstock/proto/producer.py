@@ -33,12 +33,15 @@ from penstock.proto.frames import (
     END,
     ERROR,
     HEAD,
+    KNOWN_BYTES,
     KNOWN_STRUCTURES,
     LONG_SHAPES,
+    LOST,
     MAX_FRAME,
     PIECE,
     RING,
     STRUCTURE,
+    forget_oldest,
     framed,
     pack_shapes,
 )
@@ -53,6 +56,12 @@ _log = logging.getLogger(__name__)
 GROUPS = 4
 """Packets that a ring's worth of batches travels in at least: of four, one can be on its way back while one is read,
 one sent and one filled."""
+MOST_WANTED = 4096
+"""Snapshots announced and not yet taken: an honest consumer names a hundred or two."""
+MOST_ABANDONED = 1 << 16
+"""Passes left that the runner has not taken note of yet; it may be in user code for long."""
+MOST_CUTS = (1 << 32) - 1
+"""What Frame.cut can hold."""
 _RESERVED = 1 << 64
 """Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
 
@@ -127,7 +136,7 @@ class Producer:
         self._kept: deque[_Kept] = deque()
         self._unsent = Outbox()
         self._structures: dict[int, bytes] = {}
-        self._announced: dict[int, None] = {}
+        self._announced: dict[int, bytes] = {}
         self._frame = lane_pb2.Frame()
         self._ack = lane_pb2.Ack()
         self._buffer = bytearray(MAX_FRAME)
@@ -234,8 +243,12 @@ class Producer:
             return
         try:
             self._unsent.flush(self._sock)
-        except OSError:
-            pass  # its last acks may still be readable; take_acks sees the end of file after them
+        except OSError as error:
+            if error.errno in LOST:
+                return  # its last acks may still be readable; take_acks sees the end of file after them
+            # No buffers, too many descriptors on their way: frames are lost, so the lane is, and the next one gets all.
+            _log.warning("a lane was closed: a frame could not be sent: %s", error)
+            self.detach()
 
     # ---- batches
 
@@ -301,11 +314,15 @@ class Producer:
         every batch has another structure would fill the memory. Cheap enough to be called before each `publish`.
         """
         known = self._structures
-        if structure not in known and len(known) >= 2 * KNOWN_STRUCTURES:
-            needed = {kept.structure for kept in self._kept}
-            for old in list(known)[: len(known) - KNOWN_STRUCTURES]:
-                if old not in needed and old not in self._announced:
-                    del known[old]
+        if structure not in known and (
+            len(known) >= 2 * KNOWN_STRUCTURES or sum(map(len, known.values())) > 2 * KNOWN_BYTES
+        ):
+            needed = {kept.structure for kept in self._kept} | self._announced.keys()
+            held = sum(map(len, known.values()))
+            for old in [old for old in known if old not in needed]:
+                if len(known) <= KNOWN_STRUCTURES and held <= KNOWN_BYTES:
+                    break
+                held -= len(known.pop(old))
         known[structure] = data
 
     def publish(
@@ -427,10 +444,8 @@ class Producer:
         data = self._structures.get(structure)
         if data is None:
             raise InvalidArgumentError(f"structure {structure} is not known, or no longer: see know_structure")
-        announced = self._announced
-        announced[structure] = None
-        if len(announced) > KNOWN_STRUCTURES:
-            del announced[next(iter(announced))]
+        self._announced[structure] = data
+        forget_oldest(self._announced)
         for start in range(0, max(len(data), 1), PIECE):
             piece = data[start : start + PIECE]
             frame = lane_pb2.Frame(kind=STRUCTURE, structure=structure, inline=piece, size=len(data))
@@ -474,10 +489,16 @@ class Producer:
         if ack.open_epochs > self.open_epochs:
             self.open_epochs = ack.open_epochs
         if ack.abandon_epoch:
+            if self.cuts >= MOST_CUTS or len(self.abandoned) >= MOST_ABANDONED:
+                raise ProtocolError(f"it left its pass {self.cuts} times, {len(self.abandoned)} of them unheard")
             self.cuts += 1
             self._drop_kept()
             self.abandoned.append(ack.abandon_epoch - 1)
         wanted = ack.wanted
+        if wanted:
+            under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
+            if under_way > MOST_WANTED:
+                raise ProtocolError(f"it announced {under_way} snapshots, above the limit of {MOST_WANTED}")
         for index in range(0, len(wanted) - 1, 2):
             steps = self.wanted.setdefault(wanted[index + 1], [])
             if wanted[index] not in steps:

@@ -5,7 +5,8 @@ the last process that holds it. It is sealed against shrinking, growing and furt
 and the reader checks those seals before it maps: a ring that its peer could truncate would kill the reader with SIGBUS.
 
 All pages are faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, are what makes
-torch's own DataLoader slow at large batches.
+torch's own DataLoader slow at large batches. So a ring that reaches its reader is whole, and the reader checks that it
+is: of a ring with holes, which costs its maker nothing at any size, the reader would be charged for every page.
 
 A mapping is never closed by hand. Tensors that the training loop still holds are views of it, so it lives exactly as
 long as the last of them; `Ring` only ever drops its own reference.
@@ -18,12 +19,14 @@ import fcntl
 import mmap
 import os
 
-from penstock.proto.errors import ProtocolError
+from penstock.proto.errors import LaneLostError, ProtocolError
 
 __all__ = ["MAX_SLOTS", "Ring", "ring_bytes", "slots_for"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
+_BLOCK = 512
+"""Bytes of what st_blocks counts, on every filesystem."""
 MAX_SLOTS = 32
 MIN_SLOTS = 4
 """One being filled, one on its way, two that the loop looks at."""
@@ -82,20 +85,31 @@ class Ring:
 
     @classmethod
     def open(cls, fd: int, slot_bytes: int, slots: int) -> Ring:
-        """Map a ring that a peer made. Raises ProtocolError unless it is sealed and as large as the peer says."""
+        """Map a ring that a peer made.
+
+        Raises ProtocolError unless it is sealed, as large as the peer says and all there; LaneLostError where this
+        process cannot map it, for want of address space, say: the peer has done nothing wrong.
+        """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
             raise ProtocolError(f"the ring that a peer passed is no memfd: {error}") from error
         if seals & _SEALS != _SEALS:
             raise ProtocolError("the ring that a peer passed is not sealed: it could be truncated under its reader")
-        size = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        size = status.st_size
         if slot_bytes <= 0 or slots <= 0 or slot_bytes % PAGE or size != slot_bytes * slots:
             raise ProtocolError(f"a ring of {size} bytes was announced as {slots} slots of {slot_bytes} bytes")
+        if slots > MAX_SLOTS:
+            raise ProtocolError(f"a ring of {slots} slots, above the {MAX_SLOTS} that any has")
+        if status.st_blocks * _BLOCK < size:
+            raise ProtocolError(f"a ring of {size} bytes of which {status.st_blocks * _BLOCK} are there")
         try:
             return cls(fd, slot_bytes, slots)
         except PermissionError as error:  # sealed against writing, or opened for reading only
             raise ProtocolError(f"the ring that a peer passed cannot be mapped: {error}") from error
+        except OSError as error:
+            raise LaneLostError(f"a ring of {size} bytes cannot be mapped here: {error}") from error
 
     def close_fd(self) -> None:
         """Give up the descriptor; the mapping stays while anything looks at it."""

@@ -41,6 +41,7 @@ __all__ = [
     "MAX_INT_BYTES",
     "MAX_LEAVES",
     "MAX_RANK",
+    "MAX_VALUES",
     "TORCH_DTYPES",
     "Key",
     "Leaf",
@@ -61,6 +62,9 @@ ALIGN: Final = 64
 """Bytes; every leaf starts at a multiple: a cache line, the widest vector load, torch's own alignment."""
 
 MAX_LEAVES: Final = 65_536
+MAX_VALUES: Final = 4 * MAX_LEAVES
+"""Leaves, containers and Nones together: what a batch may hold, and so what may be announced."""
+
 MAX_DEPTH: Final = 64
 """Containers inside each other; far below the interpreter's recursion limit, so neither side can be made to hit it."""
 
@@ -223,7 +227,7 @@ class Structure:
             raise ProtocolError("a structure is a list of a format number and a node")
         if raw[0] != FORMAT:
             raise ProtocolError(f"a structure of format {str(raw[0])[:20]}; this Penstock reads {FORMAT}")
-        count = [0]
+        count = [0, 0]
         try:
             structure = cls.of(_tree(raw[1], None, 0, count))
         except UnsupportedLeafError as error:
@@ -290,7 +294,10 @@ def _plain(tree: Tree) -> Any:
 
 
 def _tree(raw: Any, path: Path, depth: int, count: list[int]) -> Tree:
-    """JSON values as a tree; every wrong one is a ProtocolError with its path."""
+    """JSON values as a tree; every wrong one is a ProtocolError with its path. count: leaves, and all values."""
+    count[1] += 1
+    if count[1] > MAX_VALUES:
+        raise _wrong(path, f"more than {MAX_VALUES} values")
     if raw is None:
         return None
     if type(raw) is str and raw in _SCALARS:

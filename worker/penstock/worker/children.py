@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.proto.errors import LaneLostError, PenstockError, WorkerLostError
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
 from penstock.worker.control import Channel, Message
 from penstock.worker.ledger import Ledger
 from penstock.worker.orphans import Orphans
@@ -82,6 +82,14 @@ def child_environment(seed: int) -> dict[str, str]:
     return environment
 
 
+def _refuse_descriptors(message: Message) -> None:
+    """Children are given descriptors and send none: each one taken would be one less for the daemon."""
+    if message.fds:
+        for fd in message.fds:
+            os.close(fd)
+        raise ProtocolError(f"a message {message.kind[:40]!r} with {len(message.fds)} descriptors")
+
+
 class Child:
     """A runner or scratch child."""
 
@@ -127,12 +135,19 @@ class Child:
                 os.close(fd)
 
     def drain(self) -> None:
-        """Read everything that the child has said by now."""
+        """Read everything that the child has said by now. One that talks nonsense is killed: it runs user code, and
+        what it says next would be worth no more."""
         try:
             while self._open and (message := self._channel.receive(wait=False)) is not None:
+                _refuse_descriptors(message)
                 self._on_message(message)
-        except (LaneLostError, PenstockError):
+        except LaneLostError:
             self._shut()
+        except Exception as error:
+            traceback = None if isinstance(error, PenstockError) else error
+            _log.warning("%s: it said what no child says, and is killed: %s", self.name, error, exc_info=traceback)
+            self._shut()
+            self.kill()
 
     def kill(self) -> None:
         """Kill the child; its zygote then kills what it leaves behind. Harmless when it is gone."""
@@ -218,7 +233,7 @@ class Child:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             with contextlib.suppress(OSError):
                 self._channel.sock.shutdown(socket.SHUT_RDWR)  # a thread may be waiting to send
-            self._channel.sock.close()
+            self._channel.close()
 
     # ---- what it prints
 

@@ -14,14 +14,25 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, format_remote
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnsupportedStateError, format_remote
 
-__all__ = ["DESCRIPTORS_CLOSED", "Channel", "DescriptorsClosedError", "Inbox", "Message", "describe", "plain_detail"]
+__all__ = [
+    "DESCRIPTORS_CLOSED",
+    "Channel",
+    "DescriptorsClosedError",
+    "Inbox",
+    "Message",
+    "counts",
+    "describe",
+    "plain_detail",
+]
 
 _HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
 MAX_JSON = 1 << 20
-MAX_PAYLOAD = 16 << 30
+MAX_PAYLOAD = 1 << 30
+"""Bytes. Payloads are states, and the coordinator keeps none above 900,000,000."""
 MAX_FDS = 16
+"""In one message, and waiting for theirs."""
 DESCRIPTORS_CLOSED = 77
 """Exit status of a child whose control socket was closed under it, and which can therefore say nothing."""
 
@@ -53,8 +64,18 @@ class Inbox:
         self._fds: list[int] = []
 
     def feed(self, data: bytes, fds: list[int]) -> None:
+        """Raises ProtocolError, and closes them, for descriptors that no message can have announced."""
         self._buffer += data
         self._fds += fds
+        if len(self._fds) > MAX_FDS:
+            count = len(self._fds)
+            self.close()
+            raise ProtocolError(f"{count} descriptors at once")
+
+    def close(self) -> None:
+        """Close the descriptors that no message has taken."""
+        while self._fds:
+            os.close(self._fds.pop())
 
     def take(self) -> Message | None:
         """The next whole message, if there is one."""
@@ -62,16 +83,18 @@ class Inbox:
         if len(buffer) < _HEAD.size:
             return None
         text, payload, fds = _HEAD.unpack_from(buffer)
-        if text > MAX_JSON or payload > MAX_PAYLOAD:
-            raise ProtocolError(f"a control message of {text} + {payload} bytes")
+        if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
+            raise ProtocolError(f"a control message of {text} + {payload} bytes with {fds} descriptors")
         end = _HEAD.size + text + payload
         if len(buffer) < end:
             return None
         try:
             fields = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + text]))
-            kind = fields.pop("kind")
-        except (ValueError, AttributeError, KeyError) as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a control message that cannot be read: {error}") from error
+        kind = fields.pop("kind", None) if type(fields) is dict else None
+        if type(kind) is not str:
+            raise ProtocolError("a control message that does not say what it is")
         if len(self._fds) < fds:
             raise ProtocolError(
                 f"{fds - len(self._fds)} descriptors of a control message were lost: this process may open no more "
@@ -106,6 +129,12 @@ class Channel:
         raise DescriptorsClosedError(f"descriptor {fd} was closed")
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
+        """Raises UnsupportedStateError for a payload that the other side would not take."""
+        if len(payload) > MAX_PAYLOAD:
+            raise UnsupportedStateError(
+                f"a state of {len(payload)} bytes is above the {MAX_PAYLOAD} that can be kept; leave out of "
+                "state_dict() what the loader can build anew"
+            )
         try:
             self._send(Message(kind, fields, payload, fds or []))
         except OSError:
@@ -122,6 +151,11 @@ class Channel:
             self.sock.sendall(head[sent:])
         if sent < len(head) + len(payload):
             self.sock.sendall(memoryview(payload)[max(0, sent - len(head)) :])
+
+    def close(self) -> None:
+        """Close the socket, and the descriptors that came for no message."""
+        self.sock.close()
+        self._inbox.close()
 
     def receive(self, wait: bool = True) -> Message | None:
         """The next message; None if none is there and `wait` is off. LaneLostError when the other side is gone."""
@@ -140,6 +174,14 @@ class Channel:
                 raise LaneLostError("the other end of the control socket is gone")
             self._inbox.feed(data, fds)
         return message
+
+
+def counts(message: Message, *names: str) -> list[int]:
+    """Fields of a message that are counts. Raises ProtocolError for what is none."""
+    found = [message.fields.get(name) for name in names]
+    if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
+        raise ProtocolError(f"a message {message.kind[:40]!r} with {dict(zip(names, found, strict=True))!r:.200}")
+    return found  # type: ignore[return-value]
 
 
 def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:

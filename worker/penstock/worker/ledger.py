@@ -3,10 +3,14 @@
 The runner has no thread of ours and may be inside user code for minutes, or dead; what it had produced, what it was
 doing and since when can be read here all the same. One writer, any number of readers; an entry is written before the
 head that makes it visible.
+
+The runner's user code can write here what it likes, so a reader takes any number for what it is, and no more. What it
+must not be able to do is to make the memory smaller: that would kill the reader with SIGBUS, so it is sealed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
@@ -56,8 +60,9 @@ class Ledger:
 
     @classmethod
     def create(cls) -> Ledger:
-        fd = os.memfd_create("penstock-ledger", os.MFD_CLOEXEC)
+        fd = os.memfd_create("penstock-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd)
 
     def close(self) -> None:

@@ -51,6 +51,8 @@ FRAMES_A_TURN = 64
 """Frames read from the runner before the others get their turn: more than a ring has slots."""
 PACKED_A_TURN = 1 << 20
 """Bytes of batches to compress before the others get their turn: 2 ms."""
+MAX_BACKLOG = 1 << 16
+"""Acks that the runner has not read, in messages and numbers, above which the lander is one that floods it."""
 MAX_OUT = 512
 """Buffers on their way out above which the runner is not read: more than ring slots alone can be."""
 
@@ -258,6 +260,8 @@ class Pump(threading.Thread):
             runner.abandon(ack.abandon_epoch - 1)
         if ack.close:
             runner.close()
+        if runner.backlog > MAX_BACKLOG:
+            raise ProtocolError(f"acks without end: the runner has {runner.backlog} of them to read")
 
     def _leave(self, reason: str) -> None:
         with self._lock:

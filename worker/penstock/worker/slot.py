@@ -28,7 +28,7 @@ from penstock.proto.errors import (
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.checks import EARLY_SNAPSHOTS, Check
 from penstock.worker.children import Child
-from penstock.worker.control import Message
+from penstock.worker.control import Message, counts
 from penstock.worker.endings import descriptors_closed, how_it_ended
 from penstock.worker.ledger import Ledger
 from penstock.worker.memory import held_by
@@ -304,8 +304,8 @@ class Slot:
             return
         fields = message.fields
         if message.kind == "base":
-            place = (fields["epoch"], fields["delivered"], fields["total"], fields["samples"])
-            base = Kept(*place, fields["origin"], fields["step"], message.payload)
+            epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
+            base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
             self.store.add(base, self._oldest_wanted())
             if not base.origin and len(self.early) < EARLY_SNAPSHOTS:
                 self.early.append(base)
@@ -319,7 +319,8 @@ class Slot:
         elif message.kind == "begun":
             self._begun = True
         elif message.kind == "left":
-            self.store.forget_after(fields["epoch"], fields["total"])
+            epoch, total = counts(message, "epoch", "total")
+            self.store.forget_after(epoch, total)
         elif message.kind == "broken":
             _log.warning("%s: %s", self.name, fields["error"]["message"])
         elif message.kind == "failed":

@@ -14,6 +14,8 @@ __all__ = ["Kept", "SnapshotStore"]
 
 MAX_BYTES = 64 << 20
 MAX_COUNT = 1024
+MOST = 16
+"""Times these, beyond which origins go too: they are for a child whose user code sends them without end."""
 
 
 @dataclass
@@ -56,10 +58,11 @@ class SnapshotStore:
         # An origin too, for loaders whose snapshots are not trusted.
         needed = {id(kept) for kept in before[-1:]} | {id(kept) for kept in [k for k in before if k.origin][-1:]}
         self._keep_only([kept for kept in self._kept if kept.total > oldest_wanted or id(kept) in needed])
-        if self._bytes > MAX_BYTES or len(self._kept) > MAX_COUNT:
-            inner = [kept for kept in self._kept[1:-1] if not kept.origin]
-            dropped = {id(kept) for kept in inner[::2]}
-            self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
+        for share, origins in ((1, False), (MOST, True)):
+            if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
+                inner = [kept for kept in self._kept[1:-1] if origins or not kept.origin]
+                dropped = {id(kept) for kept in inner[::2]}
+                self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
     def forget_after(self, epoch: int, total: int) -> None:
         """The loop left this pass after `total`: what was taken of it later, or of a pass after it, never happened."""

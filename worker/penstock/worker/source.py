@@ -33,6 +33,7 @@ from penstock.proto.errors import (
     NotRestartableError,
     PenstockError,
     ReplayMismatchError,
+    StateCorruptError,
     StateMismatchError,
     format_remote,
 )
@@ -127,7 +128,17 @@ class Base:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Base:
-        """From the decoded form; an origin is preferred to the snapshot that it comes with."""
+        """From the decoded form; an origin is preferred to the snapshot that it comes with.
+
+        Raises StateCorruptError for what `encode` did not write.
+        """
+        try:
+            return cls._of(value)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateCorruptError(f"a saved state that cannot be: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _of(cls, value: dict[str, Any]) -> Base:
         restart = value["restart"]
         origin = restart["origin"]
         skips = tuple((epoch, total, count) for epoch, total, count in restart.get("skips", ()))

@@ -1,0 +1,27 @@
+"""What the numbers of a request may be. Protobuf lets through what no clock and no count says: NaN, 2**64 - 1.
+
+They would not be wrong answers to the one who sent them but harm to all others: a hold of NaN seconds is a loop without
+a pause, a total of 2**64 - 1 overflows the next message that is made of it, and SQLite's integers have a sign.
+"""
+
+from __future__ import annotations
+
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.position import MOST
+
+LONGEST_S = 1e9
+"""Thirty years: longer than anybody means."""
+
+
+def check_measures(**values: float) -> None:
+    """Seconds, or whatever else is measured. Raises InvalidArgumentError for what no clock has said."""
+    for name, value in values.items():
+        if not 0.0 <= value <= LONGEST_S:  # false for NaN, too
+            raise InvalidArgumentError(f"{name}={value}: it lies between 0 and {LONGEST_S:g}")
+
+
+def check_counts(**values: int) -> None:
+    """Steps, epochs, batches. Raises InvalidArgumentError for what cannot be counted on from."""
+    for name, value in values.items():
+        if not 0 <= value <= MOST:
+            raise InvalidArgumentError(f"{name}={value}: it lies between 0 and {MOST}")

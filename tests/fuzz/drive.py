@@ -1,0 +1,142 @@
+"""The coverage-guided driver: every target in turn under libFuzzer (by atheris), in a process of its own with limits.
+
+    python tests/fuzz/drive.py --minutes 10             all targets, the time shared equally
+    python tests/fuzz/drive.py --only state,consumer    some
+    python tests/fuzz/drive.py --replay FILE            a reproducer once more; its name begins with the target's
+
+A finding is any exception but ours, an input that takes seconds or too much memory, or a crash of the interpreter. The
+input that caused it is kept in the output folder under TARGET-..., and the exit code is 1. What was learned of a target
+stays there too, and the next run goes on from it.
+
+Python code of Penstock is instrumented, so that the fuzzer sees which branches it takes; torch, numpy and protobuf are
+not, they are compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIMIT_MIB = 2048
+"""Resident memory of a target, of which torch takes 300."""
+ONE_INPUT_S = 10
+LONGEST = 4096
+"""Bytes of an input: enough for every branch, and short ones teach faster."""
+SAID = re.compile(rb"^#(\d+)\s+[A-Za-z]+\s+cov: (\d+)", re.MULTILINE)
+"""A line of libFuzzer's about how far it is: executions, coverage."""
+STARTED = re.compile(rb"INITED\s+cov: (\d+)")
+
+
+@dataclass
+class Outcome:
+    """What a run of one target brought."""
+
+    name: str
+    executions: int
+    branches: int
+    at_start: int
+    code: int
+    found: list[Path]
+
+    def line(self) -> str:
+        said = f"{len(self.found)} FOUND" if self.found else "nothing found" if not self.code else f"EXIT {self.code}"
+        return f"{self.name:12} {self.executions:10,} executions, coverage {self.at_start} -> {self.branches}: {said}"
+
+
+def child(name: str, arguments: list[str]) -> None:
+    """Fuzz one target in this process; does not return."""
+    import atheris
+
+    with atheris.instrument_imports(include=["penstock"], exclude=["penstock.proto.v1"]):
+        from targets.every import EVERY
+        from targets.target import hold
+
+    target = EVERY[name]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def one(data: bytes) -> None:
+        hold(target, data)
+
+    atheris.Setup([sys.argv[0], *arguments], one)
+    atheris.Fuzz()
+
+
+def fuzz(name: str, seconds: int, out: Path) -> Outcome:
+    """One target, in a child process."""
+    from targets.every import EVERY
+
+    corpus, found = out / "corpus" / name, out / "found"
+    for folder in (corpus, found):
+        folder.mkdir(parents=True, exist_ok=True)
+    for data in EVERY[name].seeds():
+        (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
+    before = set(found.iterdir())
+    limits = [
+        f"-max_total_time={seconds}",
+        f"-timeout={ONE_INPUT_S}",
+        f"-rss_limit_mb={LIMIT_MIB}",
+        f"-max_len={LONGEST}",
+    ]
+    command = [sys.executable, __file__, "--child", name, str(corpus), *limits, f"-artifact_prefix={found}/{name}-"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds + 600)
+    (out / f"{name}.log").write_bytes(done.stdout)
+    said, first = SAID.findall(done.stdout), STARTED.search(done.stdout)
+    return Outcome(
+        name,
+        int(said[-1][0]) if said else 0,
+        int(said[-1][1]) if said else 0,
+        int(first.group(1)) if first else 0,
+        done.returncode,
+        sorted(set(found.iterdir()) - before),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Fuzz the decoders of what a peer says.")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all targets together")
+    parser.add_argument("--only", default="", help="targets, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path(".fuzz"), help="for what is learned and found")
+    parser.add_argument("--replay", type=Path, help="an input of an earlier run")
+    given = parser.parse_args()
+    from targets.every import EVERY
+    from targets.target import hold
+
+    if given.replay is not None:
+        name = given.replay.name.partition("-")[0]
+        taken = hold(EVERY[name], given.replay.read_bytes())
+        print(f"{name}: {'taken' if taken else 'refused, as it should be'}")
+        return 0
+    if importlib.util.find_spec("atheris") is None:
+        print("atheris is not installed here: run `make fuzz`, which makes an environment with it", file=sys.stderr)
+        return 2
+    names = [name for name in given.only.split(",") if name] or list(EVERY)
+    seconds = max(1, round(60 * given.minutes / len(names)))
+    outcomes = []
+    for name in names:
+        outcomes.append(fuzz(name, seconds, given.out))
+        print(outcomes[-1].line(), flush=True)
+    bad = [outcome for outcome in outcomes if outcome.found or outcome.code]
+    for outcome in bad:
+        for path in outcome.found:
+            print(f"found: {path}; again with: python {Path(__file__).name} --replay {path}")
+        print(f"       what it said stands in {given.out / outcome.name}.log")
+    print(
+        f"{sum(outcome.executions for outcome in outcomes):,} executions of {len(outcomes)} targets, "
+        f"{len(bad)} with findings"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], sys.argv[3:])
+    sys.exit(main())

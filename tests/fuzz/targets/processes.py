@@ -1,0 +1,226 @@
+"""Decoders of what processes say that are no lanes: control messages and ledgers of children that run user code, calls
+to the coordinator, rows of its journal."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+from targets.target import Target, pieces, script, words
+
+from penstock.appliance.books import Books
+from penstock.appliance.journal import Journal
+from penstock.appliance.ledger import Ledger as Snapshots
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import SlotKey
+from penstock.appliance.registry import Registry
+from penstock.appliance.restore import restore
+from penstock.appliance.testing import World
+from penstock.proto.errors import PenstockError, ProtocolError
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.worker.control import Inbox, Message, counts, encode_head
+from penstock.worker.ledger import Ledger
+
+__all__ = ["TARGETS"]
+
+
+HEAD = struct.Struct("<IQB")
+"""Of a control message: bytes of text, bytes of payload, descriptors."""
+TABLES = ("runs", "attempts", "boxes", "slots")
+
+
+# ---- children
+
+
+def _control(data: bytes) -> None:
+    """A stream of messages, in pieces of any size. Steps: 0 bytes as they are, 1 a message's text, and 64 bytes of
+    payload."""
+    inbox = Inbox()
+    for what, piece in pieces(data):
+        text, payload = (piece[:-64], piece[-64:]) if what % 2 else (b"", b"")
+        inbox.feed(piece if not what % 2 else HEAD.pack(len(text), len(payload), 0) + text + payload, [])
+        while (message := inbox.take()) is not None:
+            assert type(message.kind) is str
+            counts(message, *list(message.fields)[:4])
+
+
+def _control_seeds() -> list[bytes]:
+    messages = [Message("base", {"epoch": 0, "total": 3}, b"state"), Message("ready", {}, b"\10\4"), Message("begun")]
+    stream = b"".join(encode_head(message) + message.payload for message in messages[:1])
+    text = encode_head(messages[0])[HEAD.size :]
+    return [script((0, stream)), script((0, stream[:9]), (0, stream[9:])), script((1, text + bytes(64)))]
+
+
+def _ledger(data: bytes) -> None:
+    """User code has written here and there in the ledger; the daemon reads it. First the head, then wherever."""
+    ledger = Ledger.create()
+    size = os.fstat(ledger.fd).st_size
+    try:
+        for at, piece in pieces(data):
+            start = at * 97 * 8 % size
+            os.pwrite(ledger.fd, piece[: size - start], start)
+        ledger.refresh()
+        ledger.ends()
+        name, seconds = ledger.activity
+        f"{name} {seconds:.1f}"
+        for total in (0, 1, ledger.total, ledger.delivered, (1 << 64) - 1):
+            entry = ledger.entry(total)
+            assert entry is None or entry.total == total
+        pb.SlotReport(produced=ledger.total, delivered=ledger.delivered)
+    finally:
+        ledger.close()
+
+
+def _ledger_seeds() -> list[bytes]:
+    ledger = Ledger.create()
+    ledger.place(10, 1, 40)
+    ledger.record(11, 1, 5, 44, 9)
+    ledger.end(1, 11)
+    ledger.doing("next", 11)
+    head = os.pread(ledger.fd, 64, 0)
+    ledger.close()
+    return [script((0, head)), script((0, head), (7, head))]
+
+
+# ---- the coordinator
+
+
+def _calls(registry: Registry) -> list[tuple[type[Protobuf], Callable[[Any], object]]]:
+    def fetch(request: pb.FetchStateRequest) -> None:
+        registry.end_state(registry.begin_state(request))
+
+    def ask(request: pb.FetchStateRequest) -> None:
+        registry.begin_state(request)  # and its asker waits
+
+    def put(header: pb.SnapshotHeader) -> None:
+        registry.slot_of_generation(SlotKey(header.run, header.attempt, header.box, header.slot), header.generation)
+        registry.snapshot_stored(header)
+
+    return [
+        (pb.OpenRunRequest, registry.open_run),
+        (pb.WatchRunRequest, registry.watch_run),
+        (pb.CloseRunRequest, registry.close_run),
+        (pb.RegisterWorkerRequest, registry.register_worker),
+        (pb.HeartbeatRequest, registry.heartbeat),
+        (pb.DeregisterWorkerRequest, registry.deregister_worker),
+        (pb.FetchStateRequest, fetch),
+        (pb.FetchStateRequest, ask),
+        (pb.StateAnswer, lambda answer: registry.answer_state(answer, b"state")),
+        (pb.SnapshotHeader, put),
+    ]
+
+
+def _coordinator(data: bytes) -> None:
+    """Calls in any order with any fields, beside an honest worker and an honest box, who must not suffer. Steps: the
+    call's number, its message; above that, seconds that pass."""
+    world = World(Limits(slots_max=256))
+    worker, box = world.worker("honest", slots=2), world.open()
+    worker.ready()
+    calls = _calls(world.registry)
+    refused = 0
+    for what, piece in pieces(data, 24):
+        if what % 12 >= len(calls):
+            world.run_for(1 + what % 12 - len(calls), [worker, box])
+            continue
+        kind, call = calls[what % 12]
+        try:
+            call(kind.FromString(piece))
+        except DecodeError:
+            pass  # gRPC answers these itself
+        except PenstockError:
+            refused += 1
+    world.run_for(0.5)
+    world.registry.status()
+    other = world.worker("other", slots=4)
+    other.beat()
+    fresh = world.open(job="fresh", client_id="fresh")
+    fresh.deliver(3)
+    if refused:
+        raise ProtocolError(f"{refused} calls were refused")
+
+
+def _coordinator_seeds() -> list[bytes]:
+    """Calls that could be the honest ones' own: the worst there are."""
+    position = Position(3, 0, [0, 1], 1, [2, 1], [2, 1]).to_proto()
+    watch = pb.WatchRunRequest(run="job/0", attempt=1, box=0, client_id="client-0", delivered=position, hold_s=1.0)
+    watch.cuts.add(epoch=0, step=3)
+    fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=3, deadline_s=1.0)
+    fetch.progress.CopyFrom(watch)
+    opening = pb.OpenRunRequest(job="mine", client_id="c", num_boxes=1, num_workers_per_box=2, base=position)
+    opening.loader.input_fn = "m:f"
+    report = pb.SlotReport(run="job/0", attempt=1, generation=1, phase=pb.READY, batches_per_s=1.5)
+    beat = pb.HeartbeatRequest(worker="honest", session="honest-1", slots=[report], hold_s=1.0)
+    answer = pb.StateAnswer(request="job/0@1/0.0#1:3:0.2.2:0", worker="honest", ends=[pb.PassEnd(epoch=0, total=1)])
+    answer.ended, answer.ended_total = True, 1
+    register = pb.RegisterWorkerRequest(worker="mine", session="s", slots=2, local_address="l", tcp_address="t:1")
+    header = pb.SnapshotHeader(run="job/0", attempt=1, generation=1, total=2, size=5)
+    close = pb.CloseRunRequest(run="mine/0", attempt=1, client_id="c")
+    named: list[tuple[int, Protobuf]] = [(1, watch), (4, beat), (7, fetch), (8, answer), (0, opening), (3, register)]
+    named += [(9, header), (6, fetch), (5, pb.DeregisterWorkerRequest(worker="mine", session="s")), (2, close)]
+    return [
+        script(*((what, message.SerializeToString()) for what, message in named), (11, b"")),
+        script((1, watch.SerializeToString())),
+    ]
+
+
+def _rows() -> dict[str, list[dict[str, Any]]]:
+    """The rows of a coordinator with a run of two slots."""
+    world = World()
+    world.worker("w")
+    world.open()
+    return {table: [dict(row) for row in world.journal.rows(table)] for table in TABLES}
+
+
+class _Journal(Journal):
+    """A journal that says what its test wants."""
+
+    def __init__(self, rows: dict[str, list[dict[str, Any]]]) -> None:
+        super().__init__(None)
+        self._said = rows
+
+    def rows(self, table: str) -> list[Any]:
+        return self._said[table]
+
+
+_whole: dict[str, list[dict[str, Any]]] = {}
+
+
+def _journal(data: bytes) -> None:
+    """A journal of which SQLite finds nothing wrong, with some values changed: what else than files rot."""
+    if not _whole:
+        _whole.update(_rows())
+    rows = {table: [dict(row) for row in found] for table, found in _whole.items()}
+    for what, piece in pieces(data, 4):
+        table = list(rows)[what % 4]
+        if not rows[table]:
+            continue
+        number, form, value = piece[0] if piece else 0, piece[1] if len(piece) > 1 else 0, piece[2:]
+        row = rows[table][number // 16 % len(rows[table])]
+        column = list(row)[number % len(row)]
+        changed: Any = (None, value, value.decode("latin-1"), *words(value)[:1], 0)[form % 4]
+        row[column] = changed
+        if form & 128:
+            rows[table].remove(row)
+    journal = _Journal(rows)
+    try:
+        books = Books(journal, Snapshots(Limits()), Limits(), lambda topic: None)
+        restore(books, 0.0)
+    finally:
+        journal.close()
+
+
+def _journal_seeds() -> list[bytes]:
+    return [b"", script((3, b"\3\0"))]
+
+
+TARGETS = [
+    Target("control", _control, _control_seeds),
+    Target("ledger", _ledger, _ledger_seeds),
+    Target("coordinator", _coordinator, _coordinator_seeds, most_bytes=64 << 20, examples=100),
+    Target("journal", _journal, _journal_seeds, examples=100),
+]

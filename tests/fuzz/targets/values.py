@@ -1,0 +1,260 @@
+"""Decoders of one block of bytes: structures, batches, states, positions, pieces of compressed payloads."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from targets.target import Target, pieces, script, words
+
+from penstock.client import saved
+from penstock.proto.channel import detail_of, error_of
+from penstock.proto.compression import PIECE, Packer, Unpacker, check_claim, load
+from penstock.proto.errors import PenstockError, ProtocolError
+from penstock.proto.position import Position, advance
+from penstock.proto.rng import capture_rng, restore_rng
+from penstock.proto.state import decode_state, encode_state
+from penstock.proto.structure import Structure, required_nbytes
+from penstock.proto.tensors import Assembler, Flattener, wrap_buffer
+from penstock.proto.v1 import records_pb2
+from penstock.worker.source import Base, Place
+
+__all__ = ["TARGETS"]
+
+ROOM = 1 << 16
+"""Bytes of the region that batches are read from."""
+
+
+def _batches() -> list[Any]:
+    return [
+        torch.arange(6, dtype=torch.float32).reshape(2, 3),
+        {"x": torch.zeros(3, 0), "y": np.arange(4, dtype=">i2"), "z": [1, 2.5, True, None, "ä", b"b"]},
+        (np.float64(1.0), np.str_("s"), np.datetime64(3, "s"), torch.tensor(2, dtype=torch.bfloat16)),
+        {1: {None: [(torch.ones(1, dtype=torch.bool),)]}, False: -(1 << 80)},
+    ]
+
+
+# ---- structures and batches
+
+
+def _structure(data: bytes) -> None:
+    structure = Structure.from_bytes(data)
+    assert structure.to_bytes() == data
+    assert len(structure.describe()) <= 2000
+    required_nbytes(structure, [0] * structure.dims)
+    Assembler(structure)
+
+
+def _structure_seeds() -> list[bytes]:
+    return [Flattener().flatten(batch).structure.to_bytes() for batch in _batches()]
+
+
+def _layout(data: bytes) -> None:
+    """A batch as its frame and its ring slot tell it: structure, shapes, nbytes, and the bytes in the slot."""
+    parts = dict(pieces(data, 4))
+    shapes, numbers = words(parts.get(1, b"")), words(parts.get(2, b"")[:16])
+    offset, nbytes = (*numbers, 0, 0)[:2]
+    memory = bytearray(ROOM)
+    content = parts.get(3, b"")[:ROOM]
+    memory[: len(content)] = content
+    ring, released = wrap_buffer(memory), deque[int]()
+    assembler = Assembler(Structure.from_bytes(parts.get(0, b"")))
+    try:
+        batch = assembler.assemble(shapes, ring, offset, nbytes, released, 7)
+    except PenstockError:
+        assert not released, "a slot was given back for a batch that was refused"
+        raise
+    low, high = ring.ctypes.data + offset, ring.ctypes.data + offset + nbytes
+    for address, size in _places(batch):
+        assert low <= address <= address + size <= high, "a leaf outside of its region"
+    del batch
+    assert list(released) == [7], "the slot came back other than once"
+
+
+def _places(batch: Any) -> list[tuple[int, int]]:
+    if isinstance(batch, torch.Tensor):
+        return [(batch.data_ptr(), batch.nbytes)] if batch.nbytes else []
+    if isinstance(batch, np.ndarray):
+        return [(batch.ctypes.data, batch.nbytes)] if batch.nbytes else []
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    return [place for child in batch for place in _places(child)] if isinstance(batch, list | tuple) else []
+
+
+def _layout_seeds() -> list[bytes]:
+    seeds = []
+    for batch in _batches():
+        flat = Flattener().flatten(batch)
+        memory = np.zeros(flat.nbytes + 64, np.uint8)
+        flat.write_to(memory.ctypes.data)
+        seeds.append(
+            script(
+                (0, flat.structure.to_bytes()),
+                (1, struct.pack(f"<{len(flat.shapes)}Q", *flat.shapes)),
+                (2, struct.pack("<QQ", 0, flat.nbytes)),
+                (3, memory.tobytes()),
+            )
+        )
+    return seeds
+
+
+# ---- states
+
+
+def sealed(data: bytes) -> bytes:
+    """The bytes with a checksum that holds: who means harm computes it, too."""
+    return data + xxhash.xxh3_64_digest(data)
+
+
+def _state(data: bytes) -> None:
+    value = decode_state(sealed(data))
+    # What came out is a state like any other. Ints in a set or nan do not compare, so their encodings are compared.
+    again = encode_state(value)
+    assert encode_state(decode_state(again)) == again or b'"set"' in again or b'"frozenset"' in again
+
+
+def _states() -> list[Any]:
+    numbers = list(range(40))
+    return [
+        {"epoch": 3, "rng": random.getstate(), "t": torch.ones(3, dtype=torch.bfloat16), "n": numbers},
+        [1, -(1 << 70), 1.5, float("inf"), 2j, "s", b"b", bytearray(b"c"), {1, 2}, frozenset("ab"), range(9)],
+        {"$": 1, (1, None): np.array(["a", "bc"]), "d": torch.float16, "n": np.float32(1), "s": torch.Size([2])},
+        ("x", torch.zeros(2, 0), np.dtype("<i4"), torch.device("cpu"), np.zeros((0, 3), "<M8[ns]"), slice(1, 2)),
+        tuple(map(float, numbers)),
+    ]
+
+
+def _state_seeds() -> list[bytes]:
+    return [encode_state(value)[:-8] for value in _states()]
+
+
+def _base(data: bytes) -> None:
+    base = Base.decode(sealed(data))
+    assert isinstance(base.place, Place)
+
+
+def _base_seeds() -> list[bytes]:
+    snapshot = Base(Place(0, 3, 3, 12), {"at": 3}, b"rng", None, 77)
+    origin = Base(Place(1, 0, 9, 36), None, b"after", b"before")
+    return [
+        base[:-8] for base in (snapshot.encode(), origin.encode(), origin.encode_at({}, Place(1, 2, 11, 44), b"r", 5))
+    ]
+
+
+def _saved(data: bytes) -> None:
+    read = saved.read({saved.KEY: {"format": 1, "step": 3, "record": sealed(data)}, saved.STATE: None, "user": 1})
+    if read.positions:
+        read.start(0, read.num_boxes, read.num_workers_per_box, strict=True)
+
+
+def _saved_seeds() -> list[bytes]:
+    parts = [saved.Part(0, slot, 2 - slot, 8, 1, {"at": [0, 1, 1, 4]}, {"n": 1}) for slot in range(2)]
+    position = Position(3, 0, [0, 1], 1, [2, 1], [2, 1])
+    records = [
+        saved.Saved(3, "m:f", methods, 1, 2, 5, positions=[position], parts=parts, aggregated={"user": 1})
+        for methods in (2, 4)
+    ]
+    return [record.to_dict()[saved.KEY]["record"][:-8] for record in records]
+
+
+def _rng(data: bytes) -> None:
+    before = capture_rng()
+    try:
+        restore_rng(sealed(data))
+        for draw in (random.random, random.gauss, np.random.rand, np.random.randn, lambda: torch.rand(1)):
+            draw()
+    finally:
+        restore_rng(before)
+
+
+# ---- positions, errors
+
+
+def _position(data: bytes) -> None:
+    """A record of a box, and where it is some steps later by what was said of ends and of passes left."""
+    parts = dict(pieces(data, 3))
+    try:
+        message = records_pb2.BoxPosition.FromString(parts.get(0, b""))
+    except Exception as error:
+        raise ProtocolError(str(error)) from None
+    position = Position.from_proto(message)
+    assert Position.from_proto(position.to_proto()) == position
+    numbers = words(parts.get(1, b""))
+    ends = {
+        (a % 8, position.epoch + b % 8): c for a, b, c in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=False)
+    }
+    numbers = words(parts.get(2, b""))
+    cuts = {position.epoch + a % 8: b for a, b in zip(numbers[::2], numbers[1::2], strict=False)}
+    for ahead in (0, 1, 1000, 1 << 61):
+        advance(position, position.step + ahead, ends, cuts).to_proto()
+
+
+def _position_seeds() -> list[bytes]:
+    position = Position(7, 1, [0, 2], 1, [2, 1, 1], [3, 2, 2]).to_proto().SerializeToString()
+    ends, cuts = struct.pack("<6Q", 0, 0, 5, 2, 1, 9), struct.pack("<4Q", 0, 9, 1, 12)
+    return [script((0, position)), script((0, position), (1, ends), (2, cuts))]
+
+
+def _error(data: bytes) -> None:
+    try:
+        detail = records_pb2.ErrorDetail.FromString(data)
+    except Exception as unread:
+        raise ProtocolError(str(unread)) from None
+    error = error_of(detail)
+    assert isinstance(error, PenstockError)
+    str(type(error)(f"{error.message} [box 1]", remote_traceback=error.remote_traceback))
+    assert detail_of(error).ByteSize() <= 1 << 16
+
+
+def _error_seeds() -> list[bytes]:
+    names = ("LaneLostError", "PortTakenError", "Unheard", "")
+    return [records_pb2.ErrorDetail(name=name, message="m", remote_traceback="t").SerializeToString() for name in names]
+
+
+# ---- compression
+
+
+def _unpacking(data: bytes) -> None:
+    """A payload as it comes over TCP: codec, size of the batch, then what is on the wire."""
+    number, size, wire = data[:1], int.from_bytes(data[1:4], "little"), data[4:]
+    codec = load(number[0] if number else 0)
+    if codec is None:
+        raise ProtocolError("no codec")
+    check_claim(len(wire), size)
+    slot, unpacker, at = memoryview(bytearray(size)), Unpacker(codec), 0
+    target: memoryview | None = unpacker.begin(slot, len(wire))
+    while target is not None:
+        target[:] = wire[at : at + len(target)]
+        at += len(target)
+        target = unpacker.step()
+    assert at == len(wire), "not all of the payload was taken"
+
+
+def _unpacking_seeds() -> list[bytes]:
+    seeds = []
+    for number in (1, 2):
+        codec = load(number)
+        assert codec is not None
+        for size in (3000, PIECE + 5000):
+            packed = Packer(codec).pack(memoryview(bytes(size)))
+            assert packed is not None
+            seeds.append(bytes([number]) + size.to_bytes(3, "little") + b"".join(map(bytes, packed[1])))
+    return seeds
+
+
+TARGETS = [
+    Target("structure", _structure, _structure_seeds),
+    Target("layout", _layout, _layout_seeds),
+    Target("state", _state, _state_seeds),
+    Target("base", _base, _base_seeds),
+    Target("saved", _saved, _saved_seeds),
+    Target("rng", _rng, lambda: [capture_rng()[:-8]], examples=60),
+    Target("position", _position, _position_seeds),
+    Target("error", _error, _error_seeds),
+    Target("unpacking", _unpacking, _unpacking_seeds, most_bytes=40 << 20),
+]

@@ -1,0 +1,146 @@
+"""Requests whose numbers would harm others than who sent them, at a real coordinator; rows of a journal that rot."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.appliance.test_service import TOKEN, coordinator
+
+from penstock.appliance.journal import Journal, StateDir
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import World
+from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.errors import InvalidArgumentError, JournalError
+from penstock.proto.position import MOST, Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+BAD_SECONDS = [math.nan, math.inf, -math.inf, -1.0, 1e300]
+HUGE = (1 << 64) - 1
+
+
+def test_seconds_that_no_clock_has_said_are_refused_and_cost_nothing() -> None:
+    """A hold of NaN seconds was a loop without a pause."""
+
+    async def run() -> None:
+        async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+            opening = pb.OpenRunRequest(job="job", client_id="c", num_boxes=1, num_workers_per_box=1)
+            opening.loader.input_fn = "m:f"
+            await client.open_run(opening)
+            await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
+            for bad in BAD_SECONDS:
+                watch = pb.WatchRunRequest(run="job/0", attempt=1, client_id="c", hold_s=bad)
+                beat = pb.HeartbeatRequest(worker="w", session="s", hold_s=bad)
+                report = pb.SlotReport(run="job/0", attempt=1, generation=1, batches_per_s=bad)
+                calls: list[Any] = [
+                    client._stub.WatchRun(watch, timeout=5, metadata=client._metadata),
+                    client._stub.Heartbeat(beat, timeout=5, metadata=client._metadata),
+                ]
+                began = time.process_time()
+                for call in calls:
+                    with pytest.raises(Exception, match=r"hold_s=.*lies between"):
+                        await call
+                assert time.process_time() - began < 2.0
+                with pytest.raises(InvalidArgumentError, match="batches_per_s"):
+                    await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[report]))
+                fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=bad)
+                with pytest.raises(Exception, match=r"deadline_s=.*lies between"):
+                    async for _ in client._stub.FetchState(fetch, timeout=5, metadata=client._metadata):
+                        pass
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_with_numbers_that_no_database_holds_is_refused() -> None:
+    async def run() -> None:
+        async with coordinator() as address, AsyncCoordinatorClient(address, TOKEN) as client:
+            for name in ("total", "epoch", "delivered", "samples", "step"):
+                header = pb.SnapshotHeader(run="job/0", attempt=1, generation=1)
+                setattr(header, name, HUGE)
+                with pytest.raises(InvalidArgumentError, match=name):
+                    await client.put_snapshot(header, b"state")
+
+    asyncio.run(run())
+
+
+def opening(**base: int) -> pb.OpenRunRequest:
+    slot = records_pb2.SlotPosition(delivered=base.pop("delivered", 0), total=base.pop("total", 0))
+    position = records_pb2.BoxPosition(live=[0], slots=[slot], **base)
+    request = pb.OpenRunRequest(job="far", client_id="c", num_boxes=1, num_workers_per_box=1, base=position)
+    request.loader.input_fn = "m:f"
+    return request
+
+
+@pytest.mark.parametrize("base", [{"step": HUGE}, {"epoch": HUGE}, {"total": HUGE}, {"delivered": 2, "total": 1}])
+def test_nobody_starts_where_nothing_can_be_counted_on(base: dict[str, int]) -> None:
+    """Such a position overflowed the next message that was made of it: another's heartbeat."""
+    world = World()
+    with pytest.raises(InvalidArgumentError):
+        world.registry.open_run(opening(**base))
+    if "total" not in base:
+        bare = opening(**base)
+        del bare.base.slots[:]
+        with pytest.raises(InvalidArgumentError):
+            world.registry.open_run(bare)
+    world.registry.open_run(opening(step=MOST, epoch=MOST, total=MOST))
+    worker = world.worker("w")
+    assert len(worker.beat().assignments) == 1
+
+
+def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
+    world = World()
+    worker = world.worker("w")
+    world.open()
+    worker.ready()
+    with pytest.raises(InvalidArgumentError):
+        world.registry.begin_state(pb.FetchStateRequest(run="job/0", attempt=1, step=HUGE, deadline_s=1.0))
+    worker.beat()
+
+
+def test_answers_and_reports_do_not_fill_the_books() -> None:
+    world = World(Limits(ends_max=100, cuts_max=50))
+    world.worker("w")
+    box = world.open()
+    with pytest.raises(InvalidArgumentError, match="ends of"):
+        world.registry.answer_state(pb.StateAnswer(ends=[pb.PassEnd(epoch=n) for n in range(5000)]), b"")
+    for epoch in range(200):
+        box.position = Position(epoch, epoch, [0], 0, [1, 0], [epoch + 1, 0])
+        box.watch()
+    (held,) = world.registry.books.open_attempts()[0].boxes.values()
+    assert len(held.ends) <= 102
+    assert (1, 199) in held.ends
+    box.cuts = dict.fromkeys(range(51), 1)
+    with pytest.raises(InvalidArgumentError, match="passes"):
+        box.watch()
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("runs", "seed", "seven"),
+        ("attempts", "state", "rotten"),
+        ("boxes", "opening", b"\xff\xff"),
+        ("boxes", "run", "another"),
+        ("slots", "traits", b"\xff\xff"),
+        ("slots", "box", 7),
+    ],
+)
+def test_rows_that_do_not_fit_together_stop_the_start_by_name(
+    tmp_path: Path, table: str, column: str, value: object
+) -> None:
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    world.worker("w")
+    world.open()
+    world.journal.close()
+    journal = Journal(directory)
+    journal._db.execute(f"UPDATE {table} SET {column}=?", (value,))
+    journal.close()
+    with pytest.raises(JournalError, match=r"journal\.db holds rows that do not fit together"):
+        world.boot(directory)
+    directory.close()

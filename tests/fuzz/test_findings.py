@@ -1,0 +1,375 @@
+"""What reading and fuzzing have found, each as a test of its own: lanes, and the children of a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import subprocess
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tests.client.conftest import Rig
+
+from penstock.client.feed import OUTRUN
+from penstock.client.schedule import Schedule
+from penstock.proto.errors import LaneLostError, ProtocolError, StateCorruptError, UnsupportedStateError
+from penstock.proto.frames import (
+    BATCH,
+    CLOSE,
+    KNOWN_BYTES,
+    MAX_FRAME,
+    MAX_PACKET,
+    MAX_UNUSED,
+    PIECE,
+    RING,
+    STRUCTURE,
+    framed,
+)
+from penstock.proto.lane import Consumer, Producer
+from penstock.proto.producer import MOST_CUTS, MOST_WANTED
+from penstock.proto.ring import MAX_SLOTS
+from penstock.proto.state import encode_state
+from penstock.proto.v1 import lane_pb2
+from penstock.worker.children import Child
+from penstock.worker.control import MAX_FDS, MAX_PAYLOAD, Channel, Inbox, Message, counts, encode_head
+from penstock.worker.ledger import Ledger
+from penstock.worker.pump import Pump
+from penstock.worker.snapshots import MAX_BYTES, MOST, Kept, SnapshotStore
+from penstock.worker.source import Base
+
+DEADLINE_S = 20.0
+
+
+def seqpacket() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(DEADLINE_S)
+    return ours, theirs
+
+
+# ---- lanes
+
+
+def test_a_frame_that_no_packet_holds_is_refused_and_not_sent_for_ever() -> None:
+    """A daemon's frame of MAX_FRAME bytes grows when the lander puts its own ring's number in."""
+    producer = Producer(1 << 20)
+    producer.know_structure(1, b"one")
+    peer, sock = seqpacket()
+    producer.attach(sock, lane_pb2.Hello())
+    frame = lane_pb2.Frame(kind=BATCH, total=1, structure=1, inline=bytes(MAX_FRAME - 10))
+    assert len(framed(frame.SerializeToString())) <= MAX_PACKET
+    slab = producer.reserve(100)
+    assert slab is not None
+    with pytest.raises(ProtocolError, match=str(MAX_PACKET)):
+        producer.forward(slab, frame)
+    producer.close(0.0)
+    peer.close()
+
+
+def test_a_frame_that_the_socket_does_not_take_costs_the_lane_and_not_the_batch() -> None:
+    producer = Producer(1 << 20)
+    producer.know_structure(1, b"one")
+    small, sock = seqpacket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel makes 4.5 KiB of it
+    producer.attach(sock, lane_pb2.Hello())
+    slab = producer.reserve(100)
+    assert slab is not None
+    producer.publish(slab, 1, 0, 1, 100, [1 << 40] * 2000, 7)  # EMSGSIZE
+    assert not producer.attached
+    peer, sock = seqpacket()
+    producer.attach(sock, lane_pb2.Hello(next_total=1))
+    consumer = Consumer(peer, "slot 0")
+    frame = consumer.receive()
+    assert frame is not None
+    assert (frame.kind, frame.total, len(frame.shapes)) == (BATCH, 1, 2000)
+    producer.close(0.0)
+    consumer.close()
+    small.close()
+
+
+def test_an_ack_that_the_socket_does_not_take_costs_the_lane_and_not_the_credits() -> None:
+    peer, sock = seqpacket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    consumer = Consumer(sock, "slot 0")
+    peer.send(framed(lane_pb2.Frame(kind=CLOSE).SerializeToString()))
+    consumer.release([(1 << 32) - 1] * 2000)
+    assert consumer.flush()
+    assert peer.recv(MAX_FRAME) == b"", "the producer hears that the lane is over"
+    frame = consumer.receive()
+    assert frame is not None
+    assert frame.kind == CLOSE, "what had come before is still read"
+    with pytest.raises(LaneLostError):
+        consumer.receive()
+    consumer.close()
+    peer.close()
+
+
+@pytest.mark.parametrize("kind", [STRUCTURE, BATCH])
+def test_a_peer_that_sends_only_what_nobody_needs_is_not_read_for_ever(kind: int) -> None:
+    """Announcements, or batches of a pass that was left."""
+    peer, sock = seqpacket()
+    consumer = Consumer(sock, "slot 0")
+    consumer.cuts = 1
+    useless = framed(lane_pb2.Frame(kind=kind, structure=1, inline=b"x", size=1).SerializeToString())  # type: ignore[arg-type]
+    packet = useless * (MAX_FRAME // len(useless))
+
+    def flood() -> None:
+        try:
+            while True:
+                peer.send(packet)
+        except OSError:
+            pass
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+
+    def read() -> None:
+        while True:
+            assert consumer.receive() is None
+
+    try:
+        with pytest.raises(ProtocolError, match=f"{MAX_UNUSED + 1} frames"):
+            read()
+    finally:
+        consumer.close(say_so=False)
+        flooding.join(DEADLINE_S)
+        peer.close()
+
+
+def test_batches_that_come_twice_without_end_end_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.client.feed.MAX_UNUSED", 20)
+    rig = Rig()
+    try:
+        rig.numbers(0, 1)
+        assert rig.take(1) == [1]
+        runner = rig.runners[0]
+        for _ in range(30):
+            runner.total = 0
+            assert runner.send(torch.tensor([1]))
+        with pytest.raises(ProtocolError, match="21 frames that nobody needs"):
+            rig.feed.next()
+    finally:
+        rig.close()
+
+
+def test_both_ends_forget_structures_alike_by_their_bytes() -> None:
+    """Three of 3 MiB are more than is remembered: the first is announced anew, and nothing breaks."""
+    producer = Producer(1 << 20)
+    peer, sock = seqpacket()
+    producer.attach(sock, lane_pb2.Hello())
+    consumer = Consumer(peer, "slot 0")
+    size = 3 << 20
+    assert 2 * size <= KNOWN_BYTES < 3 * size
+    announced = 0
+    for total, structure in enumerate([1, 2, 3, 1, 3, 2, 2], 1):
+        producer.know_structure(structure, bytes([structure]) * size)
+        slab = producer.reserve(10)
+        assert slab is not None
+        producer.publish(slab, total, 0, structure, 10, [], 0)
+        while True:
+            frame = consumer.receive_any()
+            if frame is None:
+                producer.flush()
+            elif frame.kind == STRUCTURE:
+                announced += len(frame.inline)
+            elif frame.kind != RING:
+                break
+        assert (frame.total, consumer.structures[structure][:1]) == (total, bytes([structure]))
+        assert sum(map(len, consumer.structures.values())) <= KNOWN_BYTES
+        consumer.delivered(total)
+        consumer.release([frame.ring, frame.slot])
+        consumer.flush()
+        producer.take_acks()
+    assert announced == 5 * size, "1, 2, 3, then 1 in place of 2, then 2 in place of 3"
+    assert announced % PIECE == 0
+    producer.close(0.0)
+    consumer.close()
+
+
+def test_a_consumer_cannot_make_its_producer_remember_without_end() -> None:
+    producer = Producer(1 << 20)
+    peer, sock = seqpacket()
+    producer.attach(sock, lane_pb2.Hello())
+    for start in range(1, 1 << 20, 1000):
+        pairs = [number for total in range(start, start + 1000) for number in (total, total)]
+        try:
+            peer.send(lane_pb2.Ack(wanted=pairs).SerializeToString())
+        except OSError:
+            break
+        producer.take_acks()
+    assert not producer.attached
+    assert len(producer.wanted) <= MOST_WANTED
+    peer.close()
+
+
+def test_a_count_of_cuts_at_its_end_does_not_stop_the_runner() -> None:
+    producer = Producer(1 << 20)
+    producer.know_structure(1, b"one")
+    peer, sock = seqpacket()
+    producer.attach(sock, lane_pb2.Hello(cuts=MOST_CUTS))
+    peer.send(lane_pb2.Ack(abandon_epoch=1).SerializeToString())
+    producer.take_acks()
+    assert not producer.attached
+    slab = producer.reserve(10)
+    assert slab is not None
+    producer.publish(slab, 1, 0, 1, 10, [], 0)
+    producer.close(0.0)
+    peer.close()
+
+
+def test_acks_from_another_host_do_not_gather_in_the_daemon_without_end() -> None:
+    runner, local = seqpacket()  # a runner in user code reads nothing
+    listener = socket.create_server(("127.0.0.1", 0))
+    far = socket.create_connection(listener.getsockname())
+    near, _ = listener.accept()
+    listener.close()
+    ended = threading.Event()
+    pump = Pump(near, local, lane_pb2.Hello(), "slot 0", on_end=lambda _: ended.set())
+    pump.start()
+    far.settimeout(DEADLINE_S)
+    flood = framed(lane_pb2.Ack(wanted=[1 << 40] * 4000).SerializeToString()) * 8
+    sent = 0
+    try:
+        while sent < 10_000 * len(flood):
+            far.sendall(flood)
+            sent += len(flood)
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    assert ended.wait(DEADLINE_S)
+    assert "acks without end" in pump.reason
+    far.close()
+    runner.close()
+
+
+def test_every_step_is_announced_as_far_as_rings_reach_with_many_slots() -> None:
+    slots = 16
+    rig = Rig(slots)
+    try:
+        rig.feed._refresh()
+        assert rig.feed.announce(Schedule.of(1), None) == (slots * OUTRUN - 1) // 2 + 1
+        rig.feed.flush()
+        for runner in rig.runners:
+            runner.producer.take_acks()
+            assert sorted(runner.producer.wanted) == list(range(1, OUTRUN + 1))
+        assert OUTRUN // 2 > MAX_SLOTS, "when the loop is half way there, a whole ring ahead of it is still announced"
+    finally:
+        rig.close()
+
+
+# ---- what a daemon hears of its children
+
+
+def test_a_child_cannot_take_the_ledger_from_under_its_daemon() -> None:
+    ledger = Ledger.create()
+    with pytest.raises(PermissionError):
+        os.ftruncate(ledger.fd, 0)
+    ledger.refresh()  # SIGBUS otherwise
+    ledger.close()
+
+
+@pytest.mark.parametrize("text", [b"[]", b"3", b'"kind"', b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff", b'{"kind": '])
+def test_a_control_message_is_an_object_that_says_its_kind(text: bytes) -> None:
+    inbox = Inbox()
+    head = bytearray(encode_head(Message("x"))[:13])
+    head[:4] = len(text).to_bytes(4, "little")
+    inbox.feed(bytes(head) + text, [])
+    with pytest.raises(ProtocolError):
+        inbox.take()
+
+
+def test_descriptors_that_nobody_announced_are_closed() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    inbox = Inbox()
+    inbox.feed(b"", [os.dup(0) for _ in range(MAX_FDS)])
+    with pytest.raises(ProtocolError, match=f"{MAX_FDS + 1} descriptors"):
+        inbox.feed(b"", [os.dup(0)])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("value", [None, -1, 1.5, True, "3", 1 << 64, [1]])
+def test_a_count_from_a_child_is_a_count(value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        counts(Message("base", {"total": value}), "total")
+    assert counts(Message("base", {"total": 3}), "total") == [3]
+
+
+def test_a_state_that_nobody_would_take_is_refused_where_it_is_made() -> None:
+    class Large(bytes):
+        def __len__(self) -> int:
+            return MAX_PAYLOAD + 1
+
+    ours, theirs = socket.socketpair()
+    with pytest.raises(UnsupportedStateError, match=str(MAX_PAYLOAD)):
+        Channel(ours).send("base", Large())
+    ours.close()
+    theirs.close()
+
+
+def _said(*raw: bytes, fds: bool = False) -> tuple[int, list[Message]]:
+    """A real process that is a child of the daemon's, and says this: its exit status, 0 if it lives after a message
+    "last"; and what was heard."""
+    heard: list[Message] = []
+
+    async def run() -> int:
+        last = asyncio.Event()
+
+        def hear(message: Message) -> None:
+            heard.append(message)
+            if message.kind == "last":
+                last.set()
+
+        process = subprocess.Popen(["sleep", "60"], process_group=0)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        read, write = os.pipe()
+        child = Child(Channel(ours), read, "the child", hear, lambda: None)
+        child.begun(process.pid, os.pidfd_open(process.pid))
+        for data in raw:
+            socket.send_fds(theirs, [data], [0] if fds else [])
+        theirs.close()
+        os.close(write)
+        try:
+            ended = asyncio.ensure_future(asyncio.to_thread(process.wait, DEADLINE_S))
+            heard_all = asyncio.ensure_future(last.wait())
+            await asyncio.wait({ended, heard_all}, timeout=DEADLINE_S, return_when="FIRST_COMPLETED")
+            return ended.result() if ended.done() else 0
+        finally:
+            child.kill()
+            process.wait()
+            child.gone(0)
+
+    return asyncio.run(run()), heard
+
+
+def test_a_child_that_talks_nonsense_is_killed_and_one_that_does_not_lives() -> None:
+    good = encode_head(Message("begun"))
+    assert _said(good, encode_head(Message("last")))[0] == 0
+    status, heard = _said(good, b"\2\0\0\0" + bytes(9) + b"[]")
+    assert status == -signal.SIGKILL
+    assert [message.kind for message in heard] == ["begun"]
+
+
+def test_a_child_that_sends_descriptors_is_killed() -> None:
+    announced = bytearray(encode_head(Message("begun")))
+    announced[12] = 1
+    assert _said(bytes(announced), fds=True)[0] == -signal.SIGKILL
+
+
+def test_origins_without_end_do_not_fill_the_daemon() -> None:
+    store = SnapshotStore()
+    data = bytes(MAX_BYTES)  # one object: what counts is what is kept
+    for total in range(1, 200):
+        store.add(Kept(0, total, total, 0, True, 0, data), 0)
+    kept = list(store)
+    assert len(kept) <= MOST + 2
+    assert (kept[0].total, kept[-1].total) == (1, 199)
+
+
+@pytest.mark.parametrize("value", [None, [], {}, {"restart": {}}, {"user": 1, "restart": {"origin": {}, "at": [1]}}])
+def test_a_base_that_was_never_one_is_a_damaged_state(value: Any) -> None:
+    with pytest.raises(StateCorruptError):
+        Base.decode(encode_state(value))
