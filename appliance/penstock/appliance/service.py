@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc.aio
 
+from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.ledger import Drop
 from penstock.appliance.limits import TICK_SHARE, Limits
@@ -107,6 +109,7 @@ class Service(CoordinatorServicer):
         self._signals = signals
         self._limits = limits
         self._disk = ThreadPoolExecutor(1, "penstock-store")
+        self._admission = Admission(limits.admissions, time.monotonic)
         self._drops: list[Drop] = []
         self._closing = False
 
@@ -154,6 +157,7 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- clients
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
+        self._admission.admit(address_of(context.peer()), "OpenRun")
         return self._registry.open_run(request)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
@@ -203,6 +207,7 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- workers
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
+        self._admission.admit(address_of(context.peer()), "RegisterWorker")
         return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:

@@ -25,6 +25,10 @@ from penstock.deploy.options import (
     ReadyFile,
     Slots,
     StateDir,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsName,
     TokenFile,
     WorkerInsecure,
     WorkerListen,
@@ -50,6 +54,10 @@ def _quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def _tls(ca: str | None, cert: str | None, key: str | None, name: str | None = None) -> dict[str, str | None]:
+    return {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "tls_name": name}
+
+
 @app.callback(invoke_without_command=True)
 def _penstock(
     context: typer.Context,
@@ -71,6 +79,9 @@ def coordinator(
     listen: CoordinatorListen = None,
     state_dir: StateDir = None,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     insecure: CoordinatorInsecure = None,
     lease: Lease = None,
     client_lease: ClientLease = None,
@@ -92,7 +103,7 @@ def coordinator(
         "lease": lease,
         "client_lease": client_lease,
     }
-    run_coordinator(flags, token_file, ready_file, debug)
+    run_coordinator(flags, _tls(tls_ca, tls_cert, tls_key), token_file, ready_file, debug)
 
 
 @app.command(epilog=_EPILOG)
@@ -104,6 +115,10 @@ def worker(
     listen: WorkerListen = None,
     name: Name = None,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     insecure: WorkerInsecure = None,
     ready_file: ReadyFile = None,
     debug: Debug = False,
@@ -122,19 +137,26 @@ def worker(
         "name": name,
         "insecure": insecure,
     }
-    run_worker(coordinator, flags, token_file, ready_file, debug)
+    run_worker(coordinator, flags, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, ready_file, debug)
 
 
 @app.command(epilog=_EPILOG)
 @guarded
 def status(
-    coordinator: Coordinator = None, token_file: TokenFile = None, as_json: AsJson = False, debug: Debug = False
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Show runs, boxes, slots and workers: rates, and who waits for whom."""
     _quiet_grpc()
     from penstock.deploy.status import show_status
 
-    show_status(coordinator, token_file, as_json)
+    show_status(coordinator, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
 @app.command(epilog=_EPILOG)
@@ -151,6 +173,10 @@ def state(
     ] = 60.0,
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -158,7 +184,7 @@ def state(
     _quiet_grpc()
     from penstock.deploy.state import show_state
 
-    show_state(run, step, deadline, coordinator, token_file, as_json)
+    show_state(run, step, deadline, coordinator, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
 @app.command(epilog=_EPILOG)

@@ -58,8 +58,9 @@ MAX_OUT = 512
 class Pump(threading.Thread):
     """Forwards one runner's lane to one TCP connection, until either side ends.
 
-    tcp: connected, its Hello read (`tcp.read_hello`) and verified. local: the daemon's end of the SEQPACKET pair whose
-    other end the runner attaches, with the same Hello. hello: that one. Both sockets are the pump's from now on.
+    tcp: connected, its Hello read and verified; under TLS it is a TlsSocket. local: the daemon's end of the SEQPACKET
+    pair whose other end the runner attaches, with the same Hello. hello: that one. Both sockets are the pump's from
+    now on.
     name: which worker, box and slot, for messages. on_end: called in the pump's thread when it is over.
     """
 
@@ -131,6 +132,9 @@ class Pump(threading.Thread):
         poll.register(runner_fd, select.POLLIN)
         asked_tcp = asked_runner = select.POLLIN
         acks_wait = more = False
+        # What came together with the Hello may be inside TLS already, where no poll can see it.
+        if not self._take_acks():
+            return "the lander closed the connection"
         while not self._stopped:
             want_tcp = select.POLLIN | (select.POLLOUT if self._out else 0)
             if want_tcp != asked_tcp:
