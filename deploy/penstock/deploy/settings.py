@@ -3,7 +3,8 @@
 A daemon's variables carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment can
 hold the settings of both; PENSTOCK_COORDINATOR, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE and PENSTOCK_TLS_* are shared with
 the training job. A variable with a daemon's name and an unknown rest is an error, for a setting that is silently not
-applied is worse than a daemon that does not start. Only the variables that Kubernetes makes of a Service's name are let be.
+applied is worse than a daemon that does not start. Only the variables that Kubernetes makes of a Service's name are
+let be.
 
 The token is no field here: see tokens.py. Nothing in a model is secret, so that a daemon can log what it runs with.
 """

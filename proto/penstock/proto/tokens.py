@@ -63,8 +63,13 @@ class Tokens:
         fitting = [(len(roles), token) for token, roles in self._roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
+    @property
+    def about(self) -> str:
+        """The roles that there are tokens for."""
+        return _names(frozenset().union(*self._roles.values()))
+
     def __repr__(self) -> str:
-        return f"<Tokens for {_names(frozenset().union(*self._roles.values()))}>"
+        return f"<Tokens for {self.about}>"
 
 
 def _names(roles: frozenset[Role]) -> str:
@@ -88,7 +93,7 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
     tokens = _parsed(text, source)
     found = tokens.of(role)
     if found is None:
-        raise AuthenticationError(f"{source} holds no token for the role {role}: {tokens!r} is what it has")
+        raise AuthenticationError(f"{source} holds no token for the role {role}, only for {tokens.about}")
     return found
 
 
