@@ -22,7 +22,7 @@ from typing import Any
 from penstock.proto.errors import TlsError
 from penstock.proto.tls import Tls
 
-__all__ = ["TlsSocket", "accept_tls", "connect_tls", "looks_like_tls", "when_readable"]
+__all__ = ["TlsSocket", "accept_tls", "accept_tls_blocking", "connect_tls", "looks_like_tls", "when_readable"]
 
 JOINED = 16 << 10
 """Bytes up to which small buffers are sent together: one record."""
@@ -130,6 +130,13 @@ async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
     except BaseException:
         wrapped.close()
         raise
+
+
+def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
+    """The same for a program of its own: benchmarks, and tests that play the daemon."""
+    wrapped = _wrapped(context, sock, server_side=True)
+    wrapped.do_handshake()
+    return wrapped
 
 
 async def when_readable(sock: socket.socket) -> None:
