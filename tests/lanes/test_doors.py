@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from tests.lanes.conftest import next_frame
+from tests.support.doors import doors
 
 from penstock.client.landing import Lander
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
 from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.lanes import LaneDoors
-
-
-@contextmanager
-def doors(error: PenstockError) -> Iterator[LaneDoors]:
-    """Those of a daemon that refuses everybody for this reason."""
-
-    async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
-        raise error
-
-    opened = LaneDoors(refuse)
-    ready = threading.Event()
-    loop: asyncio.AbstractEventLoop
-    over: asyncio.Event
-
-    async def serve() -> None:
-        nonlocal loop, over
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
-        opened.open("127.0.0.1:0")
-        ready.set()
-        await over.wait()
-        opened.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(10)
-    try:
-        yield opened
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join()
 
 
 @pytest.fixture(scope="module")
