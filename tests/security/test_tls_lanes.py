@@ -141,7 +141,7 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Lander, Consumer, 
             far.sendall(stream)
         finally:
             os.kill(lander.pid, signal.SIGCONT)
-        for _ in sizes:
+        for size in sizes:
             total += 1
             frame = next_frame(consumer)
             assert (frame.kind, frame.total, frame.nbytes) == (lane_pb2.BATCH, total, size)
