@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.pki import Pki
+from pki import Pki
 
 from penstock.client.landing import Lander
 from penstock.proto.compression import NAMES, Unpacker, load

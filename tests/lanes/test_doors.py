@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from refusing_doors import doors
 from tests.lanes.conftest import next_frame
-from tests.support.doors import doors
 
 from penstock.client.landing import Lander
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError

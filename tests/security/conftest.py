@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support.pki import Pair, Pki
+from pki import Pair, Pki
 
 INPUTS = str(Path(__file__).parents[1] / "inputs")
 DEADLINE_S = 30.0

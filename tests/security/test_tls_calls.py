@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
+from pki import Pair, Pki
 from tests.security.conftest import SECRETS, Starter, tls_flags
-from tests.support.pki import Pair, Pki
 
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.errors import CoordinatorUnavailableError, PenstockError, TlsError
@@ -51,7 +51,8 @@ def errors_of(address: str, tls: Tls | None) -> list[PenstockError]:
             await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
 
     found = []
-    for call in (lambda: ask(address, tls), lambda: asyncio.run(register())):
+    calls: list[Callable[[], None]] = [lambda: ask(address, tls), lambda: asyncio.run(register())]
+    for call in calls:
         begun = time.monotonic()
         with pytest.raises(PenstockError) as caught:
             call()

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.pki import Pair, Pki
+from pki import Pair, Pki
 
 from penstock.proto.errors import TlsError
 from penstock.proto.tls import load_tls

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from pki import Pair, Pki
+from refusing_doors import doors
 from tests.lanes.conftest import next_frame
-from tests.support.doors import doors
-from tests.support.pki import Pair, Pki
 
 from penstock.client.landing import Lander
 from penstock.proto import tcp

@@ -150,7 +150,7 @@ class LaneDoors:
         try:
             await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
-            _log.warning("a lane was refused: %s", error or "it said nothing in time")
+            _log.warning("a lane was refused: %s", str(error) or "its peer said nothing in time")
             connection.close()
         except asyncio.CancelledError:
             connection.close()
