@@ -257,11 +257,16 @@ class Books:
 
     def place_waiting(self) -> None:
         """Gives waiting slots to workers that have room."""
-        for slot in list(self.waiting.values()):
+        stuck: set[str] = set()
+        """What no worker with room may run: one slot's answer is that of all with the same input_fn."""
+        for slot in list(self.waiting.values()) if any(worker.free > 0 for worker in self.workers.values()) else ():
             attempt, box = self.box_of(slot)
-            opened = box.opening
-            worker = choose(slot, opened.host_id, opened.loader.input_fn, self.workers.values())
+            opened, input_fn = box.opening, box.opening.loader.input_fn
+            if input_fn in stuck:
+                continue
+            worker = choose(slot, opened.host_id, input_fn, self.workers.values())
             if worker is None:
+                stuck.add(input_fn)
                 continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session

@@ -439,14 +439,17 @@ class Registry:
         back; and a coordinator that has just started waits for all of them, for as long as their leases."""
         if now - self._started < self.limits.worker_lease_s:
             return
+        asked: dict[str, str] = {}
         for key, slot in list(self.books.waiting.items()):
             if slot.restarts:
                 continue
             _, box = self.books.box_of(slot)
-            why = nobody_may(box.opening.loader.input_fn, self.books.workers.values())
-            if why:
+            input_fn = box.opening.loader.input_fn
+            if input_fn not in asked:
+                asked[input_fn] = nobody_may(input_fn, self.books.workers.values())
+            if asked[input_fn]:
                 del self.books.waiting[key]
-                self.books.fail(slot, detail_of(InputFnNotAllowedError(why)))
+                self.books.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
 
     def status(self) -> pb.StatusReply:
         now = self._clock()
