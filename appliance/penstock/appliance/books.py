@@ -257,9 +257,11 @@ class Books:
 
     def place_waiting(self) -> None:
         """Gives waiting slots to workers that have room."""
+        if not any(worker.free > 0 for worker in self.workers.values()):
+            return
         stuck: set[str] = set()
         """What no worker with room may run: one slot's answer is that of all with the same input_fn."""
-        for slot in list(self.waiting.values()) if any(worker.free > 0 for worker in self.workers.values()) else ():
+        for slot in list(self.waiting.values()):
             attempt, box = self.box_of(slot)
             opened, input_fn = box.opening, box.opening.loader.input_fn
             if input_fn in stuck:
