@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -20,9 +22,11 @@ from penstock.proto import tcp
 from penstock.proto.errors import AuthenticationError, LaneLostError
 from penstock.proto.frames import framed
 from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
-from penstock.proto.lane_tls import TlsSocket, accept_tls_blocking, looks_like_tls
+from penstock.proto.lane_tls import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
+from penstock.proto.producer import Producer
 from penstock.proto.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
+from penstock.worker.pump import Pump
 
 QUICK_S = 8.0
 REFUSED = AuthenticationError("the daemon was asked")
@@ -161,3 +165,35 @@ def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
     far.shutdown(socket.SHUT_RDWR)  # without TLS's own farewell, as anybody between the two could
     with pytest.raises(LaneLostError):
         next_frame(consumer)
+
+
+@pytest.mark.parametrize("under_tls", [False, True])
+def test_what_comes_with_the_hello_reaches_the_runner(mutual: Tls, under_tls: bool) -> None:
+    """The last of it may be all that the consumer says for long, and under TLS it may be deciphered with the Hello."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    far = socket.create_connection(listener.getsockname(), QUICK_S)
+    near, _ = listener.accept()
+    near.settimeout(QUICK_S)
+    if under_tls:
+        serving = threading.Thread(target=lambda: accepted.append(accept_tls_blocking(near, mutual.server_context())))
+        accepted: list[socket.socket] = []
+        serving.start()
+        far = connect_tls(far, mutual, "127.0.0.1")
+        serving.join(QUICK_S)
+        (near,) = accepted
+    hello, ack = lane_pb2.Hello(next_total=1), lane_pb2.Ack(open_epochs=3)
+    far.sendall(framed(hello.SerializeToString()) + framed(ack.SerializeToString()))
+    received = tcp.read_hello(near, QUICK_S)
+    assert received == hello
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    producer = Producer(1 << 20)
+    producer.attach(theirs, received)
+    pump = Pump(near, ours, received, "the test")
+    pump.start()
+    assert select.select([producer], [], [], QUICK_S)[0], "the runner heard nothing"
+    producer.take_acks()
+    assert producer.open_epochs == 3
+    far.close()
+    producer.close(0)
+    assert pump.stop(QUICK_S)
+    listener.close()

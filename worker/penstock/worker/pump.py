@@ -132,9 +132,7 @@ class Pump(threading.Thread):
         poll.register(runner_fd, select.POLLIN)
         asked_tcp = asked_runner = select.POLLIN
         acks_wait = more = False
-        # What came together with the Hello may be inside TLS already, where no poll can see it.
-        if not self._take_acks():
-            return "the lander closed the connection"
+        look = True  # what came together with the Hello may be inside TLS already, where no poll can see it
         while not self._stopped:
             want_tcp = select.POLLIN | (select.POLLOUT if self._out else 0)
             if want_tcp != asked_tcp:
@@ -151,9 +149,10 @@ class Pump(threading.Thread):
                 asked_runner = want_runner
             more = more and want_runner != 0
             # Frames that were received in one packet and not yet taken are nothing that a poll could see.
-            events = dict(poll.poll(0 if more else None))
-            if events.get(tcp_fd, 0) & ~select.POLLOUT and not self._take_acks():
+            events = dict(poll.poll(0 if more or look else None))
+            if (look or events.get(tcp_fd, 0) & ~select.POLLOUT) and not self._take_acks():
                 return "the lander closed the connection"
+            look = False
             if self._runner.closed:
                 return "the consumer closed the lane"
             if more or events.get(runner_fd, 0) & ~select.POLLOUT:
