@@ -1,6 +1,6 @@
 """How fast the bare lanes are, and how near to what the machine can do: no torch, no user code, no control plane.
 
-    python benchmarks/lanes.py [--seconds 1] [--sizes 4,64,1024,8192] [--rounds 3]
+    python benchmarks/lanes.py [--seconds 1] [--sizes 4,64,1024,8192] [--rounds 3] [--tls FOLDER]
 
 For each batch size, in one run so that the figures can be compared: copying it in memory, sending it over one plain
 TCP connection between two processes (a send and a receive for each batch, no framing), the local lane (runner,
@@ -20,12 +20,15 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from penstock.client.landing import Lander
 from penstock.proto import tcp
 from penstock.proto.lane import Consumer, Producer, connect_local
+from penstock.proto.lane_tls import accept_tls_blocking
 from penstock.proto.ring import Ring, slots_for
+from penstock.proto.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import Pump
 
@@ -144,15 +147,21 @@ def local(size: int, seconds: float) -> tuple[float, list[float]]:
 
 
 def remote(
-    size: int, seconds: float, content: memoryview | None = None, codecs: Sequence[lane_pb2.Codec.ValueType] = ()
+    size: int,
+    seconds: float,
+    content: memoryview | None = None,
+    codecs: Sequence[lane_pb2.Codec.ValueType] = (),
+    tls: Tls | None = None,
 ) -> tuple[float, list[float]]:
-    lander = Lander()
+    lander = Lander(tls=tls)
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def daemon() -> None:
         theirs.close()
         sock, _ = listener.accept()
+        if tls is not None:
+            sock = accept_tls_blocking(sock, tls.server_context())
         pump = Pump(sock, ours, tcp.read_hello(sock, 10), "bench")
         pump.start()
         pump.join()
@@ -241,8 +250,15 @@ def main() -> None:
     parser.add_argument("--sizes", default="4,64,1024,8192", help="KiB of a batch")
     parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
     parser.add_argument("--only", default="memcpy,raw TCP,local lane,TCP lane")
+    parser.add_argument(
+        "--tls", metavar="FOLDER", help="the TCP lane under TLS too, with its ca.pem, cert.pem, key.pem"
+    )
     given = parser.parse_args()
     ways = {"memcpy": memcpy, "raw TCP": raw_tcp, "local lane": local, "TCP lane": remote}
+    if given.tls:
+        files = (str(Path(given.tls, name)) for name in ("ca.pem", "cert.pem", "key.pem"))
+        ways["TLS lane"] = partial(remote, tls=load_tls(*files))
+        given.only += ",TLS lane"
     only = given.only.split(",")
     print(f"{'batch':>8}  {'way':10} {'batches/s':>10} {'GB/s':>6}  cpu us a batch")
     for kib in map(int, given.sizes.split(",")):

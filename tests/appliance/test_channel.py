@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from penstock.proto import channel
+from penstock.proto import wire_errors
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
 from penstock.proto.channel import (
     CHUNK,
@@ -26,7 +26,6 @@ from penstock.proto.channel import (
     detail_of,
     error_of,
     host_id,
-    read_token,
     server_aio,
 )
 from penstock.proto.errors import (
@@ -159,7 +158,7 @@ def test_an_error_in_mid_stream_is_an_error_not_an_end() -> None:
 def test_details_keep_both_ends_of_what_is_too_long() -> None:
     long = "the cause\n" + "é" * 200_000 + "\nthe place"
     detail = detail_of(InvalidArgumentError("m" * 100_000, remote_traceback=long))
-    assert detail.ByteSize() < channel.METADATA_MAX * 3 // 4  # base64 on top, and other metadata beside
+    assert detail.ByteSize() < wire_errors.METADATA_MAX * 3 // 4  # base64 on top, and other metadata beside
     assert detail.remote_traceback.startswith("the cause\n")
     assert detail.remote_traceback.endswith("\nthe place")
     assert "bytes left out" in detail.remote_traceback
@@ -245,7 +244,7 @@ def test_health_needs_no_token_and_turns_before_the_end() -> None:
 
 @pytest.mark.parametrize("token", ["", "two words", "tökn", "line\nbreak"])
 def test_a_token_that_fits_no_header_is_refused_at_once(token: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="one word of printable ASCII"):
+    with pytest.raises(InvalidArgumentError, match="one word of at most"):
         CoordinatorClient("127.0.0.1:1", token)
 
 
@@ -420,7 +419,7 @@ def test_a_taken_port_is_named() -> None:
 @pytest.mark.parametrize(
     ("listen", "words"),
     [
-        ("0.0.0.0:0", "wait for TLS, or say --insecure"),
+        ("0.0.0.0:0", "without TLS token and data would cross"),
         ("[::]:0", "can be reached from other machines"),
         ("example.org:80", "can be reached from other machines"),
         ("no-port", 'neither "host:port" nor "unix-abstract:name"'),
@@ -450,29 +449,7 @@ def test_addresses_that_are_taken_and_told_with_their_port(listen: str) -> None:
     asyncio.run(run())
 
 
-# ------------------------------------------------------------------------------------------------------ token, host id
-
-
-def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "token"
-    file.write_text("from-file\n")
-    with pytest.raises(AuthenticationError, match="no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE"):
-        read_token()
-    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(file))
-    assert read_token() == "from-file"
-    monkeypatch.setenv("PENSTOCK_TOKEN", "from-environment")
-    assert read_token() == "from-environment"
-    assert read_token(file=file) == "from-file"
-    assert read_token("given", file) == "given"
-
-
-@pytest.mark.parametrize("content", [None, "", "\n", "tökn"])
-def test_a_token_file_that_cannot_serve_is_fatal_and_named(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(AuthenticationError, match=str(file)):
-        read_token(file=file)
+# ------------------------------------------------------------------------------------------------------------ host id
 
 
 def test_host_id_is_one_for_this_machine_and_network() -> None:

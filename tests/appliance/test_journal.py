@@ -50,14 +50,14 @@ def test_after_a_restart_everybody_goes_on_where_he_was(state: StateDir) -> None
     world, box, worker = running(state)
     worker.lose(worker.of(1))
     worker.ready()
-    tickets = [worker.of(slot).ticket for slot in (0, 1)]
+    keys = [worker.of(slot).lane_key for slot in (0, 1)]
     view, boots = box.watch(), world.journal.boots
     restarted(world, state)
     assert box.watch().version > view.version  # so that no long poll takes the new views for the old
     assert world.journal.boots == boots + 1
     assert worker.beat().register_again
     worker.register()
-    assert [worker.of(slot).ticket for slot in (0, 1)] == tickets
+    assert [worker.of(slot).lane_key for slot in (0, 1)] == keys
     assert [(worker.of(slot).generation, worker.of(slot).seed) for slot in (0, 1)] == [(1, 2**63 + 1), (2, 2**63 + 1)]
     assert box.phases() == ["READY", "READY"]
     again = box.watch().slots[1]

@@ -10,6 +10,7 @@ from penstock.appliance.model import SlotKey
 from penstock.appliance.testing import FakeWorker, World
 from penstock.proto.errors import InvalidArgumentError, SupersededError
 from penstock.proto.position import Position
+from penstock.proto.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -62,8 +63,8 @@ def test_an_assignment_says_all_that_a_worker_needs(world: World) -> None:
     assert (found.num_boxes, found.num_workers_per_box, found.seed) == (1, 2, 11)
     assert (found.resume, found.base, found.loader.input_fn) == (resume, base, "m:f")
     assert not found.recovery
-    assert len(found.ticket) == 32
-    assert found.ticket != worker.of(0).ticket
+    assert len(found.lane_key) == 32
+    assert found.lane_key != worker.of(0).lane_key
 
 
 def test_a_ready_slot_shows_where_its_lane_is(world: World) -> None:
@@ -73,7 +74,7 @@ def test_a_ready_slot_shows_where_its_lane_is(world: World) -> None:
     worker.ready()
     view = box.watch().slots[0]
     assert (view.local_address, view.tcp_address, view.host_id) == ("@w", "w:1", "host-a")
-    assert view.ticket == worker.of(0).ticket
+    check_ticket(view.ticket, worker.of(0).lane_key, 0.0, "the slot")
 
 
 def test_reports_again_and_out_of_order_change_nothing(world: World) -> None:
@@ -96,7 +97,7 @@ def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: World) ->
     worker.lose(before)
     after = worker.of(1)
     assert (after.generation, after.recovery) == (2, True)
-    assert after.ticket != before.ticket
+    assert after.lane_key != before.lane_key
     view = box.watch().slots[1]
     assert (view.phase, view.restarts) == (pb.STARTING, 1)
     assert view.note == "runner of box 0 slot 1 on worker w died: killed by SIGKILL"

@@ -161,7 +161,7 @@ def test_snapshots_and_generations_survive_kill_9(started: list[Coordinator], tm
     query = pb.GetSnapshotsRequest(run="job/0", attempt=1, generation=2)
     beat = pb.HeartbeatRequest(worker="w", session="s")
 
-    async def before(address: str) -> str:
+    async def before(address: str) -> bytes:
         async with AsyncCoordinatorClient(address, TOKEN) as client:
             await client.open_run(opening())
             await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
@@ -170,21 +170,21 @@ def test_snapshots_and_generations_survive_kill_9(started: list[Coordinator], tm
             moved = await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[lost]))
             assert [(a.generation, a.recovery) for a in moved.assignments] == [(2, False)]
             assert (await client.put_snapshot(header, b"s" * 5_000_000)).refused == ""
-            return moved.assignments[0].ticket
+            return moved.assignments[0].lane_key
 
-    async def after(address: str, ticket: str) -> None:
+    async def after(address: str, key: bytes) -> None:
         async with AsyncCoordinatorClient(address, TOKEN) as client:
             assert (await client.heartbeat(beat)).register_again
             await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
             (given,) = (await client.heartbeat(beat)).assignments
-            assert (given.generation, given.ticket) == (2, ticket)
+            assert (given.generation, given.lane_key) == (2, key)
             ((found, data),) = await client.get_snapshots(query)
             assert (found.total, data) == (4, b"s" * 5_000_000)
 
     first = start(started, *arguments)
-    ticket = asyncio.run(before(first.address))
+    key = asyncio.run(before(first.address))
     first.kill()
-    asyncio.run(after(start(started, *arguments).address, ticket))
+    asyncio.run(after(start(started, *arguments).address, key))
 
 
 def test_it_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
@@ -227,10 +227,9 @@ def test_without_its_parent_it_does_not_even_start() -> None:
 @pytest.mark.parametrize(
     ("arguments", "token", "words"),
     [
-        (["--listen", "0.0.0.0:0"], TOKEN, "wait for TLS, or say --insecure"),
         (["--listen", "nonsense"], TOKEN, "neither"),
         ([], "", "no token: set PENSTOCK_TOKEN"),
-        ([], "two words", "one word of printable ASCII"),
+        ([], "two words", "one word of at most 4096 printable ASCII"),
         (["--state-dir", "/proc/penstock"], TOKEN, "the state directory /proc/penstock cannot be used"),
     ],
 )

@@ -74,10 +74,18 @@ def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
 
 
 def test_the_manual_has_all_settings() -> None:
-    from penstock.deploy.settings import CoordinatorSettings, PeerSettings, Section, WorkerSettings, flag, variable
+    from penstock.deploy.settings import (
+        CoordinatorSettings,
+        PeerSettings,
+        Section,
+        TlsSettings,
+        WorkerSettings,
+        flag,
+        variable,
+    )
 
     manual = (REPO / "docs" / "cli.md").read_text()
-    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, WorkerSettings]
+    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings]
     for section in sections:
         for field in section.model_fields:
             assert f"`{variable(section, field)}`" in manual

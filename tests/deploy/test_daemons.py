@@ -46,7 +46,7 @@ def test_coordinator_refuses_a_token_file_of_its_own_that_others_can_read(shell:
     (tmp_path / "state" / "token").chmod(0o644)
     done = shell.run("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)
     assert done.returncode == 12
-    assert "can be read by others: chmod 600" in done.error
+    assert "can be read by others (mode 0644): chmod 600" in done.error
     assert "secret-secret" not in done.stderr
 
 

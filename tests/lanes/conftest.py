@@ -3,7 +3,7 @@
 The test is the training loop (a Consumer) and the daemon (it accepts, reads the Hello, hands the connection on); the
 runner is a child process (runner_child.py) that obeys; over TCP the pump is a thread of the test and the lander a
 process of its own, as they are in life. `Link` is that arrangement, for either lane; the contract tests run on both,
-and over TCP with each codec too.
+and over TCP with each codec and under TLS too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import random
 import secrets
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,11 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pki import Pki
 
 from penstock.client.landing import Lander
 from penstock.proto.compression import NAMES, Unpacker, load
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, Consumer, check_peer, connect_local
+from penstock.proto.lane_tls import accept_tls_blocking
 from penstock.proto.tcp import read_hello
+from penstock.proto.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import Pump
 
@@ -112,8 +116,9 @@ class Runner:
 class Link:
     """One kind of lane from `runner` to consumers that this test makes."""
 
-    def __init__(self, kind: str, runner: Runner, lander: Lander) -> None:
+    def __init__(self, kind: str, runner: Runner, lander: Lander, tls: Tls | None = None) -> None:
         self.kind, _, self.codec = kind.partition("+")
+        self.tls = tls
         self.runner = runner
         self.lander = lander
         self.pumps: list[Pump] = []
@@ -142,6 +147,9 @@ class Link:
             sock = connect_local(self.lander.start(), DEADLINE_S)
             sock.send(greeting.SerializeToString())
             connection, _ = self._tcp.accept()
+            if self.tls is not None:
+                connection.settimeout(DEADLINE_S)
+                connection = accept_tls_blocking(connection, self.tls.server_context())
             received = read_hello(connection, DEADLINE_S)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.pumps.append(Pump(connection, ours, received, "the test"))
@@ -276,10 +284,34 @@ def runner(_runners: list[Runner]) -> Runner:
     return _runners[0]
 
 
-@pytest.fixture(params=["local", "tcp", "tcp+lz4", "tcp+zstd"])
+@pytest.fixture(scope="session")
+def lane_tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """What both ends of a lane show and trust."""
+    if shutil.which("openssl") is None:
+        pytest.skip("the command openssl is not here to make certificates with")
+    pki = Pki(tmp_path_factory.mktemp("lane-pki"))
+    pair = pki.issue("lane")
+    tls = load_tls(pki.ca, pair.cert, pair.key)
+    assert tls is not None
+    return tls
+
+
+@pytest.fixture(scope="session")
+def tls_lander(lane_tls: Tls) -> Iterator[Lander]:
+    """The lander of lanes under TLS."""
+    lander = Lander(tls=lane_tls)
+    yield lander
+    lander.stop()
+
+
+@pytest.fixture(params=["local", "tcp", "tcp+lz4", "tcp+zstd", "tls"])
 def link(request: pytest.FixtureRequest, runner: Runner, lander: Lander) -> Iterator[Link]:
     """The lane under test, in all its kinds."""
-    link = Link(request.param, runner, lander)
+    if request.param == "tls":
+        found = request.getfixturevalue
+        link = Link("tcp", runner, found("tls_lander"), found("lane_tls"))
+    else:
+        link = Link(request.param, runner, lander)
     yield link
     link.close()
     if runner.alive:

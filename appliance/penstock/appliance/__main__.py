@@ -2,7 +2,8 @@
 
 The embedded mode uses it: imports are few (no torch, no Typer), so that it is up within half a second. The token comes
 in PENSTOCK_TOKEN (or a file named by PENSTOCK_TOKEN_FILE), never as an argument, which every user of the machine can
-read. On an error before it is ready it writes one line to standard error and exits with 2.
+read. On an error before it is ready it writes one line to standard error and exits with 2, or with 16 if it was about
+to listen beyond this machine without TLS.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from penstock.appliance.limits import MEMORY_BUDGET, Limits
 from penstock.appliance.server import IN_MEMORY, announcer, serve
-from penstock.proto.channel import read_token
-from penstock.proto.errors import PenstockError
+from penstock.proto.channel import load_tls, read_tokens
+from penstock.proto.errors import PenstockError, UnsafeBindError
+
+UNSAFE_BIND = 16
+"""The exit code of penstock.deploy.exits, for the same thing."""
 
 
 def main() -> int:
@@ -32,6 +36,8 @@ def main() -> int:
     parser.add_argument("--lifeline-pid", type=int, help="the parent process; ends with it")
     parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
+    for what in ("ca", "cert", "key"):
+        parser.add_argument(f"--tls-{what}", default="", help="a file: see penstock.proto.tls")
     parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
     parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
     given = parser.parse_args()
@@ -48,7 +54,8 @@ def main() -> int:
             serve(
                 given.listen,
                 given.state_dir,
-                read_token(),
+                read_tokens(),
+                tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key),
                 insecure=given.insecure,
                 lifeline_pid=given.lifeline_pid,
                 ready=announcer(given.ready_fd),
@@ -57,7 +64,7 @@ def main() -> int:
         )
     except PenstockError as error:
         print(f"penstock coordinator: {error}", file=sys.stderr)
-        return 2
+        return UNSAFE_BIND if isinstance(error, UnsafeBindError) else 2
     return 0
 
 

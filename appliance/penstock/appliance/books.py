@@ -7,8 +7,6 @@ one, and when, is in registry.py.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Callable
 
 from penstock.appliance import quarantine
@@ -31,6 +29,7 @@ from penstock.appliance.placement import choose
 from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.position import Position
+from penstock.proto.tickets import lane_key, make_ticket
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -50,6 +49,8 @@ class Books:
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
         self.touched: set[tuple[str, int]] = set()
         """(run, attempt) whose slots or progress changed: their state queries are to be planned again."""
+        self.tickets_expire = 0
+        """Seconds since the epoch, for tickets made from now on: see penstock.proto.tickets."""
         self._version = journal.boots << 32
 
     # ------------------------------------------------------------------------------------------------ small things
@@ -68,10 +69,13 @@ class Books:
         self.touched.add((attempt.run, attempt.number))
         self.changed(("box", attempt.run, attempt.number, box.number))
 
+    def lane_key(self, key: SlotKey, generation: int) -> bytes:
+        """What a worker checks tickets with. Derived, so that it outlives a restart and is in no file."""
+        return lane_key(self.journal.secret, *key, generation)
+
     def ticket(self, key: SlotKey, generation: int) -> str:
-        """What a lane's hello must show. Derived, so that it outlives a restart and is in no file."""
-        message = "\0".join(map(str, (*key, generation)))
-        return hmac.new(self.journal.secret, message.encode(), hashlib.sha256).hexdigest()[:32]
+        """What a lane's hello must show."""
+        return make_ticket(self.lane_key(key, generation), self.tickets_expire)
 
     # ----------------------------------------------------------------------------------------------------- finding
 
@@ -265,11 +269,19 @@ class Books:
 
     def place_waiting(self) -> None:
         """Gives waiting slots to workers that have room."""
+        if not any(worker.free > 0 for worker in self.workers.values()):
+            return
+        stuck: set[str] = set()
+        """What no worker with room may run: one slot's answer is that of all with the same input_fn."""
         for slot in list(self.waiting.values()):
             attempt, box = self.box_of(slot)
-            worker = choose(slot, box.opening.host_id, self.workers.values())
+            opened, input_fn = box.opening, box.opening.loader.input_fn
+            if input_fn in stuck:
+                continue
+            worker = choose(slot, opened.host_id, input_fn, self.workers.values())
             if worker is None:
-                return
+                stuck.add(input_fn)
+                continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
             # A slot that has given something out must be taken over; one that never ran just starts.

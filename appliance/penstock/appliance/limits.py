@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Admissions:
+    """Of calls that make the coordinator remember something new: registrations of workers and openings of runs. Each
+    costs it up to a millisecond, so a peer that does nothing else, by a mistake in a loop say, would starve the others'
+    heartbeats. The bursts let a whole fleet come back at once after a restart."""
+
+    peer_per_s: float = 200.0
+    peer_burst: int = 12_000
+    """Of one address: it may be that of many machines, behind a proxy."""
+    all_per_s: float = 1_000.0
+    all_burst: int = 24_000
+    peers_max: int = 4096
+    """Addresses that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,12 @@ class Limits:
     """Attempts of a run that are remembered by number, key and clients, so that a late call of one is refused."""
     past_sessions: int = 64
     """Sessions of workers that were replaced; a late call of one is refused."""
+    runs_max: int = 100_000
+    """Runs that the journal knows, open or not: each is kept for its seed, at about 1 KB."""
+    workers_max: int = 100_000
+    """Workers that are there at a time."""
+    admissions: Admissions = field(default_factory=lambda: Admissions())
+    """How fast workers may register and runs be opened."""
     slots_max: int = 65_536
     """Boxes times workers of a run: a mistyped number should be an error, not a coordinator without memory."""
     cuts_max: int = 1 << 19

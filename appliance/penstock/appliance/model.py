@@ -222,6 +222,8 @@ class Worker:
     seen_at: float
     version: int
     draining: bool = False
+    allow: tuple[str, ...] = ()
+    """Prefixes of the modules that it may run."""
     slots: set[SlotKey] = field(default_factory=set)
 
     @property

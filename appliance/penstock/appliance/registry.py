@@ -26,17 +26,21 @@ from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
+from penstock.appliance.placement import nobody_may
 from penstock.appliance.restore import restore
 from penstock.appliance.states import Gathering
 from penstock.proto.channel import VERSION, detail_of
 from penstock.proto.errors import (
     BoxTakenError,
+    InputFnNotAllowedError,
     InvalidArgumentError,
     MemoryLimitError,
+    OverloadedError,
     SupersededError,
     UnknownRunError,
 )
 from penstock.proto.position import Position
+from penstock.proto.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -76,6 +80,7 @@ class Registry:
         self._desk = Desk(self.books)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = clock()
+        self.books.tickets_expire = expiry(wall())
         restore(self.books, clock())
 
     # ------------------------------------------------------------------------------------------------------ common
@@ -97,6 +102,10 @@ class Registry:
                 raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
         name = opening.run_name(request)
         run = books.runs.get(name)
+        if run is None and len(books.runs) >= self.limits.runs_max:
+            raise OverloadedError(
+                f"the journal knows {len(books.runs)} runs, which is the limit: go on with another state directory"
+            )
         match opening.decide(run, request, now):
             case opening.Same(box):
                 attempt = books.attempt(name, run.attempt if run is not None else 0)
@@ -251,6 +260,8 @@ class Registry:
             raise SupersededError(
                 f"another process has registered as worker {request.worker}: give every worker a name of its own"
             )
+        if request.worker not in books.workers and len(books.workers) >= self.limits.workers_max:
+            raise OverloadedError(f"{len(books.workers)} workers are registered, which is the limit")
         old = books.workers.get(request.worker)
         keeps: set[SlotKey] = set()
         draining = False
@@ -273,6 +284,7 @@ class Registry:
             seen_at=now,
             version=books.next_version(),
             draining=draining,
+            allow=tuple(request.allow),
             slots=keeps,
         )
         books.workers[worker.name] = worker
@@ -306,7 +318,9 @@ class Registry:
         worker = self._registered(request.worker, request.session)
         if worker is None:
             return pb.HeartbeatReply(register_again=True)
-        return views.heartbeat_reply(self.books, worker, self._desk.wants(self._clock()))
+        reply = views.heartbeat_reply(self.books, worker, self._desk.wants(self._clock()))
+        reply.wall_s = self._wall()
+        return reply
 
     def _registered(self, name: str, session: str) -> Worker | None:
         worker = self.books.workers.get(name)
@@ -457,7 +471,34 @@ class Registry:
                 )
                 books.end(attempt, AttemptState.ENDED, why)
         books.ledger.drop_idle_blobs(named, now)
+        self._renew_tickets()
+        self._fail_what_nobody_may_run(now)
         self._settle()
+
+    def _renew_tickets(self) -> None:
+        expires = expiry(self._wall())
+        if expires != self.books.tickets_expire:
+            self.books.tickets_expire = expires
+            for attempt in self.books.open_attempts():
+                for box in attempt.boxes.values():
+                    self.books.bump_box(attempt, box)
+
+    def _fail_what_nobody_may_run(self, now: float) -> None:
+        """Slots that never ran and that no worker which is there may run. One that did run waits for its worker to come
+        back; and a coordinator that has just started waits for all of them, for as long as their leases."""
+        if now - self._started < self.limits.worker_lease_s:
+            return
+        asked: dict[str, str] = {}
+        for key, slot in list(self.books.waiting.items()):
+            if slot.restarts:
+                continue
+            _, box = self.books.box_of(slot)
+            input_fn = box.opening.loader.input_fn
+            if input_fn not in asked:
+                asked[input_fn] = nobody_may(input_fn, self.books.workers.values())
+            if asked[input_fn]:
+                del self.books.waiting[key]
+                self.books.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
 
     def status(self) -> pb.StatusReply:
         now = self._clock()

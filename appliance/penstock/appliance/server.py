@@ -28,7 +28,7 @@ from penstock.appliance.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
 from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
-from penstock.proto.channel import server_aio
+from penstock.proto.channel import Tls, server_aio
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 
 IN_MEMORY = ":memory:"
@@ -38,8 +38,9 @@ IN_MEMORY = ":memory:"
 async def serve(
     listen: str,
     state_dir: str | os.PathLike[str],
-    token: str,
+    tokens: str,
     *,
+    tls: Tls | None = None,
     insecure: bool = False,
     lifeline_pid: int | None = None,
     ready: Callable[[str], None] = lambda address: None,
@@ -51,14 +52,15 @@ async def serve(
     Args:
         listen: "host:port" (port 0 takes a free one) or "unix-abstract:name".
         state_dir: a directory on a local disk, made if it is not there; ":memory:" keeps the books in memory.
-        token: what every caller must show.
-        insecure: allows an address that other machines can reach, although there is no TLS yet.
+        tokens: what callers must show, one bare token or lines "role:token".
+        tls: what to show to callers; with a CA in it they must show certificates too.
+        insecure: allows an address that other machines can reach without TLS.
         lifeline_pid: our parent; when it ends, so does this.
         ready: told the address that it listens on, once calls are taken.
         limits: leases, budgets and so on.
         stop: set it to stop.
 
-    Raises JournalError, PortTakenError, InvalidArgumentError before `ready` is called.
+    Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
     """
     loop = asyncio.get_running_loop()
     stop = stop or asyncio.Event()
@@ -92,7 +94,11 @@ async def serve(
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
         served = await server_aio(
-            listen, token, lambda server: add_CoordinatorServicer_to_server(service, server), insecure=insecure
+            listen,
+            tokens,
+            lambda server: add_CoordinatorServicer_to_server(service, server),
+            tls=tls,
+            insecure=insecure,
         )
         ticker = loop.create_task(service.run_ticker())
         ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly

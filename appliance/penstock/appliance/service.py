@@ -14,12 +14,14 @@ import asyncio
 import contextlib
 import io
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc.aio
 
+from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.checks import check_counts
 from penstock.appliance.ledger import Drop
@@ -108,6 +110,7 @@ class Service(CoordinatorServicer):
         self._signals = signals
         self._limits = limits
         self._disk = ThreadPoolExecutor(1, "penstock-store")
+        self._admission = Admission(limits.admissions, time.monotonic)
         self._drops: list[Drop] = []
         self._closing = False
 
@@ -155,6 +158,7 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- clients
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
+        self._admission.admit(address_of(context.peer()), "OpenRun")
         return self._registry.open_run(request)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
@@ -204,6 +208,7 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- workers
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
+        self._admission.admit(address_of(context.peer()), "RegisterWorker")
         return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:

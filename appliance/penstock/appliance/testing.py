@@ -27,6 +27,8 @@ class World:
 
     def __init__(self, limits: Limits | None = None, directory: StateDir | None = None) -> None:
         self.now = 1000.0
+        self.wall = 0.0
+        """Seconds since the epoch; stands still too."""
         self.limits = limits or Limits()
         self.topics: list[Topic] = []
         self.boot(directory)
@@ -40,7 +42,7 @@ class World:
             self.ledger,
             self.limits,
             clock=lambda: self.now,
-            wall=lambda: 0.0,
+            wall=lambda: self.wall,
             fresh_seed=lambda: 4242,
             changed=self.topics.append,
         )

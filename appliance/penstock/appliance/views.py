@@ -53,7 +53,7 @@ def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot) -> records_
         num_workers_per_box=attempt.num_workers,
         seed=attempt.seed,
         loader=box.opening.loader,
-        ticket=books.ticket(slot.key, slot.generation),
+        lane_key=books.lane_key(slot.key, slot.generation),
         resume=box.opening.resume,
         base=box.base.to_proto(),
         recovery=slot.recovery,

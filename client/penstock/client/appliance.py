@@ -30,8 +30,8 @@ from penstock.client.run import Run
 from penstock.client.saved import Start
 from penstock.client.settings import Settings, Torchrun, attempt_key, resolve
 from penstock.proto.calls import CoordinatorClient
-from penstock.proto.channel import VERSION, host_id, read_token
-from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, PenstockError
+from penstock.proto.channel import VERSION, Tls, host_id, load_tls, read_token
+from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -68,7 +68,11 @@ class Appliance:
             Without a device batches are pageable views of the ring, and .to(device, non_blocking=True) in the loop is
             safe.
         attempt: the same on all boxes of one launch and another for each launch (told by torchrun).
-        token: for the coordinator (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names).
+        token: for the coordinator (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names); of the role client.
+        tls_ca: file with the CA that the coordinator's and the workers' certificates are signed by; None: no TLS, for
+            calls and for lanes. Files are PEM, and read once (docs/security.md).
+        tls_cert, tls_key: files with the certificate to show to those that ask for one, and its key.
+        tls_name: the name to expect in the others' certificates, instead of the addresses that they are reached at.
         lane: "auto" (shared memory on this host, TCP from others) or "tcp".
         compression: of batches over TCP: None, "lz4" or "zstd" (None). It makes a stream that shrinks faster where the
             network gives a lane less than 7 ("lz4") or 4 Gbit/s ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB
@@ -90,6 +94,7 @@ class Appliance:
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument, or a variable, that cannot be meant; a device that this
             process cannot use; compression by a package that is not installed.
+        TlsError: a certificate or key that cannot be used; names the file.
         RuntimeError: inside a worker, where the main script lacks its main guard.
     """
 
@@ -105,6 +110,10 @@ class Appliance:
         device: str | torch.device | None = None,
         attempt: str | None = None,
         token: str | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_name: str | None = None,
         lane: Literal["auto", "tcp"] | None = None,
         compression: Literal["lz4", "zstd"] | None = None,
         max_batch_bytes: int | None = None,
@@ -132,13 +141,14 @@ class Appliance:
         self._place: Place | None = None
         self._daemons: Embedded | None = None
         self._meeting: Meeting | None = None
-        self._lander = Lander(settings.max_batch_bytes)
+        self._tls = _tls_of(settings)
+        self._lander = Lander(settings.max_batch_bytes, self._tls)
         self.host = host_id()
         self.force_tcp = settings.lane == "tcp"
         self.compression: str | None = settings.compression
         self.embedded = not settings.address
         if settings.address:
-            token = read_token(settings.token.get_secret_value())
+            token = read_token("client", settings.token.get_secret_value())
             self._place = Place(settings.address, token, self._job(fresh=settings.num_boxes == 1))
         elif settings.num_boxes == 1:
             self._embed()
@@ -178,7 +188,7 @@ class Appliance:
     def client(self) -> CoordinatorClient:
         place = self._place
         assert place is not None
-        return CoordinatorClient(place.address, place.token)
+        return CoordinatorClient(place.address, place.token, tls=self._tls)
 
     def lander(self) -> str:
         return self._lander.start()
@@ -282,7 +292,7 @@ class Appliance:
                         f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock "
                         "coordinator` running there, and the address right?"
                     ) from error
-                run.reach(RETRY_S)
+                run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
 
     def _spec(self, reference: Reference, arguments: bytes, full_digest: bool) -> records_pb2.LoaderSpec:
         settings = self.settings
@@ -354,6 +364,14 @@ class _Deaths:
         appliance = self._appliance()
         for run in list(appliance._runs) if appliance is not None else ():
             run.fail(error)
+
+
+def _tls_of(settings: Settings) -> Tls | None:
+    """None in embedded mode, which is all Unix sockets and loopback."""
+    if not settings.address:
+        return None
+    tls = load_tls(settings.tls_ca, settings.tls_cert, settings.tls_key, settings.tls_name)
+    return None if tls is None else tls.for_client()
 
 
 def _nothing() -> None:

@@ -15,6 +15,10 @@ out of the receive buffer (one receive for many); a large one is received into i
 into the buffer in the same call. A compressed one comes in pieces: each is received into a buffer that the lane keeps,
 and unpacked into the slot while the next is on its way.
 
+TLS. Under it a receive brings 16 KiB at most, and what is left inside is nothing that epoll could see: a lane whose
+turn is over before all of it was read says so to the loop. A worker whose certificate is not good, or that does not
+accept ours, is an error, not a lost connection: trying again would not help.
+
 Ends. Connection lost or refused: what has come whole is handed on, then the consumer's socket just ends, and it
 knows to come back. Only what the daemon says, or a stream that cannot be what it claims, reaches the consumer as an
 ERROR frame. Consumer gone: its last acks go out, then the TCP connection is closed. The process leaves when the
@@ -39,7 +43,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.proto import tcp
 from penstock.proto.compression import Unpacker, check_claim, load
-from penstock.proto.errors import PenstockError, ProtocolError, format_remote
+from penstock.proto.errors import PenstockError, ProtocolError, TlsError, format_remote
 from penstock.proto.frames import (
     BATCH,
     CLOSE,
@@ -53,8 +57,10 @@ from penstock.proto.frames import (
     check_peer,
     framed,
 )
+from penstock.proto.lane_tls import TlsSocket, connect_tls
 from penstock.proto.producer import Producer, Slab
 from penstock.proto.ring import PAGE
+from penstock.proto.tls import Tls, explain, host_of, load_tls
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 _log = logging.getLogger("penstock.client.lander")
@@ -78,6 +84,9 @@ PACKED_READS_A_TURN = 8
 """READS_A_TURN for a lane in the middle of a compressed payload: unpacking a piece takes 0.2 ms."""
 NEVER = float("inf")
 
+Connection = socket.socket | OSError | TlsError
+"""What came of a try to connect."""
+
 
 class Lane:
     """One consumer, one TCP connection, one ring between them."""
@@ -91,6 +100,8 @@ class Lane:
         self._consumer_fd = sock.fileno()
         self._tcp: socket.socket | None = None
         self._tcp_fd = -1
+        self._address = ""  # of the daemon
+        self._heard = False  # something has come over TCP
         self._producer = Producer((max_batch_bytes + PAGE - 1) // PAGE * PAGE)  # as the sender's slots are rounded
         self._producer.on_ack = self._relay
         self._greeted = False
@@ -172,6 +183,7 @@ class Lane:
         self._greeted = True
         self.deadline = time.monotonic() + 2 * CONNECT_S
         self._producer.attach(self._consumer, hello)
+        hello_target = hello.target
         # Places in the ring are this end's own business: at the other side there is another ring.
         hello.ClearField("target")
         hello.ClearField("held")
@@ -181,7 +193,8 @@ class Lane:
         hello.ClearField("codecs")
         hello.codecs.extend(self._unpackers)  # type: ignore[arg-type]
         self._out.append(framed(hello.SerializeToString()))
-        self._loop.connect((host.strip("[]"), int(port)), self._connected)
+        self._address = hello_target
+        self._loop.connect(hello_target, self._connected)
 
     def _relay(self, ack: lane_pb2.Ack) -> None:
         ack.ClearField("released")
@@ -191,9 +204,11 @@ class Lane:
 
     # ---- TCP
 
-    def _connected(self, sock: socket.socket | OSError) -> None:
+    def _connected(self, sock: Connection) -> None:
         if isinstance(sock, OSError):
             self.end(f"no connection: {sock}")
+        elif isinstance(sock, TlsError):
+            self.fail(sock)
         elif self.over:
             sock.close()
         else:
@@ -222,14 +237,19 @@ class Lane:
                         self._target = target[size - behind :]
                 except BlockingIOError:
                     return
-                except OSError:
+                except OSError as error:
+                    if not self._heard:
+                        self._loop.check_refusal(error, self._address)
                     size = 0
                 if not size:
                     self._ended = True
                     return
+                self._heard = True
                 inbox.add(behind)
                 if not self._work_through():
                     return
+            if isinstance(sock, TlsSocket) and sock.pending():
+                self._loop.again.add(self)
         except PenstockError as error:
             self.fail(error)
 
@@ -362,7 +382,8 @@ class Lane:
         if sock is not None:
             reading = not self._ended and not self._waiting
             missing = 0 if self._target is None else len(self._target)
-            wake_at = min(missing, WAKE_AT) if missing > SMALL else 1
+            # Under TLS bytes are not yet payload, and the last ones that it waits for may be inside already.
+            wake_at = min(missing, WAKE_AT) if missing > SMALL and not isinstance(sock, TlsSocket) else 1
             if wake_at != self._wake_at:
                 self._wake_at = wake_at
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_at)
@@ -372,13 +393,16 @@ class Lane:
 class Loop:
     """One thread, one epoll, all lanes."""
 
-    def __init__(self, name: str, lifeline_pid: int, max_batch_bytes: int) -> None:
+    def __init__(self, name: str, lifeline_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
+        self.again: set[Lane] = set()
+        """Lanes that have something to read which epoll does not know of."""
+        self._tls = tls
         self._max_batch_bytes = max_batch_bytes
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[int, Lane]] = {}
         self._lanes: set[Lane] = set()
         self._lifeline = os.pidfd_open(lifeline_pid)
-        self._arrived: deque[tuple[Callable[[socket.socket | OSError], None], socket.socket | OSError]] = deque()
+        self._arrived: deque[tuple[Callable[[Connection], None], Connection]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind("\0" + name)
@@ -393,6 +417,8 @@ class Loop:
         while True:
             soonest = min((lane.deadline for lane in self._lanes), default=NEVER)
             timeout = -1 if soonest == NEVER else max(0.0, soonest - time.monotonic())
+            if self.again:
+                timeout = 0
             for fd, events in self._epoll.poll(timeout):
                 if fd == self._lifeline:
                     return
@@ -400,6 +426,9 @@ class Loop:
                     special[fd]()
                 elif fd in self._watched:
                     self._watched[fd][1].on_event(fd, events)
+            again, self.again = self.again, set()
+            for lane in again & self._lanes:
+                lane.on_event(-1, select.EPOLLIN)
             if soonest != NEVER:
                 now = time.monotonic()
                 for lane in [lane for lane in self._lanes if lane.deadline <= now]:
@@ -426,19 +455,37 @@ class Loop:
         for fd in fds:
             self.watch(lane, fd, 0)
 
-    def connect(self, address: tuple[str, int], then: Callable[[socket.socket | OSError], None]) -> None:
-        """Connect beside the loop, for names are looked up with blocking calls only; `then` is called in the loop."""
+    def connect(self, address: str, then: Callable[[Connection], None]) -> None:
+        """Connect beside the loop, for names are looked up with blocking calls only, and a handshake may take its time;
+        `then` is called in the loop."""
 
         def work() -> None:
-            found: socket.socket | OSError
+            found: Connection
             try:
-                found = socket.create_connection(address, CONNECT_S)
-            except OSError as error:
+                found = self._connection(address)
+            except (OSError, TlsError) as error:
                 found = error
             self._arrived.append((then, found))
             os.eventfd_write(self._wake, 1)
 
-        threading.Thread(target=work, name=f"connect {address[0]}:{address[1]}", daemon=True).start()
+        threading.Thread(target=work, name=f"connect {address}", daemon=True).start()
+
+    def _connection(self, address: str) -> socket.socket:
+        where = host_of(address)
+        sock = socket.create_connection(where, CONNECT_S)
+        if self._tls is None:
+            return sock
+        try:
+            return connect_tls(sock, self._tls, where[0])
+        except OSError as error:
+            self.check_refusal(error, address)
+            raise
+
+    def check_refusal(self, error: OSError, address: str) -> None:
+        """Raises TlsError if that is what the error means."""
+        trouble = None if self._tls is None else explain(error, f"the worker's lane at {address}", self._tls)
+        if trouble is not None:
+            raise trouble from error
 
     def _take_connections(self) -> None:
         os.eventfd_read(self._wake)
@@ -466,6 +513,8 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int, required=True, help="write a byte here once listening")
     parser.add_argument("--name", required=True, help="abstract Unix socket to listen on, without the leading NUL")
     parser.add_argument("--max-batch-bytes", type=int, default=1 << 30, help="refuse larger ring slots")
+    for what in ("ca", "cert", "key", "name"):
+        parser.add_argument(f"--tls-{what}", default="", help="for the connections to workers: see penstock.proto.tls")
     given = parser.parse_args()
     logging.basicConfig(level=os.environ.get("PENSTOCK_LOG_LEVEL", "WARNING"), format="%(name)s: %(message)s")
     # Each lane holds two sockets and two descriptors for each of its rings.
@@ -473,7 +522,8 @@ def main() -> None:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        loop = Loop(given.name, given.lifeline_pid, given.max_batch_bytes)
+        tls = load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name)
+        loop = Loop(given.name, given.lifeline_pid, given.max_batch_bytes, tls)
     except ProcessLookupError:
         return  # the lifeline's process is gone already
     os.write(given.ready_fd, b"\n")

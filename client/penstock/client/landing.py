@@ -12,6 +12,7 @@ from pathlib import Path
 
 import penstock.proto
 from penstock.proto.errors import DeadlineError, PenstockError
+from penstock.proto.tls import Tls
 
 __all__ = ["Lander"]
 
@@ -27,10 +28,12 @@ class Lander:
     """The lander of this process. `start` as often as you like: it only starts one that is not running.
 
     max_batch_bytes: ring slots larger than this are refused.
+    tls: for the connections to workers; None: they are plain.
     """
 
-    def __init__(self, max_batch_bytes: int = 1 << 30) -> None:
+    def __init__(self, max_batch_bytes: int = 1 << 30, tls: Tls | None = None) -> None:
         self.max_batch_bytes = max_batch_bytes
+        self.tls = tls
         self.name = ""
         """Abstract Unix socket of the running lander, "" before the first start."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,11 +77,12 @@ class Lander:
                     *(sys.executable, "-P", str(Path(__file__).with_name("lander.py"))),
                     *("--lifeline-pid", str(lifeline), "--ready-fd", str(write), "--name", name),
                     *("--max-batch-bytes", str(self.max_batch_bytes)),
+                    *self._tls_arguments(),
                 ],
                 pass_fds=[write],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**MALLOC, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**MALLOC, **_environment(), "PYTHONPATH": os.pathsep.join(paths)},
                 process_group=0,  # an interrupt from the keyboard is the training process's to handle
             )
             os.close(write)
@@ -97,8 +101,21 @@ class Lander:
                 os.close(write)
         self.name = name
 
+    def _tls_arguments(self) -> list[str]:
+        """Names of files: no secrets."""
+        tls = self.tls
+        if tls is None:
+            return []
+        given = {"ca": tls.ca_file, "cert": tls.cert_file, "key": tls.key_file, "name": tls.name}
+        return [f"--tls-{what}={value}" for what, value in given.items() if value]
+
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()  # it has nothing to put in order
             process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Without the token: the lander talks to workers only, with tickets."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_TOKEN")}

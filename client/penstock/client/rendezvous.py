@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from penstock.client.settings import Torchrun
 from penstock.proto.errors import DeadlineError, PenstockError
@@ -41,7 +41,7 @@ class Place:
     """Where the daemons of local rank 0 are."""
 
     address: str
-    token: str
+    token: str = field(repr=False)
     job: str
 
 

@@ -35,6 +35,12 @@ class Settings(BaseSettings):
     address: str = Field("", validation_alias=_named("address", "PENSTOCK_COORDINATOR"))
     """ "host:port" of the coordinator; "" = embedded."""
     token: SecretStr = Field(SecretStr(""), validation_alias=_named("token"))
+    tls_ca: str = Field("", validation_alias=_named("tls_ca"))
+    """File with the CA of coordinator and workers; "" = no TLS."""
+    tls_cert: str = Field("", validation_alias=_named("tls_cert"))
+    tls_key: str = Field("", validation_alias=_named("tls_key"))
+    tls_name: str = Field("", validation_alias=_named("tls_name"))
+    """Name to expect in their certificates, instead of their addresses."""
     num_workers_per_box: int = Field(1, ge=1, le=4096, validation_alias=_named("num_workers_per_box"))
     box: int = Field(0, validation_alias=_named("box", "RANK"))
     num_boxes: int = Field(1, ge=1, validation_alias=_named("num_boxes", "WORLD_SIZE"))
@@ -83,6 +89,9 @@ def resolve(**given: Any) -> Settings:
         BoxOutOfRangeError: the box does not lie in [0, num_boxes).
     """
     explicit = {name: value for name, value in given.items() if value is not None}
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        if name in explicit:
+            explicit[name] = os.fspath(explicit[name])
     device = explicit.get("device")
     if device is not None:
         explicit["device"] = str(device)  # torch.device too
@@ -94,6 +103,11 @@ def resolve(**given: Any) -> Settings:
         raise InvalidArgumentError(_explain(error, explicit)) from error
     if settings.compression is not None:
         require(settings.compression)
+    if not settings.address and any(name.startswith("tls_") for name in explicit):
+        raise InvalidArgumentError(
+            "Appliance: TLS is for a coordinator elsewhere, and no address was given: an embedded one never leaves "
+            "this machine"
+        )
     if not 0 <= settings.box < settings.num_boxes:
         source = "" if "box" in explicit else f" (from {_source('box')})"
         raise BoxOutOfRangeError(

@@ -26,6 +26,10 @@ from penstock.deploy.options import (
     RunnerMemory,
     Slots,
     StateDir,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsName,
     TokenFile,
     WorkerInsecure,
     WorkerListen,
@@ -51,6 +55,10 @@ def _quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def _tls(ca: str | None, cert: str | None, key: str | None, name: str | None = None) -> dict[str, str | None]:
+    return {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "tls_name": name}
+
+
 @app.callback(invoke_without_command=True)
 def _penstock(
     context: typer.Context,
@@ -72,6 +80,9 @@ def coordinator(
     listen: CoordinatorListen = None,
     state_dir: StateDir = None,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     insecure: CoordinatorInsecure = None,
     lease: Lease = None,
     client_lease: ClientLease = None,
@@ -93,7 +104,7 @@ def coordinator(
         "lease": lease,
         "client_lease": client_lease,
     }
-    run_coordinator(flags, token_file, ready_file, debug)
+    run_coordinator(flags, _tls(tls_ca, tls_cert, tls_key), token_file, ready_file, debug)
 
 
 @app.command(epilog=_EPILOG)
@@ -106,6 +117,10 @@ def worker(
     runner_memory: RunnerMemory = None,
     name: Name = None,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     insecure: WorkerInsecure = None,
     ready_file: ReadyFile = None,
     debug: Debug = False,
@@ -125,19 +140,26 @@ def worker(
         "name": name,
         "insecure": insecure,
     }
-    run_worker(coordinator, flags, token_file, ready_file, debug)
+    run_worker(coordinator, flags, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, ready_file, debug)
 
 
 @app.command(epilog=_EPILOG)
 @guarded
 def status(
-    coordinator: Coordinator = None, token_file: TokenFile = None, as_json: AsJson = False, debug: Debug = False
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Show runs, boxes, slots and workers: rates, and who waits for whom."""
     _quiet_grpc()
     from penstock.deploy.status import show_status
 
-    show_status(coordinator, token_file, as_json)
+    show_status(coordinator, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
 @app.command(epilog=_EPILOG)
@@ -154,6 +176,10 @@ def state(
     ] = 60.0,
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -161,7 +187,7 @@ def state(
     _quiet_grpc()
     from penstock.deploy.state import show_state
 
-    show_state(run, step, deadline, coordinator, token_file, as_json)
+    show_state(run, step, deadline, coordinator, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
 @app.command(epilog=_EPILOG)

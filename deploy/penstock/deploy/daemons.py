@@ -14,35 +14,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.exits import UNSAFE_BIND, CommandError
 from penstock.deploy.settings import (
     IN_MEMORY,
     CoordinatorSettings,
     PeerSettings,
+    TlsSettings,
     WorkerSettings,
     bytes_of,
     describe,
     resolve,
 )
-from penstock.deploy.tokens import coordinator_token, peer_token
+from penstock.deploy.tokens import coordinator_tokens, peer_token
+from penstock.proto.addresses import refuse_unsafe
 from penstock.proto.channel import VERSION, is_local
+from penstock.proto.logs import OneLine
 
 __all__ = ["run_coordinator", "run_worker"]
 
 _log = logging.getLogger("penstock.deploy")
 
 
-def run_coordinator(flags: dict[str, Any], token_file: Path | None, ready_file: Path | None, debug: bool) -> None:
-    """Serve until SIGTERM or SIGINT. `flags`: what was given on the command line, None for the rest."""
+def run_coordinator(
+    flags: dict[str, Any],
+    tls_flags: dict[str, str | None],
+    token_file: Path | None,
+    ready_file: Path | None,
+    debug: bool,
+) -> None:
+    """Serve until SIGTERM or SIGINT. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
     from penstock.appliance.limits import MEMORY_BUDGET, Limits
     from penstock.appliance.server import serve
 
     _start_log(debug)
     settings = resolve(CoordinatorSettings, **flags)
-    _refuse_unsafe(settings.listen, settings.insecure)
+    tls_settings = resolve(TlsSettings, **tls_flags)
+    tls = tls_settings.load()
+    refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
-    _log.info("coordinator %s: %s", VERSION, describe(settings, **flags))
-    token = coordinator_token(token_file, None if in_memory else settings.state_dir)
+    about = f"{describe(settings, **flags)}, {describe(tls_settings, **tls_flags)}"
+    _log.info("coordinator %s: %s", VERSION, about)
+    tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
     limits = replace(Limits(), worker_lease_s=settings.lease, client_lease_s=settings.client_lease)
     if in_memory:
         limits = replace(limits, budget=MEMORY_BUDGET)
@@ -52,27 +63,47 @@ def run_coordinator(flags: dict[str, Any], token_file: Path | None, ready_file: 
         _announce(address, ready_file)
 
     asyncio.run(
-        serve(settings.listen, settings.state_dir, token, insecure=settings.insecure, ready=ready, limits=limits)
+        serve(
+            settings.listen,
+            settings.state_dir,
+            tokens,
+            tls=tls,
+            insecure=settings.insecure,
+            ready=ready,
+            limits=limits,
+        )
     )
     _log.info("ended as told")
 
 
 def run_worker(
-    coordinator: str | None, flags: dict[str, Any], token_file: Path | None, ready_file: Path | None, debug: bool
+    coordinator: str | None,
+    flags: dict[str, Any],
+    tls_flags: dict[str, str | None],
+    token_file: Path | None,
+    ready_file: Path | None,
+    debug: bool,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `flags`: what was given on the command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
     from penstock.worker.daemon import Settings, serve
 
     _start_log(debug)
     peer = resolve(PeerSettings, coordinator=coordinator)
     settings = resolve(WorkerSettings, **flags)
-    _refuse_unsafe(settings.listen, settings.insecure)
-    _log.info("worker %s: %s, %s", VERSION, describe(peer, coordinator=coordinator), describe(settings, **flags))
+    tls_settings = resolve(TlsSettings, **tls_flags)
+    tls = tls_settings.load()
+    refuse_unsafe(settings.listen, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
+    about = [
+        describe(peer, coordinator=coordinator),
+        describe(settings, **flags),
+        describe(tls_settings, **tls_flags),
+    ]
+    _log.info("worker %s: %s", VERSION, ", ".join(about))
     if is_local(settings.listen) and not is_local(peer.coordinator):
         _log.warning(
             "lanes listen on %s only: boxes on other machines cannot reach them (--listen HOST:0)", settings.listen
         )
-    token = peer_token(token_file)
+    token = peer_token("worker", token_file)
 
     def ready(name: str) -> None:
         _announce(name, ready_file)
@@ -87,6 +118,8 @@ def run_worker(
                 listen=settings.listen,
                 name=settings.name,
                 runner_memory=bytes_of(settings.runner_memory),
+                tls=tls,
+                insecure=settings.insecure,
             ),
             ready,
         )
@@ -94,23 +127,11 @@ def run_worker(
     _log.info("ended as told")
 
 
-def _refuse_unsafe(listen: str, insecure: bool) -> None:
-    if insecure or is_local(listen):
-        return
-    raise CommandError(
-        f"{listen} can be reached from other machines, and without TLS token and data would cross the network in clear "
-        "text: listen on 127.0.0.1, or say --insecure on a network that you trust",
-        UNSAFE_BIND,
-    )
-
-
 def _start_log(debug: bool) -> None:
     faulthandler.enable()
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 

@@ -1,8 +1,8 @@
 """Exit codes: one table, by the kind of thing that went wrong, so that a script can decide without reading prose.
 
-The codes below 10 are everybody's (0 well, 1 a bug, 2 usage); 10 to 19 concern the coordinator, the network and runs,
-20 to 29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never changes
-its meaning. `docs/cli.md` holds the same table, and a test compares the two.
+The codes below 10 are everybody's (0 well, 1 a bug, 2 usage, 3 TLS); 10 to 19 concern the coordinator, the network and
+runs, 20 to 29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never
+changes its meaning. `docs/cli.md` holds the same table, and a test compares the two.
 
 Every error of Penstock ends a command as one line on stderr; its traceback, and a remote one that it carries, are
 shown with --debug only. Anything else that is raised is a bug, and shows its traceback always.
@@ -20,6 +20,7 @@ from typing import NoReturn, ParamSpec
 import typer
 
 from penstock.proto.errors import CATALOGUE, PenstockError
+from penstock.proto.logs import printable
 
 __all__ = ["CODES", "EXIT_LINES", "CommandError", "exit_code", "guarded", "set_debug"]
 
@@ -27,7 +28,6 @@ _P = ParamSpec("_P")
 
 BUG = 1
 USAGE = 2
-UNSAFE_BIND = 16
 DIFFERS = 30
 CANNOT_SAVE = 31
 INTERRUPTED = 130
@@ -50,13 +50,22 @@ CODES = (
         "usage: a flag, variable or argument that cannot be meant",
         ("InvalidArgumentError", "BoxOutOfRangeError"),
     ),
+    Code(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
     Code(10, "another error of Penstock", ("PenstockError", "ProtocolError")),
-    Code(11, "the coordinator cannot be reached", ("CoordinatorUnavailableError",)),
-    Code(12, "the token is missing, unreadable or wrong", ("AuthenticationError",)),
+    Code(
+        11,
+        "the coordinator cannot be reached, or is asked for too much",
+        ("CoordinatorUnavailableError", "OverloadedError"),
+    ),
+    Code(
+        12,
+        "the token is missing, unreadable, wrong, or of another role",
+        ("AuthenticationError", "NotPermittedError"),
+    ),
     Code(13, "the address to listen on is in use", ("PortTakenError",)),
     Code(14, "the coordinator's books cannot be read or written", ("JournalError",)),
     Code(15, "the two ends are of different releases", ("VersionSkewError",)),
-    Code(UNSAFE_BIND, "refused to listen beyond this machine without TLS (see --insecure)"),
+    Code(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
     Code(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
     Code(
         18,
@@ -144,4 +153,4 @@ def _say(message: str) -> None:
     """Called while the error is being handled: its traceback, and the remote one that it carries, are at hand."""
     if _debug:
         traceback.print_exc()
-    print(f"penstock: {' '.join(message.split())}", file=sys.stderr)
+    print(f"penstock: {printable(' '.join(message.split()))}", file=sys.stderr)

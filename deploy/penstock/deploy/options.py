@@ -12,7 +12,15 @@ from typing import Annotated, Any
 import typer
 
 from penstock.deploy.exits import set_debug
-from penstock.deploy.settings import CoordinatorSettings, PeerSettings, Section, WorkerSettings, flag, variable
+from penstock.deploy.settings import (
+    CoordinatorSettings,
+    PeerSettings,
+    Section,
+    TlsSettings,
+    WorkerSettings,
+    flag,
+    variable,
+)
 
 __all__ = [
     "Allow",
@@ -28,6 +36,10 @@ __all__ = [
     "RunnerMemory",
     "Slots",
     "StateDir",
+    "TlsCa",
+    "TlsCert",
+    "TlsKey",
+    "TlsName",
     "TokenFile",
     "WorkerInsecure",
     "WorkerListen",
@@ -59,12 +71,17 @@ RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "S
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
 
+TlsCa = Annotated[str | None, _option(TlsSettings, "tls_ca", "FILE")]
+TlsCert = Annotated[str | None, _option(TlsSettings, "tls_cert", "FILE")]
+TlsKey = Annotated[str | None, _option(TlsSettings, "tls_key", "FILE")]
+TlsName = Annotated[str | None, _option(TlsSettings, "tls_name", "NAME")]
+
 TokenFile = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="File that holds the token. [PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE]",
+        help="File that holds the token, or lines ROLE:TOKEN. [PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE]",
     ),
 ]
 ReadyFile = Annotated[

@@ -1,9 +1,10 @@
 """What a command was given: flags over PENSTOCK_* variables over defaults, complete and checked.
 
 A daemon's variables carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment can
-hold the settings of both; PENSTOCK_COORDINATOR, PENSTOCK_TOKEN and PENSTOCK_TOKEN_FILE are shared with the training
-job. A variable with a daemon's name and an unknown rest is an error, for a setting that is silently not applied is
-worse than a daemon that does not start. Only the variables that Kubernetes makes of a Service's name are let be.
+hold the settings of both; PENSTOCK_COORDINATOR, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE and PENSTOCK_TLS_* are shared with
+the training job. A variable with a daemon's name and an unknown rest is an error, for a setting that is silently not
+applied is worse than a daemon that does not start. Only the variables that Kubernetes makes of a Service's name are
+let be.
 
 The token is no field here: see tokens.py. Nothing in a model is secret, so that a daemon can log what it runs with.
 """
@@ -21,8 +22,18 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.tls import Tls, load_tls
 
-__all__ = ["CoordinatorSettings", "PeerSettings", "Section", "WorkerSettings", "bytes_of", "describe", "resolve"]
+__all__ = [
+    "CoordinatorSettings",
+    "PeerSettings",
+    "Section",
+    "TlsSettings",
+    "WorkerSettings",
+    "bytes_of",
+    "describe",
+    "resolve",
+]
 
 DEFAULT_COORDINATOR = "127.0.0.1:7070"
 IN_MEMORY = ":memory:"
@@ -96,6 +107,25 @@ class PeerSettings(Section):
     )
 
 
+class TlsSettings(Section):
+    """Of every command that listens for others or calls the coordinator. The files hold no secret in their names."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+
+    tls_ca: str = Field(
+        "",
+        description="File with the CA that the other end's certificate must be signed by; on a coordinator: callers "
+        "must show certificates.",
+    )
+    tls_cert: str = Field("", description="File with the certificate to show.")
+    tls_key: str = Field("", description="File with its key, readable by its owner.")
+    tls_name: str = Field("", description="Name to expect in the other end's certificate, instead of its address.")
+
+    def load(self) -> Tls | None:
+        """The files, read and checked. TlsError names the file and the remedy."""
+        return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
+
+
 class CoordinatorSettings(Section):
     """Of `penstock coordinator`."""
 
@@ -108,7 +138,7 @@ class CoordinatorSettings(Section):
     state_dir: Path = Field(
         description=f"Directory of the journal, on a local disk; made if it is not there. {IN_MEMORY}: keep nothing."
     )
-    insecure: bool = Field(False, description="Listen beyond this machine although there is no TLS yet.")
+    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
     lease: float = Field(
         3.0,
         ge=0.5,
@@ -146,7 +176,7 @@ class WorkerSettings(Section):
         "above twice as much killed (default: any).",
     )
     name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
-    insecure: bool = Field(False, description="Listen beyond this machine although there is no TLS yet.")
+    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 
     @property
     def prefixes(self) -> list[str]:

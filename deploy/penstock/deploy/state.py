@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.deploy.settings import PeerSettings, resolve
+from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
 from penstock.deploy.tables import Table, show, size
 from penstock.deploy.tokens import peer_token
 from penstock.deploy.values import as_json as plain
@@ -24,14 +24,21 @@ __all__ = ["as_dict", "show_state", "tables"]
 
 
 def show_state(
-    run: str, step: int | None, deadline_s: float, coordinator: str | None, token_file: Path | None, as_json: bool
+    run: str,
+    step: int | None,
+    deadline_s: float,
+    coordinator: str | None,
+    tls_flags: dict[str, str | None],
+    token_file: Path | None,
+    as_json: bool,
 ) -> None:
     """Fetch the state of `run` ("job/ordinal", or "job" for its first loader) at `step` (None: the newest); print
     it."""
     name = _run_name(run)
     settings = resolve(PeerSettings, coordinator=coordinator)
     request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
-    with CoordinatorClient(settings.coordinator, peer_token(token_file)) as client:
+    tls = resolve(TlsSettings, **tls_flags).load()
+    with CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls) as client:
         fetched = client.fetch_state(request)
     found = as_dict(name, fetched)
     if as_json:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.settings import PeerSettings, resolve
+from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
 from penstock.deploy.tables import Table, seconds, show
 from penstock.deploy.tokens import peer_token
 from penstock.proto.calls import CoordinatorClient
@@ -19,10 +19,13 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["as_dict", "show_status", "tables"]
 
 
-def show_status(coordinator: str | None, token_file: Path | None, as_json: bool) -> None:
+def show_status(
+    coordinator: str | None, tls_flags: dict[str, str | None], token_file: Path | None, as_json: bool
+) -> None:
     """Ask the coordinator and print."""
     settings = resolve(PeerSettings, coordinator=coordinator)
-    with CoordinatorClient(settings.coordinator, peer_token(token_file)) as client:
+    tls = resolve(TlsSettings, **tls_flags).load()
+    with CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls) as client:
         reply = client.status()
     found = as_dict(reply, settings.coordinator)
     if as_json:

@@ -1,5 +1,7 @@
 """Tables: drawn by rich on a terminal, aligned text otherwise.
 
+Cells hold what peers said of themselves: nothing in them moves the cursor or colours the screen.
+
 Text is for grep, awk and bug reports: the title as a line, a head, one line a row, columns two blanks apart, nothing
 cut off. A cell that is empty is a "-", so that columns can be counted.
 """
@@ -9,6 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from penstock.proto.logs import printable
 
 __all__ = ["Table", "seconds", "show", "size"]
 
@@ -51,13 +55,16 @@ def _draw(table: Table) -> None:
         right = heading.endswith(">")
         drawn.add_column(heading.rstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*map(Text, row))  # Text: nothing that a peer sent is taken for markup
+        drawn.add_row(*(Text(printable(cell)) for cell in row))  # Text: nothing that a peer sent is taken for markup
     rich.console.Console().print(drawn)
 
 
 def _write(table: Table) -> None:
     print(table.title)
-    rows = [[heading.rstrip(">") for heading in table.headings], *([cell or "-" for cell in row] for row in table.rows)]
+    rows = [
+        [heading.rstrip(">") for heading in table.headings],
+        *([printable(cell) or "-" for cell in row] for row in table.rows),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(table.headings))]
     for row in rows:
         cells = [

@@ -9,28 +9,30 @@ import os
 import secrets
 from pathlib import Path
 
-from penstock.proto.channel import read_token
-from penstock.proto.errors import AuthenticationError, InvalidArgumentError, JournalError
+from penstock.proto.channel import read_token, read_tokens
+from penstock.proto.errors import InvalidArgumentError, JournalError
+from penstock.proto.roles import Role
 
-__all__ = ["coordinator_token", "peer_token"]
+__all__ = ["coordinator_tokens", "peer_token"]
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
 """Of the state directory."""
 
 
-def peer_token(file: Path | None) -> str:
-    """The token of a worker or an operator: the file, else the environment."""
-    return read_token(file=file)
+def peer_token(role: Role, file: Path | None) -> str:
+    """The token of a worker or an operator: from the file, else from the environment."""
+    return read_token(role, file=file)
 
 
-def coordinator_token(file: Path | None, state_dir: Path | None) -> str:
-    """The same for a coordinator, which makes one if there is none. `state_dir` None: it keeps nothing on disk.
+def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
+    """The text of tokens for a coordinator, which makes one that is good for all roles if there is none.
+    `state_dir` None: it keeps nothing on disk.
 
     Raises AuthenticationError for a file that cannot be read, JournalError if none can be written.
     """
     if file is not None or os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE"):
-        return read_token(file=file)
+        return read_tokens(file)
     if state_dir is None:
         raise InvalidArgumentError(
             "a coordinator that keeps nothing on disk has no place for a token of its own: set PENSTOCK_TOKEN, or give "
@@ -38,15 +40,13 @@ def coordinator_token(file: Path | None, state_dir: Path | None) -> str:
         )
     path = state_dir / FILE
     made = _make(path)
-    if not made and path.stat().st_mode & 0o077:
-        raise AuthenticationError(f"the token file {path} can be read by others: chmod 600 {path}")
     _log.info(
         "token: %s in %s; give workers and training jobs PENSTOCK_TOKEN_FILE=%s",
         "made one" if made else "the one",
         path,
         path.absolute(),
     )
-    return read_token(file=path)
+    return read_tokens(path)
 
 
 def _make(path: Path) -> bool:

@@ -11,9 +11,10 @@ A value that travels in parts is checked against the size that its header declar
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -21,8 +22,15 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from penstock.proto.channel import CHUNK, connect, connect_aio, metadata, translating
-from penstock.proto.errors import ProtocolError, StateCorruptError
+from penstock.proto.channel import CHUNK, Tls, connect, connect_aio, metadata, translating
+from penstock.proto.errors import (
+    CoordinatorUnavailableError,
+    OverloadedError,
+    ProtocolError,
+    StateCorruptError,
+    TlsError,
+)
+from penstock.proto.tls import diagnose
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -33,6 +41,8 @@ DEADLINE_S = 10.0
 """Seconds that a call may take, beyond any hold: the coordinator answers in milliseconds, or is stopped or far gone."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds for a call that moves a state or a snapshot: 1 GiB over 10 MB/s."""
+DIAGNOSE_S = 2.0
+"""Seconds for a second look at a coordinator that listens and cannot be talked to: is it TLS?"""
 ARGUMENTS_INLINE = 64 * 1024
 """Bytes of a loader's arguments above which they travel as a blob: the spec is repeated for every slot."""
 
@@ -159,25 +169,48 @@ _Reply = TypeVar("_Reply")
 
 
 class _Base:
-    def __init__(self, address: str, token: str, deadline_s: float) -> None:
+    def __init__(self, address: str, token: str, tls: Tls | None, deadline_s: float) -> None:
         self.address = address
         self.deadline_s = deadline_s
         self._metadata = metadata(token)
+        self._tls = tls
         self._closed = False
+        self._reached = False
 
-    def _guarded(self, method: str, deadline_s: float) -> AbstractContextManager[None]:
-        return translating(self.address, method, deadline_s, lambda: self._closed)
+    @contextmanager
+    def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
+        with translating(self.address, method, deadline_s, lambda: self._closed):
+            yield
+        self._reached = True
+
+    def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
+        """Whether TLS is why there was never an answer. A coordinator that did answer once is away, whatever the
+        reason: it may be back with another certificate."""
+        if self._reached or isinstance(error, OverloadedError):
+            return None
+        return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
 class CoordinatorClient(_Base):
     """Blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends pending calls
     with LaneClosedError."""
 
-    def __init__(self, address: str, token: str, *, deadline_s: float = DEADLINE_S) -> None:
-        super().__init__(address, token, deadline_s)
-        self._channel = connect(address)
+    def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
+        super().__init__(address, token, tls, deadline_s)
+        self._channel = connect(address, tls)
         self._stub = CoordinatorStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    @contextmanager
+    def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
+        try:
+            with super()._guarded(method, deadline_s):
+                yield
+        except CoordinatorUnavailableError as error:
+            trouble = self._tls_trouble(error)
+            if trouble is not None:
+                raise trouble from error
+            raise
 
     def close(self) -> None:
         self._closed = True
@@ -255,9 +288,9 @@ class CoordinatorClient(_Base):
 class AsyncCoordinatorClient(_Base):
     """Calls for the running event loop, for worker daemons. Make it inside the loop."""
 
-    def __init__(self, address: str, token: str, *, deadline_s: float = DEADLINE_S) -> None:
-        super().__init__(address, token, deadline_s)
-        self._channel = connect_aio(address)
+    def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
+        super().__init__(address, token, tls, deadline_s)
+        self._channel = connect_aio(address, tls)
         self._stub = CoordinatorStub(self._channel)
 
     async def close(self) -> None:
@@ -273,8 +306,14 @@ class AsyncCoordinatorClient(_Base):
         await self.close()
 
     async def _wait(self, method: str, deadline_s: float, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
-        with self._guarded(method, deadline_s):
-            return await call()
+        try:
+            with self._guarded(method, deadline_s):
+                return await call()
+        except CoordinatorUnavailableError as error:
+            trouble = await asyncio.to_thread(self._tls_trouble, error)
+            if trouble is not None:
+                raise trouble from error
+            raise
 
     async def register(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
         limit = self.deadline_s

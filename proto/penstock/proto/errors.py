@@ -2,6 +2,7 @@
 
     PenstockError
     ├── InvalidArgumentError (ValueError)      a value that cannot be meant
+    │   └── UnsafeBindError                    listening beyond this machine without TLS
     ├── PortTakenError (OSError)               the address to listen on is in use
     ├── JournalError                           the coordinator's books cannot be read or written
     ├── batches
@@ -26,9 +27,12 @@
     │   ├── UnknownRunError, BoxOutOfRangeError (ValueError), BoxTakenError, SupersededError
     │   ├── RunShapeError                      re-opened with another shape and no state for it
     │   ├── VersionSkewError                   the two ends speak different protocol versions
-    │   └── AuthenticationError                token missing or wrong
+    │   ├── AuthenticationError                token missing or wrong
+    │   ├── NotPermittedError                  the token is good for another role
+    │   └── TlsError                           a certificate that cannot be used or trusted; TLS at one end only
     └── peers
         ├── CoordinatorUnavailableError (ConnectionError)
+        │   └── OverloadedError                asked for too much at a time; says when to come back
         ├── DeadlineError (TimeoutError)       a wait that ran out; names who was waited for
         │   └── NoWorkersError                 slots that no worker could take
         ├── WorkerLostError                    a worker died and its slot could not be recovered
@@ -63,7 +67,9 @@ __all__ = [
     "LaneLostError",
     "MemoryLimitError",
     "NoWorkersError",
+    "NotPermittedError",
     "NotRestartableError",
+    "OverloadedError",
     "PenstockError",
     "PortTakenError",
     "ProtocolError",
@@ -75,7 +81,9 @@ __all__ = [
     "StateVersionError",
     "StructureChangedError",
     "SupersededError",
+    "TlsError",
     "UnknownRunError",
+    "UnsafeBindError",
     "UnsupportedLeafError",
     "UnsupportedStateError",
     "VersionSkewError",
@@ -102,6 +110,10 @@ class PenstockError(Exception):
 
 class InvalidArgumentError(PenstockError, ValueError):
     """A value that cannot be meant."""
+
+
+class UnsafeBindError(InvalidArgumentError):
+    """Listening where other machines can reach, without TLS and without being told that the network is trusted."""
 
 
 class PortTakenError(PenstockError, OSError):
@@ -200,8 +212,25 @@ class AuthenticationError(PenstockError):
     """The token is missing or wrong."""
 
 
+class NotPermittedError(PenstockError):
+    """The token is good for another role than the call takes."""
+
+
+class TlsError(PenstockError):
+    """A certificate or key that cannot be used or is not trusted, or TLS at one end only; names the file and remedy."""
+
+
 class CoordinatorUnavailableError(PenstockError, ConnectionError):
     """The coordinator cannot be reached; names the address."""
+
+
+class OverloadedError(CoordinatorUnavailableError):
+    """The coordinator is asked for too much at a time. Nothing was changed; the call may be repeated after a while."""
+
+    LONGEST_S = 60.0
+    """No hint from a peer makes this end wait longer."""
+    retry_after_s: float = 1.0
+    """Seconds after which the call will be taken."""
 
 
 class DeadlineError(PenstockError, TimeoutError):
@@ -243,6 +272,7 @@ CATALOGUE: dict[str, Entry] = {
     for entry in (
         Entry(PenstockError, "UNKNOWN"),
         Entry(InvalidArgumentError, "INVALID_ARGUMENT"),
+        Entry(UnsafeBindError, "FAILED_PRECONDITION"),
         Entry(PortTakenError, "UNAVAILABLE"),
         Entry(JournalError, "INTERNAL"),
         Entry(UnsupportedLeafError, "INVALID_ARGUMENT"),
@@ -267,7 +297,10 @@ CATALOGUE: dict[str, Entry] = {
         Entry(RunShapeError, "FAILED_PRECONDITION"),
         Entry(VersionSkewError, "FAILED_PRECONDITION"),
         Entry(AuthenticationError, "UNAUTHENTICATED"),
+        Entry(NotPermittedError, "PERMISSION_DENIED"),
+        Entry(TlsError, "FAILED_PRECONDITION"),
         Entry(CoordinatorUnavailableError, "UNAVAILABLE"),
+        Entry(OverloadedError, "RESOURCE_EXHAUSTED"),
         Entry(DeadlineError, "DEADLINE_EXCEEDED"),
         Entry(NoWorkersError, "DEADLINE_EXCEEDED"),
         Entry(WorkerLostError, "UNAVAILABLE"),

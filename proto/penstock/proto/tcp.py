@@ -22,7 +22,7 @@ from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
 from penstock.proto.frames import HEAD, MAX_FRAME
 from penstock.proto.v1 import lane_pb2
 
-__all__ = ["Inbox", "fit_send_buffer", "read_hello", "tune"]
+__all__ = ["HelloReader", "Inbox", "fit_send_buffer", "read_hello", "tune"]
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 USER_TIMEOUT_S = 30
@@ -54,34 +54,50 @@ def read_hello(sock: socket.socket, timeout: float) -> lane_pb2.Hello:
         ProtocolError: it is no Hello.
     """
     deadline = time.monotonic() + timeout
-    (size,) = HEAD.unpack(_exactly(sock, HEAD.size, deadline, timeout))
-    if not 0 < size <= MAX_FRAME:
-        raise ProtocolError(f"a hello of {size} bytes, outside 1 to {MAX_FRAME}")
-    hello = lane_pb2.Hello()
-    try:
-        hello.ParseFromString(_exactly(sock, size, deadline, timeout))
-    except DecodeError as error:
-        raise ProtocolError(f"a hello that cannot be read: {error}") from error
-    return hello
-
-
-def _exactly(sock: socket.socket, size: int, deadline: float, timeout: float) -> bytes:
-    data = b""
-    while len(data) < size:
+    reading = HelloReader()
+    while reading.missing:
         left = deadline - time.monotonic()
         try:
             if left <= 0:
                 raise TimeoutError
             sock.settimeout(left)
-            piece = sock.recv(size - len(data))
+            piece = sock.recv(reading.missing)
         except TimeoutError:
             raise DeadlineError(f"waited {timeout:g} s for the hello of a lane's peer") from None
         except OSError as error:
             raise LaneLostError(f"the peer of a lane vanished before its hello: {error}") from error
+        reading.add(piece)
+    return reading.hello()
+
+
+class HelloReader:
+    """Puts the Hello that opens a TCP lane together, however its bytes come. Raises as `read_hello`."""
+
+    def __init__(self) -> None:
+        self.missing = HEAD.size
+        """Bytes to receive next, at most; 0 once it is whole."""
+        self._data = b""
+        self._head = True
+
+    def add(self, piece: bytes) -> None:
+        """What was received of the missing; nothing means that the peer is gone."""
         if not piece:
             raise LaneLostError("the peer of a lane vanished before its hello")
-        data += piece
-    return data
+        self._data += piece
+        self.missing -= len(piece)
+        if self._head and not self.missing:
+            (self.missing,) = HEAD.unpack(self._data)
+            self._head, self._data = False, b""
+            if not 0 < self.missing <= MAX_FRAME:
+                raise ProtocolError(f"a hello of {self.missing} bytes, outside 1 to {MAX_FRAME}")
+
+    def hello(self) -> lane_pb2.Hello:
+        hello = lane_pb2.Hello()
+        try:
+            hello.ParseFromString(self._data)
+        except DecodeError as error:
+            raise ProtocolError(f"a hello that cannot be read: {error}") from error
+        return hello
 
 
 def fit_send_buffer(sock: socket.socket) -> None:

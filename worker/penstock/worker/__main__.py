@@ -1,4 +1,7 @@
-"""`python -m penstock.worker`: the daemon as a child of the embedded mode. People use `penstock worker`."""
+"""`python -m penstock.worker`: the daemon as a child of the embedded mode. People use `penstock worker`.
+
+Its exit status is 1 for an error of ours, and 16 if it was about to listen beyond this machine without TLS.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ import logging
 import os
 import sys
 
-from penstock.proto.channel import read_token
-from penstock.proto.errors import PenstockError
+from penstock.proto.channel import load_tls, read_token
+from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.worker.daemon import Settings, serve
+
+UNSAFE_BIND = 16
+"""The exit code of penstock.deploy.exits, for the same thing."""
 
 
 def main() -> int:
-    """Parse, serve, and turn our errors into one line and exit status 1."""
+    """Parse, serve, and turn our errors into one line and an exit status."""
     parser = argparse.ArgumentParser(prog="python -m penstock.worker")
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--slots", type=int, required=True)
@@ -23,6 +29,9 @@ def main() -> int:
     parser.add_argument("--name", default="")
     parser.add_argument("--runner-memory", type=int, default=0)
     parser.add_argument("--lifeline-pid", type=int)
+    parser.add_argument("--insecure", action="store_true")
+    for what in ("ca", "cert", "key", "name"):
+        parser.add_argument(f"--tls-{what}", default="")
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--ready-fd", type=int)
     options = parser.parse_args()
@@ -34,22 +43,24 @@ def main() -> int:
             os.write(options.ready_fd, f"{name}\n".encode())
             os.close(options.ready_fd)
 
-    settings = Settings(
-        coordinator=options.coordinator,
-        token=read_token(),
-        slots=options.slots,
-        allow=options.allow,
-        listen=options.listen,
-        name=options.name,
-        lifeline_pid=options.lifeline_pid,
-        embedded=options.embedded,
-        runner_memory=options.runner_memory,
-    )
     try:
+        settings = Settings(
+            coordinator=options.coordinator,
+            token=read_token("worker"),
+            slots=options.slots,
+            allow=options.allow,
+            listen=options.listen,
+            name=options.name,
+            lifeline_pid=options.lifeline_pid,
+            embedded=options.embedded,
+            tls=load_tls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name),
+            insecure=options.insecure,
+            runner_memory=options.runner_memory,
+        )
         asyncio.run(serve(settings, ready))
     except PenstockError as error:
         print(f"penstock worker: {error}", file=sys.stderr)
-        return 1
+        return UNSAFE_BIND if isinstance(error, UnsafeBindError) else 1
     return 0
 
 

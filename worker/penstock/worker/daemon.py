@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
+import random
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.proto.calls import AsyncCoordinatorClient
-from penstock.proto.channel import VERSION, detail_of, host_id
+from penstock.proto.channel import VERSION, Tls, detail_of, host_id
 from penstock.proto.errors import (
-    AuthenticationError,
     CoordinatorUnavailableError,
     DeadlineError,
     JournalError,
+    OverloadedError,
     PenstockError,
     SupersededError,
-    VersionSkewError,
 )
+from penstock.proto.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Zygote, end_orphans
 from penstock.worker.lanes import LaneDoors, slot_of
@@ -36,7 +37,7 @@ from penstock.worker.orphans import become_subreaper
 from penstock.worker.output import unblocked_logging
 from penstock.worker.slot import Slot, SlotKey, Trust, key_of
 from penstock.worker.tempdirs import TempDirs
-from penstock.worker.usercode import MAIN, check_allowed
+from penstock.worker.usercode import MAIN, check_allowed, check_plain
 
 __all__ = ["Settings", "serve"]
 
@@ -62,7 +63,7 @@ class Settings:
     """How a daemon is run."""
 
     coordinator: str
-    token: str
+    token: str = field(repr=False)
     slots: int
     allow: Sequence[str]
     listen: str = "127.0.0.1:0"
@@ -73,6 +74,10 @@ class Settings:
     embedded: bool = False
     runner_memory: int = 0
     """Bytes that a runner may hold; 0 = any."""
+    tls: Tls | None = None
+    """For the coordinator, and for lanes from other hosts."""
+    insecure: bool = False
+    """Lanes may be listened for beyond this machine without TLS."""
 
 
 class Daemon:
@@ -81,7 +86,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.name = settings.name or f"{socket.gethostname()}:{os.getpid()}"
-        self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token)
+        self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
         self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
         self.runner_memory = settings.runner_memory
         self._tempdirs = TempDirs()
@@ -93,7 +98,9 @@ class Daemon:
         self._answered: set[str] = set()
         self._made = 0
         """The version of the reply that was made so last; the coordinator's rise over everything."""
-        self._doors = LaneDoors(self._attach)
+        self._doors = LaneDoors(self._attach, settings.tls, insecure=settings.insecure)
+        self._coordinators_clock = 0.0
+        """What it said last, less our monotonic clock then."""
         self._dirty = asyncio.Event()
         self._assigned = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,8 +169,9 @@ class Daemon:
                 await self.coordinator.register(request)
                 self._made = 0  # a coordinator that does not know us may be another one, with versions of its own
                 return
-            except (AuthenticationError, VersionSkewError):
-                raise
+            except OverloadedError as error:
+                _log.info("the coordinator is busy: %s", error.message)
+                await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))  # not all at the same time again
             except AWAY as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
@@ -225,6 +233,7 @@ class Daemon:
         if reply.version < self._made:
             return  # overtaken by the reply to a later heartbeat
         self._made = reply.version
+        self._coordinators_clock = reply.wall_s - time.monotonic()
         wanted = {key_of(assignment): assignment for assignment in reply.assignments}
         for key in [key for key in self._slots if key not in wanted]:
             self._stop_slot(key)
@@ -242,11 +251,15 @@ class Daemon:
                 self._spawn(self._answer(request))
 
     def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
+        loader = assignment.loader
+        loader.ClearField("allow")
+        loader.allow.extend(self.settings.allow)
         slot = self._slots[key] = Slot(self, assignment)
         try:
-            name = assignment.loader.input_fn
-            if not (self.settings.embedded and name.startswith(MAIN + ":")):
-                check_allowed(name, self.settings.allow)
+            if not self.settings.embedded:
+                check_plain(loader)
+            if not (self.settings.embedded and loader.input_fn.startswith(MAIN + ":")):
+                check_allowed(loader.input_fn, self.settings.allow)
         except PenstockError as error:
             slot.fail(detail_of(error), lost=False)
             return
@@ -326,8 +339,8 @@ class Daemon:
                 f"worker {self.name} does not run generation {hello.generation} of box {hello.box} slot {hello.slot} "
                 f"of {hello.run} (attempt {hello.attempt})"
             )
-        if not hmac.compare_digest(hello.ticket, slot.assignment.ticket):
-            raise AuthenticationError(f"wrong ticket for {slot.name}")
+        now = self._coordinators_clock + time.monotonic()
+        check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
         await slot.attach(sock, hello, ATTACH_DEADLINE_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

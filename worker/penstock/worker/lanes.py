@@ -1,7 +1,15 @@
 """The doors that consumers come in by: an abstract Unix socket for this host, a TCP port for others.
 
-A consumer says Hello; if it shows the slot's ticket, its connection goes to the runner and the daemon is out of the
+A consumer says Hello; if it shows a ticket for the slot, its connection goes to the runner and the daemon is out of the
 way. A remote one gets a pump in between: to the runner it is a consumer like any other.
+
+Who has not said Hello is nobody yet, and must cost little: no thread, at most a handshake's and a Hello's bytes, and a
+deadline for both together. So many may wait at a time; one more, and the longest-waiting of the address that has most
+of them goes. A peer that opens connections and says nothing thus closes its own; an honest one needs milliseconds.
+
+An abstract name can be connected to by every user of the network namespace: the kernel is asked who the peer is. With
+TLS a consumer on another host is let in by its certificate before its Hello is read. One that speaks the other way,
+plain or TLS, hears so at once: both ends would wait for the other's next bytes otherwise.
 """
 
 from __future__ import annotations
@@ -10,13 +18,26 @@ import asyncio
 import logging
 import secrets
 import socket
+import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from penstock.proto.channel import detail_of
-from penstock.proto.errors import PenstockError, PortTakenError, ProtocolError, SupersededError, VersionSkewError
+from penstock.proto import tcp
+from penstock.proto.addresses import refuse_unsafe
+from penstock.proto.channel import Tls, detail_of
+from penstock.proto.errors import (
+    LaneLostError,
+    PenstockError,
+    PortTakenError,
+    ProtocolError,
+    SupersededError,
+    TlsError,
+    VersionSkewError,
+)
 from penstock.proto.frames import framed
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, check_peer
-from penstock.proto.tcp import read_hello
+from penstock.proto.lane_tls import PEEKED, accept_tls, looks_like_tls, when_readable
+from penstock.proto.tls import no_tls_here
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import Pump
 
@@ -24,6 +45,11 @@ __all__ = ["LaneDoors", "SlotOf", "slot_of"]
 
 _log = logging.getLogger("penstock.worker")
 HELLO_DEADLINE_S = 10.0
+"""For TLS and Hello together."""
+WAITING = 256
+"""Connections that may be without a Hello at a time."""
+PAUSE_S = 0.1
+"""After a connection for which there was no descriptor."""
 
 Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
 SlotOf = tuple[str, int, int, int, int]
@@ -45,36 +71,46 @@ def check_hello(hello: lane_pb2.Hello) -> None:
 
 
 class LaneDoors:
-    """Listens on both; `attach` gets each connection whose Hello could be read, and verifies it."""
+    """Listens on both; `attach` gets each connection whose Hello could be read, and verifies it.
 
-    def __init__(self, attach: Attach) -> None:
+    tls: what to show to consumers on other hosts; they must show a certificate too if it holds a CA.
+    insecure: allows an address that other machines can reach without TLS.
+    """
+
+    def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
         self._attach = attach
+        # With only a CA this worker checks its coordinator, and has nothing to show to consumers.
+        self._context = tls.server_context() if tls is not None and tls.cert else None
+        self._insecure = insecure
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[asyncio.Task[None], str] = {}
+        """Who has not said Hello, oldest first -> from which address."""
         self._pumps: dict[Pump, SlotOf] = {}
         self.local_address = ""
         self.tcp_address = ""
 
     def open(self, listen: str) -> None:
-        """`listen`: host:port for TCP, port 0 for any."""
+        """`listen`: host:port for TCP, port 0 for any. Raises UnsafeBindError, PortTakenError."""
+        refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
         local.bind("\0" + self.local_address)
         host, _, port = listen.rpartition(":")
-        tcp = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tcp_door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        tcp_door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tcp.bind((host.strip("[]"), int(port)))
+            tcp_door.bind((host.strip("[]"), int(port)))
         except OSError as error:
             local.close()
-            tcp.close()
+            tcp_door.close()
             raise PortTakenError(f"cannot listen on {listen} for lanes: {error.strerror}") from error
-        self.tcp_address = f"{host}:{tcp.getsockname()[1]}"
-        for listener, serve in ((local, self._greet_local), (tcp, self._greet_tcp)):
+        self.tcp_address = f"{host}:{tcp_door.getsockname()[1]}"
+        for listener, greet in ((local, self._greet_local), (tcp_door, self._greet_tcp)):
             listener.listen(256)
             listener.setblocking(False)
             self._sockets.append(listener)
-            self._spawn(self._accept(listener, serve))
+            self._spawn(self._accept(listener, greet))
 
     def close(self) -> None:
         """Stop listening, and the pumps with it."""
@@ -92,24 +128,54 @@ class LaneDoors:
             pump.stop(0)
             del self._pumps[pump]
 
-    async def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
+    async def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
-            self._spawn(self._greeted(connection, serve))
+            try:
+                connection, peer = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptor is left, say: a door that gave up would stay shut for ever
+                _log.warning("a lane's connection could not be accepted: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            address = peer[0] if listener.family != socket.AF_UNIX else "this host"
+            while len(self._waiting) >= WAITING:
+                self._turn_out()
+            task = self._spawn(self._greeted(connection, greet))
+            self._waiting[task] = address
+            task.add_done_callback(self._no_longer_waits)
 
-    async def _greeted(self, connection: socket.socket, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
+    def _turn_out(self) -> None:
+        """Close the longest-waiting connection of the address that has most of them."""
+        (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
+        oldest = next(task for task, address in self._waiting.items() if address == busiest)
+        _log.warning("%d connections from %s wait for a lane and say nothing: one is closed", count, busiest)
+        del self._waiting[oldest]
+        oldest.cancel()
+
+    def _no_longer_waits(self, task: asyncio.Task[None]) -> None:
+        self._waiting.pop(task, None)
+
+    def _has_said_hello(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._no_longer_waits(task)
+
+    async def _greeted(self, connection: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
         try:
-            await serve(connection)
+            await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
-            _log.warning("a lane was refused: %s", error)
+            _log.warning("a lane was refused: %s", str(error) or "its peer said nothing in time")
             connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
 
     async def _greet_local(self, connection: socket.socket) -> None:
         check_peer(connection)
         connection.setblocking(False)
         async with asyncio.timeout(HELLO_DEADLINE_S):
             data = await asyncio.get_running_loop().sock_recv(connection, MAX_FRAME)
+        self._has_said_hello()
         hello = _parse(data)
         try:
             check_hello(hello)
@@ -120,27 +186,81 @@ class LaneDoors:
             raise
 
     async def _greet_tcp(self, connection: socket.socket) -> None:
-        hello = await asyncio.to_thread(read_hello, connection, HELLO_DEADLINE_S)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        lane = connection
         try:
-            check_hello(hello)
-            await self._attach(theirs, hello)
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                lane = await self._under_tls(connection)
+                hello = await _read_hello(lane)
+            self._has_said_hello()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                check_hello(hello)
+                await self._attach(theirs, hello)
+            except BaseException:
+                ours.close()
+                theirs.close()
+                raise
         except PenstockError as error:
-            ours.close()
-            theirs.close()
-            connection.setblocking(True)
-            connection.sendall(_refusal(error))
+            _say(lane, _refusal(error))
+            lane.close()
+            raise
+        except BaseException:
+            lane.close()
             raise
         self._pumps = {pump: slot for pump, slot in self._pumps.items() if pump.is_alive()}
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
-        pump = Pump(connection, ours, hello, name)
+        pump = Pump(lane, ours, hello, name)
         self._pumps[pump] = slot_of(hello)
         pump.start()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    async def _under_tls(self, connection: socket.socket) -> socket.socket:
+        """The connection as lanes use it. Raises TlsError for a peer that speaks the other way."""
+        under_tls = looks_like_tls(await _first_bytes(connection))
+        if self._context is None:
+            if under_tls:
+                raise TlsError("a lane was begun with TLS, which this worker was not told of")
+            return connection
+        if not under_tls:
+            raise no_tls_here("this worker's lane")
+        return await accept_tls(connection, self._context)
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _first_bytes(connection: socket.socket) -> bytes:
+    """Enough of what the peer says first to tell its kind; it stays unread."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
+    await when_readable(connection)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    first = connection.recv(PEEKED, socket.MSG_PEEK)
+    if len(first) < PEEKED:
+        raise LaneLostError("the peer of a lane vanished before its hello")
+    return first
+
+
+async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
+    """The Hello, and not a byte more: what comes behind it is the pump's."""
+    reading = tcp.HelloReader()
+    while reading.missing:
+        try:
+            reading.add(lane.recv(reading.missing))
+        except (BlockingIOError, ssl.SSLWantReadError):
+            await when_readable(lane)
+    return reading.hello()
+
+
+def _say(lane: socket.socket, frame: bytes) -> None:
+    """To a peer that is about to be let go. Its buffer is empty, so there is room for a frame, or it is gone."""
+    try:
+        lane.setblocking(False)
+        lane.send(frame)
+    except (OSError, ValueError):
+        pass
 
 
 def _parse(data: bytes) -> lane_pb2.Hello:

@@ -60,8 +60,9 @@ MAX_OUT = 512
 class Pump(threading.Thread):
     """Forwards one runner's lane to one TCP connection, until either side ends.
 
-    tcp: connected, its Hello read (`tcp.read_hello`) and verified. local: the daemon's end of the SEQPACKET pair whose
-    other end the runner attaches, with the same Hello. hello: that one. Both sockets are the pump's from now on.
+    tcp: connected, its Hello read and verified; under TLS it is a TlsSocket. local: the daemon's end of the SEQPACKET
+    pair whose other end the runner attaches, with the same Hello. hello: that one. Both sockets are the pump's from
+    now on.
     name: which worker, box and slot, for messages. on_end: called in the pump's thread when it is over.
     """
 
@@ -133,6 +134,7 @@ class Pump(threading.Thread):
         poll.register(runner_fd, select.POLLIN)
         asked_tcp = asked_runner = select.POLLIN
         acks_wait = more = False
+        look = True  # what came together with the Hello may be inside TLS already, where no poll can see it
         while not self._stopped:
             want_tcp = select.POLLIN | (select.POLLOUT if self._out else 0)
             if want_tcp != asked_tcp:
@@ -149,9 +151,10 @@ class Pump(threading.Thread):
                 asked_runner = want_runner
             more = more and want_runner != 0
             # Frames that were received in one packet and not yet taken are nothing that a poll could see.
-            events = dict(poll.poll(0 if more else None))
-            if events.get(tcp_fd, 0) & ~select.POLLOUT and not self._take_acks():
+            events = dict(poll.poll(0 if more or look else None))
+            if (look or events.get(tcp_fd, 0) & ~select.POLLOUT) and not self._take_acks():
                 return "the lander closed the connection"
+            look = False
             if self._runner.closed:
                 return "the consumer closed the lane"
             if more or events.get(runner_fd, 0) & ~select.POLLOUT:

@@ -7,6 +7,7 @@ user on the same machine, the training script itself may hold the input_fn: it i
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -14,25 +15,39 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.proto.allow import module_of, under
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
 
-__all__ = ["MAIN", "check_allowed", "load_input_fn"]
+__all__ = ["MAIN", "check_allowed", "check_plain", "load_input_fn"]
 
 MAIN = "penstock_main"
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
     """Raises InputFnNotAllowedError unless the module of "module:qualname" lies under one of the prefixes."""
-    module = name.partition(":")[0]
-    if any(prefix == "*" or module == prefix or module.startswith(prefix + ".") for prefix in allow):
+    _check_module(f"input_fn {name!r} is in", module_of(name), allow)
+
+
+def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
+    if under(module, allow):
         return
     allowed = ", ".join(allow) if allow else "none"
     raise InputFnNotAllowedError(
-        f"input_fn {name!r} is in module {module!r}, which this worker may not run (allowed prefixes: {allowed}); "
-        f"start the worker with --allow {module.partition('.')[0]}"
+        f"{what} module {module!r}, which this worker may not run (allowed prefixes: {allowed}); start the worker with "
+        f"--allow {module.partition('.')[0]}"
     )
+
+
+def check_plain(spec: records_pb2.LoaderSpec) -> None:
+    """Raises InputFnNotAllowedError for a spec that says where to look for code: only the embedded mode may, where both
+    ends are one user's. Elsewhere it would be a way around the list of prefixes."""
+    if spec.main_path or spec.sys_path:
+        raise InputFnNotAllowedError(
+            f"input_fn {spec.input_fn!r} comes with a search path or a script of the training process, which only an "
+            "embedded worker takes: install its module where this worker can import it"
+        )
 
 
 def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
@@ -40,6 +55,8 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
 
     Raises:
         InputFnNotFoundError: no such module or name here.
+        InputFnNotAllowedError: the name stands in a module that may be run, for a thing that is defined in another one
+            which may not: whatever an allowed module has imported could be called otherwise, `os.system` say.
         InputFnError: the module raised while it was imported.
     """
     module_name, _, qualname = spec.input_fn.partition(":")
@@ -70,7 +87,17 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         raise InputFnNotFoundError(
             f"input_fn {spec.input_fn!r} is a {type(target).__qualname__}, which cannot be called"
         )
+    if spec.allow and module_name != MAIN:
+        _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
     return target  # type: ignore[no-any-return]
+
+
+def _defined_in(target: Any) -> str:
+    """The module that a callable was written in."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    owner = target if hasattr(target, "__qualname__") else type(target)
+    return str(getattr(owner, "__module__", None))
 
 
 def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputFnError:

@@ -190,6 +190,7 @@ class SlotView(_message.Message):
     tcp_address: _builtins.str
     """"host:port" """
     ticket: _builtins.str
+    """what the lane's hello must show; a new one comes before it expires"""
     restarts: _builtins.int
     """recoveries so far"""
     note: _builtins.str
@@ -578,7 +579,9 @@ class RegisterWorkerRequest(_message.Message):
     local_address: _builtins.str
     tcp_address: _builtins.str
     @_builtins.property
-    def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """prefixes of the modules that it may run; empty: not told, and it refuses by itself"""
+
     def __init__(
         self,
         *,
@@ -795,9 +798,12 @@ class HeartbeatReply(_message.Message):
     ASSIGNMENTS_FIELD_NUMBER: _builtins.int
     STATE_REQUESTS_FIELD_NUMBER: _builtins.int
     REGISTER_AGAIN_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     register_again: _builtins.bool
     """the coordinator does not know this session"""
+    wall_s: _builtins.float
+    """the coordinator's clock, by which tickets expire"""
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.WorkerAssignment]:
         """all that this worker should run; others are to be stopped"""
@@ -813,10 +819,11 @@ class HeartbeatReply(_message.Message):
         assignments: _abc.Iterable[_records_pb2.WorkerAssignment] | None = ...,
         state_requests: _abc.Iterable[Global___StateRequest] | None = ...,
         register_again: _builtins.bool = ...,
+        wall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "register_again", b"register_again", "state_requests", b"state_requests", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "register_again", b"register_again", "state_requests", b"state_requests", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,6 +121,7 @@ class Hello(_message.Message):
     slot: _builtins.int
     generation: _builtins.int
     ticket: _builtins.str
+    """of SlotView: run, attempt, box, slot, generation and time, signed (penstock.proto.tickets)"""
     next_total: _builtins.int
     """first batch wanted (1-based count over the run)"""
     last_digest: _builtins.int

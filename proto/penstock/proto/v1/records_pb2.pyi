@@ -126,6 +126,7 @@ class LoaderSpec(_message.Message):
     MAIN_PATH_FIELD_NUMBER: _builtins.int
     SYS_PATH_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    ALLOW_FIELD_NUMBER: _builtins.int
     ARGUMENTS_BLOB_FIELD_NUMBER: _builtins.int
     input_fn: _builtins.str
     """"module:qualname"; module "penstock_main" is the main script at main_path"""
@@ -141,6 +142,10 @@ class LoaderSpec(_message.Message):
 
     @_builtins.property
     def options(self) -> Global___Options: ...
+    @_builtins.property
+    def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """set by the worker's daemon for its children: prefixes of the modules that it may run"""
+
     def __init__(
         self,
         *,
@@ -149,11 +154,12 @@ class LoaderSpec(_message.Message):
         main_path: _builtins.str = ...,
         sys_path: _abc.Iterable[_builtins.str] | None = ...,
         options: Global___Options | None = ...,
+        allow: _abc.Iterable[_builtins.str] | None = ...,
         arguments_blob: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "arguments_blob", b"arguments_blob", "input_fn", b"input_fn", "main_path", b"main_path", "options", b"options", "sys_path", b"sys_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "arguments", b"arguments", "arguments_blob", b"arguments_blob", "input_fn", b"input_fn", "main_path", b"main_path", "options", b"options", "sys_path", b"sys_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,7 +305,7 @@ class WorkerAssignment(_message.Message):
     NUM_WORKERS_PER_BOX_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LOADER_FIELD_NUMBER: _builtins.int
-    TICKET_FIELD_NUMBER: _builtins.int
+    LANE_KEY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
@@ -314,8 +320,8 @@ class WorkerAssignment(_message.Message):
     num_workers_per_box: _builtins.int
     seed: _builtins.int
     """the run's, the same on all slots"""
-    ticket: _builtins.str
-    """what a lane's hello must show for this slot and generation"""
+    lane_key: _builtins.bytes
+    """of this slot and generation: what the tickets of its lane are checked with"""
     recovery: _builtins.bool
     """take over a stream that may have delivered batches: start from the newest usable"""
     @_builtins.property
@@ -344,7 +350,7 @@ class WorkerAssignment(_message.Message):
         num_workers_per_box: _builtins.int = ...,
         seed: _builtins.int = ...,
         loader: Global___LoaderSpec | None = ...,
-        ticket: _builtins.str = ...,
+        lane_key: _builtins.bytes = ...,
         resume: Global___Resume | None = ...,
         base: Global___BoxPosition | None = ...,
         recovery: _builtins.bool = ...,
@@ -352,7 +358,7 @@ class WorkerAssignment(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "loader", b"loader", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "box", b"box", "generation", b"generation", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "box", b"box", "generation", b"generation", "lane_key", b"lane_key", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

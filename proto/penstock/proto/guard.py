@@ -1,0 +1,138 @@
+"""What stands between the network and the coordinator's handlers: who calls, as what, and in which protocol.
+
+Every call carries "authorization: Bearer TOKEN" and "penstock-protocol: N" as metadata. Both are checked before
+anything of the request is read, so a call without a token costs its caller's headers and nothing else. Health checks
+need no token: probes have none, and learn nothing but "serving".
+
+The clients of penstock.proto.calls add the metadata to each call themselves (`tokens.metadata`); interceptors would do
+on sync channels, but on asyncio ones each of them costs a task a call and hides cancellation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health  # type: ignore[import-untyped]
+
+from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, VersionSkewError
+from penstock.proto.roles import METHODS
+from penstock.proto.tokens import Tokens
+from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
+from penstock.proto.wire_errors import abort
+
+__all__ = ["SERVICE", "Guard"]
+
+SERVICE = "penstock.proto.v1.Coordinator"
+_OURS = f"/{SERVICE}/"
+_HEALTH = f"/{health.SERVICE_NAME}/Check"
+"""Not Watch, a stream that anybody could leave open."""
+_BEARER = "Bearer "
+MAX_SHOWN = 200
+"""Characters of what a peer says of itself in an error."""
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Token, role, protocol number and error translation, around every method but health."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def _refusal(self, method: str, sent: Mapping[str, Any]) -> PenstockError | None:
+        shown = sent.get("authorization")
+        if shown is None:
+            return AuthenticationError(f"no token was sent{_REMEDY}")
+        roles = self._tokens.roles_of(shown.removeprefix(_BEARER)) if isinstance(shown, str) else None
+        if not roles:
+            return AuthenticationError(f"the token is wrong{_REMEDY}")
+        protocol = sent.get(PROTOCOL_KEY)
+        if protocol != str(PROTOCOL):
+            theirs = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
+            return VersionSkewError(
+                f"the caller (Penstock {_short(sent.get(VERSION_KEY, 'of unknown version'))}) speaks {theirs}, the "
+                f"coordinator (Penstock {VERSION}) protocol {PROTOCOL}: install the same release on both ends"
+            )
+        allowed = METHODS[method]
+        if not roles & allowed:
+            have, need = " or ".join(sorted(roles)), " or ".join(sorted(allowed))
+            return NotPermittedError(
+                f"the token is good for the role {have}, and {method} takes a token of the role {need}: see "
+                "docs/security.md"
+            )
+        return None
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        method = handler_call_details.method
+        if method == _HEALTH:
+            return await continuation(handler_call_details)
+        called = method.removeprefix(_OURS)
+        if called not in METHODS:
+            return None  # of another release: the caller is answered UNIMPLEMENTED
+        refusal = self._refusal(called, dict(handler_call_details.invocation_metadata))
+        if refusal is not None:
+            # Stream to stream, whatever the method is: this kind reads nothing before it answers.
+            return grpc.stream_stream_rpc_method_handler(_refusing(refusal))
+        handler = await continuation(handler_call_details)
+        return handler if handler is None else _translated(handler)
+
+
+_REMEDY = ": both ends need the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE"
+
+
+def _short(said: object) -> str:
+    """What a peer said, safe to print."""
+    return ascii(str(said)[:MAX_SHOWN])[1:-1]
+
+
+def _refusing(error: PenstockError) -> Callable[..., Awaitable[None]]:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    return refuse
+
+
+def _translated(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """`handler` with its errors put into status and trailing metadata."""
+    codecs = {
+        "request_deserializer": handler.request_deserializer,
+        "response_serializer": handler.response_serializer,
+    }
+    if handler.response_streaming:
+        behave_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(behave_stream(request, context)) as parts:
+                    async for part in parts:
+                        yield part
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                await abort(context, error)
+
+        make = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+        return make(stream, **codecs)
+
+    behave = handler.stream_unary if handler.request_streaming else handler.unary_unary
+
+    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behave(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    make_unary = (
+        grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+    )
+    return make_unary(unary, **codecs)

@@ -1,0 +1,36 @@
+"""Who may call what: the three roles, and the one map from each method of the coordinator to those that may call it.
+
+A role is what a token is good for. A token in the hands of a training job cannot register a worker, and so be handed
+other jobs' loaders; a worker's cannot open a run, and so have code run elsewhere; an operator's only looks. Roles are
+not tenants: who may open runs may open, read and supersede all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+__all__ = ["METHODS", "ROLES", "Role"]
+
+Role = Literal["client", "worker", "admin"]
+ROLES: frozenset[Role] = frozenset(get_args(Role))
+
+_CLIENT: frozenset[Role] = frozenset(("client",))
+_WORKER: frozenset[Role] = frozenset(("worker",))
+_BOTH: frozenset[Role] = frozenset(("client", "worker"))
+
+METHODS: dict[str, frozenset[Role]] = {
+    "OpenRun": _CLIENT,
+    "WatchRun": _CLIENT,
+    "CloseRun": _CLIENT,
+    "FetchState": frozenset(("client", "admin")),
+    "RegisterWorker": _WORKER,
+    "Heartbeat": _WORKER,
+    "PutSnapshot": _WORKER,
+    "GetSnapshots": _WORKER,
+    "PutState": _WORKER,
+    "DeregisterWorker": _WORKER,
+    "PutBlob": _BOTH,
+    "GetBlob": _BOTH,
+    "Status": frozenset(("admin",)),
+}
+"""Method of coordinator.proto -> the roles that may call it. A method that is missing here cannot be called."""

@@ -1,0 +1,138 @@
+"""Tokens: where they come from, and what each is good for.
+
+A token comes from a file or from the environment, never from an argument, which every user of the machine can read. The
+text of either is one bare token, good for every role, or lines "role:token" (see penstock.proto.roles). A coordinator
+takes all of them; a worker, a training job or an operator's command takes the one of its role out of the same text, so
+one file can serve a whole cluster, or each machine be given only the line that it needs.
+
+A file must be its owner's alone: one that others can read is refused, for a secret that was shared by mistake is worse
+than a daemon that does not start. No message and no repr here holds a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from pathlib import Path
+from typing import cast
+
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError
+from penstock.proto.roles import ROLES, Role
+from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
+
+__all__ = ["Tokens", "metadata", "read_token", "read_tokens"]
+
+MAX_FILE = 64 << 10
+"""Bytes of a token file: one that is larger is another file by mistake."""
+MAX_TOKEN = 4096
+"""Characters: a token travels in a header, whose cap is 64 KiB."""
+
+
+class Tokens:
+    """The tokens of a text, with their roles.
+
+    Raises InvalidArgumentError for a text that cannot be meant; AuthenticationError for one without a token.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._roles: dict[bytes, frozenset[Role]] = {}
+        for line in filter(None, map(str.strip, text.splitlines())):
+            role, colon, token = line.rpartition(":")
+            if colon and role not in ROLES:
+                raise InvalidArgumentError(
+                    f"a token of an unknown role: lines are role:token, with one of the roles {_names(ROLES)}, or a "
+                    "bare token without a colon"
+                )
+            metadata(token)
+            roles = frozenset((cast(Role, role),)) if colon else ROLES
+            self._roles[token.encode()] = self._roles.get(token.encode(), frozenset()) | roles
+        if not self._roles:
+            raise AuthenticationError("there is no token")
+
+    def roles_of(self, shown: str) -> frozenset[Role]:
+        """What the token that was shown is good for; nothing if it is unknown. Takes the same time for all."""
+        found: frozenset[Role] = frozenset()
+        for token, roles in self._roles.items():
+            if hmac.compare_digest(shown.encode(), token):
+                found = roles
+        return found
+
+    def of(self, role: Role) -> str | None:
+        """The token to show as `role`: one of that role alone before one that is good for more."""
+        fitting = [(len(roles), token) for token, roles in self._roles.items() if role in roles]
+        return min(fitting)[1].decode() if fitting else None
+
+    @property
+    def about(self) -> str:
+        """The roles that there are tokens for."""
+        return _names(frozenset().union(*self._roles.values()))
+
+    def __repr__(self) -> str:
+        return f"<Tokens for {self.about}>"
+
+
+def _names(roles: frozenset[Role]) -> str:
+    return ", ".join(sorted(roles))
+
+
+def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """What every call carries. InvalidArgumentError for a token that cannot stand in a header."""
+    if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
+        raise InvalidArgumentError(f"a token is one word of at most {MAX_TOKEN} printable ASCII characters")
+    return (("authorization", f"Bearer {token}"), (PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
+
+
+def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
+    """The token to show as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE.
+
+    Raises AuthenticationError, naming the file, when it cannot be read, can be read by others, or holds no token of the
+    role: going on without one would only move the error to a place that cannot explain it.
+    """
+    text, source = (token, "the token that was given") if token else _text(file)
+    tokens = _parsed(text, source)
+    found = tokens.of(role)
+    if found is None:
+        raise AuthenticationError(f"{source} holds no token for the role {role}, only for {tokens.about}")
+    return found
+
+
+def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
+    """The text that a coordinator makes its Tokens of: from the file, else PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE."""
+    text, source = _text(file)
+    _parsed(text, source)
+    return text
+
+
+def _parsed(text: str, source: str) -> Tokens:
+    try:
+        return Tokens(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{source}: {error.message}") from None
+
+
+def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
+    """The text, and where it came from."""
+    if file is None:
+        from_environment = os.environ.get("PENSTOCK_TOKEN", "")
+        if from_environment:
+            return from_environment, "PENSTOCK_TOKEN"
+        file = os.environ.get("PENSTOCK_TOKEN_FILE") or None
+    if file is None:
+        raise AuthenticationError("no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE to a file that holds it")
+    name = f"the token file {os.fspath(file)}"
+    try:
+        with Path(file).open("rb") as opened:
+            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            raw = opened.read(MAX_FILE + 1)
+        text = raw.decode("ascii")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise AuthenticationError(f"{name} cannot be read: {reason}") from None
+    if mode & 0o077:
+        raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
+    if len(raw) > MAX_FILE:
+        raise AuthenticationError(f"{name} is larger than {MAX_FILE} bytes: it is another file")
+    if not text.strip():
+        raise AuthenticationError(f"{name} is empty")
+    return text, name

@@ -1,0 +1,19 @@
+"""What this end says of itself in every call: its release, and the control protocol that it speaks."""
+
+from __future__ import annotations
+
+from importlib import metadata as _package
+
+__all__ = ["PROTOCOL", "PROTOCOL_KEY", "VERSION", "VERSION_KEY"]
+
+PROTOCOL = 2
+"""Number of the control protocol. Peers of another number are refused at their first call. 2: a worker is given a key
+that tickets are checked with, not a ticket."""
+
+try:
+    VERSION = _package.version("penstock")
+except _package.PackageNotFoundError:  # run from a source tree that was never installed
+    VERSION = "0.1.0"
+
+PROTOCOL_KEY = "penstock-protocol"
+VERSION_KEY = "penstock-version"

@@ -1,0 +1,121 @@
+"""How fast peers may register and open runs: the buckets, and that who is sent away comes back when it was told to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from penstock.appliance.admission import Admission, address_of
+from penstock.appliance.limits import Admissions, Limits
+from penstock.appliance.server import IN_MEMORY, serve
+from penstock.appliance.testing import World
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.errors import OverloadedError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+FEW = Admissions(peer_per_s=2.0, peer_burst=3, all_per_s=4.0, all_burst=5, peers_max=4)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refused(admission: Admission, peer: str) -> float:
+    with pytest.raises(OverloadedError) as caught:
+        admission.admit(peer, "OpenRun")
+    return caught.value.retry_after_s
+
+
+def test_a_burst_then_a_rate_with_the_time_to_come_back() -> None:
+    clock = Clock()
+    admission = Admission(FEW, clock)
+    for _ in range(3):
+        admission.admit("a", "OpenRun")
+    assert refused(admission, "a") == pytest.approx(0.5)
+    clock.now += 0.5
+    admission.admit("a", "OpenRun")
+    assert refused(admission, "a") == pytest.approx(0.5)
+    admission.admit("b", "OpenRun")  # another's is untouched
+    clock.now += 1000
+    for _ in range(3):
+        admission.admit("a", "OpenRun")
+    refused(admission, "a")  # never more than the burst
+
+
+def test_many_peers_together_share_one_bucket_and_are_forgotten_in_turn() -> None:
+    clock = Clock()
+    admission = Admission(FEW, clock)
+    for peer in range(5):
+        admission.admit(str(peer), "OpenRun")
+    assert refused(admission, "fresh") == pytest.approx(0.25)
+    assert len(admission._peers) == 4
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.1:5000", "10.0.0.1"),
+        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("unix-abstract:name", "unix-abstract"),
+        ("unix:", "unix"),
+    ],
+)
+def test_peers_are_told_apart_by_address_and_not_by_port(peer: str, address: str) -> None:
+    assert address_of(peer) == address
+
+
+@asynccontextmanager
+async def coordinator(limits: Limits) -> AsyncIterator[str]:
+    stop = asyncio.Event()
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        serve("127.0.0.1:0", IN_MEMORY, "token", ready=address.set_result, stop=stop, limits=limits)
+    )
+    try:
+        yield await address
+    finally:
+        stop.set()
+        await running
+
+
+def test_the_hint_crosses_and_the_call_is_taken_then() -> None:
+    limits = replace(Limits(), admissions=replace(FEW, peer_burst=1, peer_per_s=5.0))
+    request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
+
+    async def run() -> None:
+        async with coordinator(limits) as address, AsyncCoordinatorClient(address, "token") as client:
+            await client.register(request)
+            with pytest.raises(OverloadedError, match=r"too many calls of RegisterWorker from 127\.0\.0\.1") as caught:
+                await client.register(request)
+            assert 0.0 < caught.value.retry_after_s <= 0.2
+            await asyncio.sleep(caught.value.retry_after_s)
+            await client.register(request)
+            with CoordinatorClient(address, "token") as blocking, pytest.raises(OverloadedError):
+                await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
+            begun = time.monotonic()
+            await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))  # is never held up
+            assert time.monotonic() - begun < 5
+
+    asyncio.run(run())
+
+
+def test_workers_and_runs_are_counted() -> None:
+    world = World(replace(Limits(), workers_max=2, runs_max=2))
+    world.worker("a")
+    world.worker("b")
+    with pytest.raises(OverloadedError, match="2 workers are registered, which is the limit"):
+        world.worker("c")
+    world.worker("b", session="b-2")  # one that comes back is no more
+    world.open(job="one")
+    world.open(job="two")
+    with pytest.raises(OverloadedError, match="the journal knows 2 runs"):
+        world.open(job="three")
+    world.open(job="two", client_id="again")

@@ -1,0 +1,143 @@
+"""Which input_fn may run: workers refuse what is not under their prefixes, and the coordinator does not ask them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import FakeWorker, World
+from penstock.proto.allow import under
+from penstock.proto.errors import InputFnNotAllowedError
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.worker.usercode import check_plain, load_input_fn
+
+
+@pytest.mark.parametrize(
+    ("module", "prefixes", "may"),
+    [
+        ("a", ["a"], True),
+        ("a.b", ["a"], True),
+        ("ab", ["a"], False),
+        ("a", ["a.b"], False),
+        ("a.b.c", ["x", "a.b"], True),
+        ("anything", ["*"], True),
+        ("a", [], False),
+        ("", ["a"], False),
+    ],
+)
+def test_prefixes_are_of_whole_names(module: str, prefixes: list[str], may: bool) -> None:
+    assert under(module, prefixes) is may
+
+
+# ---------------------------------------------------------------------------------------------------------- placement
+
+
+def register(world: World, name: str, *allow: str, slots: int = 8, host: str = "host-a") -> FakeWorker:
+    world.registry.register_worker(
+        pb.RegisterWorkerRequest(worker=name, session=f"{name}-1", host_id=host, slots=slots, allow=allow)
+    )
+    return FakeWorker(world, name, f"{name}-1", host, slots)
+
+
+@pytest.fixture
+def world() -> World:
+    """One whose coordinator has been up for a while."""
+    world = World(replace(Limits(), worker_lease_s=3.0))
+    world.run_for(4.0)
+    return world
+
+
+def test_a_worker_that_may_not_is_not_chosen_however_near(world: World) -> None:
+    near = register(world, "near", "other")
+    far = register(world, "far", "m", host="host-b")
+    box = world.open()
+    assert (len(near.beat().assignments), len(far.beat().assignments)) == (0, 2)
+    world.run_for(1.0, [near, far, box])
+    assert box.phases() == ["STARTING", "STARTING"]
+
+
+def test_who_waits_does_not_hold_up_others(world: World) -> None:
+    register(world, "full", "m", slots=2)
+    world.open()
+    world.open(job="waits")
+    worker = register(world, "other", "x")
+    request = pb.OpenRunRequest(job="goes", num_boxes=1, num_workers_per_box=1, client_id="c")
+    request.loader.input_fn = "x.data:f"
+    world.registry.open_run(request)
+    assert [assignment.run for assignment in worker.beat().assignments] == ["goes/0"]
+
+
+def test_a_slot_that_nobody_may_run_fails_at_once_and_says_so(world: World) -> None:
+    worker = register(world, "w", "other", "more")
+    box = world.open()
+    world.run_for(0.5, [worker, box])
+    view = box.watch().slots[0]
+    assert (view.phase, view.error.name) == (pb.FAILED, "InputFnNotAllowedError")
+    assert view.error.message == (
+        "input_fn 'm:f' is in module 'm', which none of the 1 workers may run (allowed prefixes: more, other); start "
+        "workers with --allow m"
+    )
+
+
+def test_without_workers_or_right_after_a_start_it_waits(world: World) -> None:
+    box = world.open()
+    world.run_for(1.0, [box])
+    assert box.phases() == ["WAITING", "WAITING"]
+    fresh = World(replace(Limits(), worker_lease_s=3.0))
+    first, box = register(fresh, "first", "other"), fresh.open()
+    fresh.run_for(2.0, [first, box])
+    assert box.phases() == ["WAITING", "WAITING"], "the others may still be on their way back"
+    second = register(fresh, "second", "m")
+    fresh.run_for(2.0, [first, second, box])
+    assert box.phases() == ["STARTING", "STARTING"]
+
+
+def test_a_slot_that_ran_waits_for_its_worker_to_come_back(world: World) -> None:
+    other, good = register(world, "other", "x"), register(world, "good", "m")
+    box = world.open()
+    good.ready()
+    world.run_for(5.0, [other, box])  # good is silent for longer than its lease
+    assert box.phases() == ["WAITING", "WAITING"]
+
+
+def test_a_worker_that_does_not_tell_is_asked(world: World) -> None:
+    worker = register(world, "w")
+    world.open()
+    assert len(worker.beat().assignments) == 2
+
+
+# ------------------------------------------------------------------------------------------------------- on the worker
+
+
+def spec(input_fn: str, *allow: str) -> records_pb2.LoaderSpec:
+    return records_pb2.LoaderSpec(input_fn=input_fn, allow=allow)
+
+
+@pytest.mark.parametrize(
+    "name", ["patients:subprocess.Popen", "streams:os.system", "streams:DataLoader", "streams:Any"]
+)
+def test_an_allowed_module_is_no_door_to_what_it_imports(name: str) -> None:
+    from penstock.proto.errors import InputFnNotFoundError
+
+    with pytest.raises((InputFnNotAllowedError, InputFnNotFoundError)):
+        load_input_fn(spec(name, "streams", "patients"))
+
+
+def test_what_is_defined_where_it_may_be_is_found() -> None:
+    assert callable(load_input_fn(spec("streams:counter", "streams")))
+    assert callable(load_input_fn(spec("streams:Counter", "streams")))
+    assert callable(load_input_fn(spec("streams:DataLoader", "streams", "torch")))
+    assert callable(load_input_fn(spec("streams:DataLoader", "*")))
+    assert callable(load_input_fn(spec("streams:DataLoader")))  # in the training process and in the doctor
+    with pytest.raises(InputFnNotAllowedError, match=r"is defined in module 'torch\.utils\.data\.dataloader'"):
+        load_input_fn(spec("streams:DataLoader", "streams"))
+
+
+def test_a_search_path_or_a_script_of_a_peer_is_refused() -> None:
+    check_plain(spec("streams:counter"))
+    for said in (records_pb2.LoaderSpec(sys_path=["/tmp"]), records_pb2.LoaderSpec(main_path="/tmp/x.py")):
+        with pytest.raises(InputFnNotAllowedError, match="only an embedded worker takes"):
+            check_plain(said)

@@ -1,0 +1,167 @@
+"""The doors of lanes against peers that are nobody: silent ones, thousands of them, a daemon without descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from pki import Pair, Pki
+
+from penstock.proto.errors import AuthenticationError, UnsafeBindError
+from penstock.proto.frames import HEAD, framed
+from penstock.proto.lane import LANE_PROTOCOL
+from penstock.proto.tls import load_tls
+from penstock.proto.v1 import lane_pb2
+from penstock.worker import lanes
+from penstock.worker.lanes import WAITING, LaneDoors
+
+HELLO = framed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0").SerializeToString())
+
+
+async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
+    raise AuthenticationError("the daemon was asked")
+
+
+def trial(body: Callable[[LaneDoors], Awaitable[None]]) -> None:
+    async def run() -> None:
+        doors = LaneDoors(refuse)
+        doors.open("127.0.0.1:0")
+        try:
+            await body(doors)
+        finally:
+            doors.close()
+
+    asyncio.run(run())
+
+
+async def connected(doors: LaneDoors) -> socket.socket:
+    host, _, port = doors.tcp_address.rpartition(":")
+    sock = socket.socket()
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    return sock
+
+
+async def answer(sock: socket.socket) -> lane_pb2.Frame:
+    """What the doors say to a Hello."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(sock, HELLO)
+    async with asyncio.timeout(10):
+        data = b""
+        while len(data) < HEAD.size or len(data) < HEAD.size + HEAD.unpack(data[: HEAD.size])[0]:
+            piece = await loop.sock_recv(sock, 65_536)
+            assert piece, "the doors closed the connection without a word"
+            data += piece
+    return lane_pb2.Frame.FromString(data[HEAD.size :])
+
+
+def ended(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:  # what it had said was not read
+        return True
+
+
+def test_a_thousand_silent_peers_shut_nobody_out_and_hold_few_descriptors() -> None:
+    async def body(doors: LaneDoors) -> None:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        silent = [await connected(doors) for _ in range(1000)]
+        try:
+            honest = await connected(doors)
+            frame = await answer(honest)
+            honest.close()
+            assert frame.error.name == "AuthenticationError"
+            gone = sum(ended(sock) for sock in silent)
+            assert gone >= 1000 - WAITING
+            assert len(list(Path("/proc/self/fd").iterdir())) - before <= 1000 + WAITING + 10
+            assert not ended(silent[-1]), "the newest have their time"
+        finally:
+            for sock in silent:
+                sock.close()
+
+    trial(body)
+
+
+def test_who_says_nothing_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(lanes, "HELLO_DEADLINE_S", 0.2)
+
+    async def body(doors: LaneDoors) -> None:
+        loop = asyncio.get_running_loop()
+        for said in (b"", HELLO[:2], HELLO[:-1]):
+            sock = await connected(doors)
+            await loop.sock_sendall(sock, said)
+            begun = time.monotonic()
+            with contextlib.suppress(ConnectionError):  # what it had said was not read
+                async with asyncio.timeout(10):
+                    assert await loop.sock_recv(sock, 1) == b""
+            assert time.monotonic() - begun >= 0.1
+            sock.close()
+
+    with caplog.at_level(logging.WARNING):
+        trial(body)
+    assert "said nothing in time" in caplog.text
+
+
+def test_a_daemon_without_descriptors_opens_its_door_again() -> None:
+    async def body(doors: LaneDoors) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        host, _, port = doors.tcp_address.rpartition(":")
+        waiting = socket.create_connection((host, int(port)))  # in the backlog: the loop has not run since
+        waiting.setblocking(False)
+        try:
+            used = max(int(fd.name) for fd in Path("/proc/self/fd").iterdir())
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
+            held = []
+            try:
+                while True:
+                    held.append(socket.socket())
+            except OSError:
+                pass
+            await asyncio.sleep(0.05)  # turns of the loop, in which accept fails
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for sock in held:
+                sock.close()
+        assert (await answer(waiting)).error.name == "AuthenticationError"
+        waiting.close()
+
+    trial(body)
+
+
+def test_a_door_to_other_machines_needs_tls_or_a_word(pki: Pki, pair: Pair) -> None:
+    async def run() -> None:
+        with pytest.raises(UnsafeBindError, match=r"0\.0\.0\.0:0 can be reached from other machines"):
+            LaneDoors(refuse).open("0.0.0.0:0")
+        with pytest.raises(UnsafeBindError):
+            LaneDoors(refuse, load_tls(pki.ca)).open("0.0.0.0:0")  # it has nothing to show
+        for doors in (LaneDoors(refuse, insecure=True), LaneDoors(refuse, load_tls("", pair.cert, pair.key))):
+            doors.open("0.0.0.0:0")
+            doors.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_peer_says_cannot_forge_a_line_of_the_log() -> None:
+    from penstock.proto.logs import OneLine, printable
+
+    record = logging.LogRecord(
+        "n", logging.WARNING, "f", 1, "run %s", ("a\n2026 INFO forged\x1b[2J" + "x" * 99_999,), None
+    )
+    text = OneLine("%(levelname)s %(message)s").format(record)
+    lines = text.split("\n")
+    assert lines[0] == "WARNING run a"
+    assert lines[1].startswith("    2026 INFO forged\\x1b[2Jxxx")
+    assert len(lines) == 2
+    assert len(text) < 40_000
+    assert text.endswith("characters left out")
+    assert printable("naïve – 漢字") == "naïve – 漢字"
+    assert printable("a\r\x07\u202e") == "a\\r\\x07\\u202e"

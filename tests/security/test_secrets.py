@@ -1,0 +1,117 @@
+"""A cluster with TLS, roles and token files as an operator runs it, and where its secrets must not be found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pki import Pki
+from tests.security.conftest import INPUTS, SECRETS, TOKENS, Starter, tls_flags
+
+from penstock.client.rendezvous import Place
+from penstock.worker.daemon import Settings
+
+TRAIN = """
+import json, sys
+import streams
+from penstock.client import Appliance, DataLoader
+
+if __name__ == "__main__":
+    with Appliance(num_workers_per_box=2, lane="tcp", timeout_s=60) as appliance:
+        print(json.dumps([int(batch.flatten()[0]) for batch in DataLoader(streams.unsharded, 4)]))
+        print(repr(appliance), appliance.settings, appliance._place, file=sys.stderr)
+"""
+
+
+def processes_below(*pids: int) -> list[Path]:
+    """/proc entries of these and of everything that they started."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return [Path(f"/proc/{pid}") for pid in found]
+
+
+def test_training_over_mutual_tls_and_no_secret_in_any_argument_log_or_error(
+    start: Starter, pki: Pki, tmp_path: Path
+) -> None:
+    name = "penstock"
+    tokens = tmp_path / "tokens"
+    tokens.write_text(TOKENS)
+    tokens.chmod(0o600)
+    shown = pki.issue("by-name", f"DNS:{name}")
+    coordinator = start("penstock.appliance", *tls_flags(pki.ca, shown), "--state-dir", str(tmp_path / "state"))
+    worker = start.worker(coordinator.line, *tls_flags(pki.ca, shown, name))
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [INPUTS, os.environ.get("PYTHONPATH")])),
+        "PENSTOCK_COORDINATOR": coordinator.line,
+        "PENSTOCK_TOKEN_FILE": str(tokens),
+        "PENSTOCK_TLS_CA": pki.ca,
+        "PENSTOCK_TLS_CERT": shown.cert,
+        "PENSTOCK_TLS_KEY": shown.key,
+        "PENSTOCK_TLS_NAME": name,
+    }
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads(run.stdout)) == 8
+
+    penstock = str(Path(sys.executable).with_name("penstock"))
+    status = subprocess.run([penstock, "status", "--json"], env=environment, capture_output=True, text=True, timeout=60)
+    assert status.returncode == 0, status.stderr
+    assert len(json.loads(status.stdout)["workers"]) == 1
+    wrong = environment | {"PENSTOCK_TOKEN": f"admin:{SECRETS['client']}"}
+    denied = subprocess.run([penstock, "status"], env=wrong, capture_output=True, text=True, timeout=60)
+    assert denied.returncode == 12
+    assert "the token is good for the role client, and Status takes a token of the role admin" in denied.stderr
+
+    keys = [line for line in Path(shown.key).read_text().splitlines() if not line.startswith("-")]
+    said = run.stderr + run.stdout + status.stdout + status.stderr + denied.stderr
+    said += coordinator.log.read_text() + worker.log.read_text()
+    running = processes_below(coordinator.process.pid, worker.process.pid)
+    assert len(running) >= 3, "the zygote too"
+    arguments = b"".join((entry / "cmdline").read_bytes() for entry in running).decode()
+    for secret in (*SECRETS.values(), *keys):
+        assert secret not in said
+        assert secret not in arguments
+    # User code runs as the worker's user and could find them, but not by accident, in a dump of its environment.
+    daemons = {f"{started.process.pid}" for started in (coordinator, worker)}
+    for entry in running:
+        if entry.name not in daemons:
+            environ = (entry / "environ").read_bytes()
+            assert b"PENSTOCK_TOKEN" not in environ
+    journal = b"".join(file.read_bytes() for file in (tmp_path / "state").iterdir() if file.is_file())
+    assert not any(secret.encode() in journal for secret in SECRETS.values())
+
+
+def test_no_repr_shows_a_token() -> None:
+    settings = Settings(coordinator="c:1", token="secret-1", slots=1, allow=["*"])
+    assert "secret-1" not in repr(settings)
+    assert "secret-1" not in repr(Place("c:1", "secret-1", "job"))
+
+
+@pytest.mark.parametrize("module", ["penstock.appliance", "penstock.worker"])
+def test_a_daemon_that_others_could_reach_ends_with_its_own_exit_code(module: str) -> None:
+    needed = ["--coordinator", "127.0.0.1:1", "--slots", "1"] if module == "penstock.worker" else []
+    done = subprocess.run(
+        [sys.executable, "-m", module, *needed, "--listen", "0.0.0.0:0"],
+        env=os.environ | {"PENSTOCK_TOKEN": "token"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 16
+    assert "0.0.0.0:0 can be reached from other machines" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,134 @@
+"""Calls to a coordinator under TLS, with real processes: who is let in, and what each who is not hears, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from pki import Pair, Pki
+from tests.security.conftest import SECRETS, Starter, tls_flags
+
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.errors import CoordinatorUnavailableError, PenstockError, TlsError
+from penstock.proto.tls import Tls, load_tls
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+QUICK_S = 8.0
+"""Far below any deadline of a call, far above what a busy machine takes for a refusal."""
+
+Given = Callable[[Pki, Pair], Tls | None]
+
+
+@pytest.fixture(scope="module")
+def mutual(start_once: Starter, pki: Pki, pair: Pair) -> str:
+    """The address of a coordinator that asks for certificates."""
+    return start_once.coordinator(*tls_flags(pki.ca, pair)).line
+
+
+@pytest.fixture(scope="module")
+def one_way(start_once: Starter, pair: Pair) -> str:
+    """One that shows a certificate and asks for none."""
+    return start_once.coordinator(*tls_flags("", pair)).line
+
+
+@pytest.fixture(scope="module")
+def plain(start_once: Starter) -> str:
+    return start_once.coordinator().line
+
+
+def ask(address: str, tls: Tls | None) -> None:
+    with CoordinatorClient(address, SECRETS["admin"], tls=tls) as client:
+        client.status()
+
+
+def errors_of(address: str, tls: Tls | None) -> list[PenstockError]:
+    """What both kinds of clients raise, and that they do so quickly."""
+
+    async def register() -> None:
+        async with AsyncCoordinatorClient(address, SECRETS["worker"], tls=tls) as client:
+            await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=1))
+
+    found = []
+    calls: list[Callable[[], None]] = [lambda: ask(address, tls), lambda: asyncio.run(register())]
+    for call in calls:
+        begun = time.monotonic()
+        with pytest.raises(PenstockError) as caught:
+            call()
+        assert time.monotonic() - begun < QUICK_S
+        assert "\n" not in caught.value.message
+        found.append(caught.value)
+    return found
+
+
+def test_a_caller_with_a_certificate_is_let_in(mutual: str, pki: Pki, pair: Pair) -> None:
+    ask(mutual, load_tls(pki.ca, pair.cert, pair.key))
+
+
+def test_without_a_ca_on_the_coordinator_callers_need_no_certificate(one_way: str, pki: Pki, pair: Pair) -> None:
+    ask(one_way, load_tls(pki.ca))
+    ask(one_way, load_tls(pki.ca, pair.cert, pair.key))
+
+
+def test_the_expected_name_can_be_another_than_the_address(start: Starter, pki: Pki, pair: Pair) -> None:
+    elsewhere = pki.issue("elsewhere", "DNS:penstock")
+    address = start.coordinator(*tls_flags(pki.ca, elsewhere)).line
+    ask(address, load_tls(pki.ca, pair.cert, pair.key, "penstock"))
+    for name, expected in (("", "the address that it was reached at"), ("other", "tls_name=other")):
+        for error in errors_of(address, load_tls(pki.ca, pair.cert, pair.key, name)):
+            assert isinstance(error, TlsError)
+            assert f"{address} shows a certificate of another name than {expected}" in error.message
+
+
+def no_tls(pki: Pki, pair: Pair) -> Tls | None:
+    return None
+
+
+def no_certificate(pki: Pki, pair: Pair) -> Tls | None:
+    return load_tls(pki.ca)
+
+
+def unknown_certificate(pki: Pki, pair: Pair) -> Tls | None:
+    stranger = pki.self_signed("stranger")
+    return load_tls(pki.ca, stranger.cert, stranger.key)
+
+
+def other_ca(pki: Pki, pair: Pair) -> Tls | None:
+    return load_tls(pki.self_signed("other-ca").cert, pair.cert, pair.key)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (no_tls, "speaks TLS, and this end was not told to: give it the CA, --tls-ca FILE"),
+        (no_certificate, "asks for a certificate and this end has none"),
+        (unknown_certificate, r"does not accept the certificate tls_cert=.*stranger\.pem"),
+        (other_ca, r"shows a certificate that is not signed by tls_ca=.*other-ca\.pem"),
+    ],
+)
+def test_who_is_not_let_in_hears_why_at_once(mutual: str, pki: Pki, pair: Pair, given: Given, says: str) -> None:
+    for error in errors_of(mutual, given(pki, pair)):
+        assert isinstance(error, TlsError)
+        with pytest.raises(TlsError, match=f"the coordinator at {mutual} .*{says}"):
+            raise error
+
+
+def test_tls_to_a_plain_coordinator(plain: str, pki: Pki, pair: Pair) -> None:
+    for error in errors_of(plain, load_tls(pki.ca, pair.cert, pair.key)):
+        assert isinstance(error, TlsError)
+        assert f"{plain} does not speak TLS, which this end was told to use (tls_ca={pki.ca})" in error.message
+
+
+def test_a_coordinator_that_was_reached_once_is_away_whatever_comes_in_its_place(
+    start: Starter, pki: Pki, pair: Pair
+) -> None:
+    """A restart with another certificate, by mistake, must not end workers and training jobs."""
+    first = start.coordinator(*tls_flags(pki.ca, pair))
+    with CoordinatorClient(first.line, SECRETS["admin"], tls=load_tls(pki.ca, pair.cert, pair.key)) as client:
+        client.status()
+        first.process.kill()
+        first.process.wait()
+        start.coordinator("--listen", first.line)
+        with pytest.raises(CoordinatorUnavailableError):
+            client.status()

@@ -1,0 +1,100 @@
+"""Certificates and keys that cannot serve: found at the start, each named with its file and the remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from pki import Pair, Pki
+
+from penstock.proto.errors import TlsError
+from penstock.proto.tls import load_tls
+
+
+def test_none_given_is_no_tls() -> None:
+    assert load_tls() is None
+
+
+def test_good_files_are_taken_and_no_key_is_shown(pki: Pki, pair: Pair) -> None:
+    tls = load_tls(pki.ca, pair.cert, pair.key, "penstock")
+    assert tls is not None
+    assert tls.key == Path(pair.key).read_bytes()
+    assert "PRIVATE" not in repr(tls)
+    assert tls.for_server() is tls.for_client() is tls
+
+
+def test_who_listens_needs_a_certificate_and_who_calls_a_ca(pki: Pki, pair: Pair) -> None:
+    only_ca, no_ca = load_tls(pki.ca), load_tls("", pair.cert, pair.key)
+    assert only_ca is not None
+    assert no_ca is not None
+    with pytest.raises(TlsError, match="give --tls-cert and --tls-key too"):
+        only_ca.for_server()
+    with pytest.raises(TlsError, match="would trust anybody: give tls_ca"):
+        no_ca.for_client()
+
+
+@pytest.mark.parametrize("what", ["ca", "cert", "key"])
+def test_a_file_that_is_not_there_is_named(pki: Pki, pair: Pair, what: str) -> None:
+    files = {"ca": pki.ca, "cert": pair.cert, "key": pair.key, what: "/no/such/file"}
+    with pytest.raises(TlsError, match=f"tls_{what}=/no/such/file cannot be read: No such file or directory"):
+        load_tls(**files)
+
+
+def test_a_key_of_another_certificate(pki: Pki, pair: Pair) -> None:
+    other = pki.issue("other-key")
+    with pytest.raises(TlsError, match=f"tls_key={other.key} is not the key of the certificate tls_cert={pair.cert}"):
+        load_tls(pki.ca, pair.cert, other.key)
+
+
+def test_a_certificate_without_its_key(pair: Pair) -> None:
+    with pytest.raises(TlsError, match="without tls_key: a certificate and its key go together"):
+        load_tls("", pair.cert)
+    with pytest.raises(TlsError, match="without tls_cert"):
+        load_tls("", "", pair.key)
+
+
+def test_an_expired_certificate(pki: Pki) -> None:
+    old = pki.issue("expired", days=-1)
+    with pytest.raises(TlsError, match=rf"tls_cert={old.cert}: the certificate has expired \(it is .* UTC here\)"):
+        load_tls("", old.cert, old.key)
+
+
+def test_what_is_no_pem(pki: Pki, pair: Pair, tmp_path: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_bytes(os.urandom(1000))
+    junk.chmod(0o600)
+    for files in ((str(junk), pair.cert, pair.key), (pki.ca, str(junk), pair.key), (pki.ca, pair.cert, str(junk))):
+        with pytest.raises(TlsError, match=rf"{junk} is no PEM file"):
+            load_tls(*files)
+    junk.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
+    with pytest.raises(TlsError, match=f"tls_ca={junk} holds no certificate that can be read"):
+        load_tls(str(junk))
+    with pytest.raises(TlsError, match=f"tls_cert={junk} and tls_key={pair.key} cannot be used"):
+        load_tls("", str(junk), pair.key)
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(pair: Pair, tmp_path: Path) -> None:
+    locked = tmp_path / "locked.key"
+    subprocess.run(
+        ["openssl", "ec", "-in", pair.key, "-aes256", "-passout", "pass:secret", "-out", str(locked)],
+        check=True,
+        capture_output=True,
+    )
+    locked.chmod(0o600)
+    with pytest.raises(TlsError, match="the key without a password"):
+        load_tls("", pair.cert, str(locked))
+
+
+def test_a_key_that_anybody_can_read(pair: Pair, tmp_path: Path) -> None:
+    loose = tmp_path / "loose.key"
+    loose.write_bytes(Path(pair.key).read_bytes())
+    loose.chmod(0o644)
+    with pytest.raises(TlsError, match=f"anybody on this machine can read the key: chmod 600 {loose}"):
+        load_tls("", pair.cert, str(loose))
+
+
+def test_a_name_alone_means_nothing() -> None:
+    with pytest.raises(TlsError, match="tls_name=x without tls_ca"):
+        load_tls(name="x")

@@ -1,0 +1,199 @@
+"""TCP lanes under TLS where the two ends do not agree, and what TLS hides from a poll. That a lane under TLS is a lane
+like any other is in tests/lanes: the contract runs on it too."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from lane_doors import doors, refusing
+from pki import Pair, Pki
+from tests.lanes.conftest import next_frame
+
+from penstock.client.landing import Lander
+from penstock.proto import tcp
+from penstock.proto.errors import AuthenticationError, LaneLostError
+from penstock.proto.frames import framed
+from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
+from penstock.proto.lane_tls import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
+from penstock.proto.producer import Producer
+from penstock.proto.tls import Tls, load_tls
+from penstock.proto.v1 import lane_pb2
+from penstock.worker.pump import Pump
+
+QUICK_S = 8.0
+REFUSED = AuthenticationError("the daemon was asked")
+"""What a consumer hears that comes as far as the daemon."""
+
+
+@pytest.fixture(scope="module")
+def mutual(pki: Pki, pair: Pair) -> Tls:
+    tls = load_tls(pki.ca, pair.cert, pair.key)
+    assert tls is not None
+    return tls
+
+
+def heard(ours: Tls | None, theirs: Tls | None) -> tuple[str, str]:
+    """Name and message of the error that a consumer gets, whose lander has `ours`, from doors that have `theirs`."""
+    lander = Lander(tls=ours)
+    try:
+        with doors(refusing(REFUSED), theirs) as (opened, _):
+            begun = time.monotonic()
+            sock = connect_local(lander.start(), 5)
+            sock.send(lane_pb2.Hello(protocol=LANE_PROTOCOL, target=opened.tcp_address).SerializeToString())
+            consumer = Consumer(sock, "a daemon")
+            frame = next_frame(consumer)
+            consumer.close()
+            assert time.monotonic() - begun < QUICK_S
+            assert frame.kind == lane_pb2.ERROR
+            return frame.error.name, frame.error.message
+    finally:
+        lander.stop()
+
+
+def test_both_ends_agree(mutual: Tls) -> None:
+    assert heard(mutual, mutual) == ("AuthenticationError", "the daemon was asked")
+    assert heard(None, None) == ("AuthenticationError", "the daemon was asked")
+
+
+def test_tls_at_one_end_only(mutual: Tls) -> None:
+    name, message = heard(None, mutual)
+    assert (name, "this worker's lane speaks TLS, and this end was not told to" in message) == ("TlsError", True)
+    name, message = heard(mutual, None)
+    assert (name, "does not speak TLS, which this end was told to use" in message) == ("TlsError", True)
+
+
+def test_certificates_that_are_not_good_enough(pki: Pki, pair: Pair, mutual: Tls) -> None:
+    stranger = pki.self_signed("lane-stranger")
+    elsewhere = pki.issue("lane-elsewhere", "DNS:penstock")
+    for ours, theirs, says in (
+        (load_tls(pki.ca), mutual, "asks for a certificate and this end has none"),
+        (
+            load_tls(pki.ca, stranger.cert, stranger.key),
+            mutual,
+            f"does not accept the certificate tls_cert={stranger.cert}",
+        ),
+        (mutual, load_tls(pki.ca, stranger.cert, stranger.key), "shows a certificate that is not signed by tls_ca="),
+        (mutual, load_tls(pki.ca, elsewhere.cert, elsewhere.key), "of another name than the address"),
+        (load_tls(pki.ca, pair.cert, pair.key, "penstock"), load_tls(pki.ca, elsewhere.cert, elsewhere.key), ""),
+    ):
+        name, message = heard(ours, theirs)
+        assert says in message
+        assert name == ("TlsError" if says else "AuthenticationError")
+
+
+def test_a_worker_that_only_has_a_ca_listens_in_the_clear(pki: Pki) -> None:
+    assert heard(None, load_tls(pki.ca))[0] == "AuthenticationError"
+
+
+def test_no_hello_of_ours_looks_like_tls() -> None:
+    for size in range(1, 65_537):
+        assert not looks_like_tls(size.to_bytes(4, "little")[:3])
+    assert looks_like_tls(b"\x16\x03\x01")
+
+
+@pytest.fixture
+def ends(mutual: Tls) -> Iterator[tuple[Lander, Consumer, TlsSocket]]:
+    """A lander, the consumer's end of one lane of it, and the daemon's."""
+    lander = Lander(tls=mutual)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(QUICK_S)
+    sock = connect_local(lander.start(), 5)
+    target = f"127.0.0.1:{listener.getsockname()[1]}"
+    sock.send(lane_pb2.Hello(next_total=1, target=target).SerializeToString())
+    connection, _ = listener.accept()
+    connection.settimeout(QUICK_S)
+    far = accept_tls_blocking(connection, mutual.server_context())
+    tcp.read_hello(far, QUICK_S)
+    far.settimeout(QUICK_S)
+    consumer = Consumer(sock, "the lander")
+    yield lander, consumer, far
+    consumer.close()
+    far.close()
+    listener.close()
+    lander.stop()
+
+
+def batch(total: int, size: int) -> bytes:
+    frame = lane_pb2.Frame(kind=lane_pb2.BATCH, total=total, ring=1, structure=1, nbytes=size)
+    return framed(frame.SerializeToString()) + bytes(size)
+
+
+def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Lander, Consumer, TlsSocket]) -> None:
+    """After a turn of reading a lane may have bytes left that were deciphered already: no poll tells of them. The
+    lander is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
+    lander, consumer, far = ends
+    assert lander.pid is not None
+    ring = lane_pb2.Frame(kind=lane_pb2.RING, ring=1, slot_bytes=32 << 10, slots=32)
+    structure = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"one", size=3)
+    far.sendall(framed(ring.SerializeToString()) + framed(structure.SerializeToString()))
+    total = 0
+    for count, rest in itertools.product(range(5, 15), range(500, 16_500, 1_600)):
+        # Beyond SMALL the lander receives no more than 4 KiB behind a payload, a quarter of a record: a turn is over
+        # after some ten of these, in the middle of a record. Of all the lengths some end with that very record.
+        sizes = [*[17_000] * count, rest]
+        stream = b"".join(batch(total + number, size) for number, size in enumerate(sizes, 1))
+        os.kill(lander.pid, signal.SIGSTOP)
+        try:
+            far.sendall(stream)
+        finally:
+            os.kill(lander.pid, signal.SIGCONT)
+        for size in sizes:
+            total += 1
+            frame = next_frame(consumer)
+            assert (frame.kind, frame.total, frame.nbytes) == (lane_pb2.BATCH, total, size)
+            consumer.release((frame.ring, frame.slot))
+            consumer.delivered(total)
+        consumer.flush()
+
+
+def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
+    ends: tuple[Lander, Consumer, TlsSocket],
+) -> None:
+    _, consumer, far = ends
+    ring = lane_pb2.Frame(kind=lane_pb2.RING, ring=1, slot_bytes=4096, slots=4)
+    structure = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"one", size=3)
+    far.sendall(framed(ring.SerializeToString()) + framed(structure.SerializeToString()) + batch(1, 100))
+    assert next_frame(consumer).total == 1
+    far.shutdown(socket.SHUT_RDWR)  # without TLS's own farewell, as anybody between the two could
+    with pytest.raises(LaneLostError):
+        next_frame(consumer)
+
+
+@pytest.mark.parametrize("under_tls", [False, True])
+def test_what_comes_with_the_hello_reaches_the_runner(mutual: Tls, under_tls: bool) -> None:
+    """The last of it may be all that the consumer says for long, and under TLS it may be deciphered with the Hello."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    far = socket.create_connection(listener.getsockname(), QUICK_S)
+    near, _ = listener.accept()
+    near.settimeout(QUICK_S)
+    if under_tls:
+        serving = threading.Thread(target=lambda: accepted.append(accept_tls_blocking(near, mutual.server_context())))
+        accepted: list[socket.socket] = []
+        serving.start()
+        far = connect_tls(far, mutual, "127.0.0.1")
+        serving.join(QUICK_S)
+        (near,) = accepted
+    hello, ack = lane_pb2.Hello(next_total=1), lane_pb2.Ack(open_epochs=3)
+    far.sendall(framed(hello.SerializeToString()) + framed(ack.SerializeToString()))
+    received = tcp.read_hello(near, QUICK_S)
+    assert received == hello
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    producer = Producer(1 << 20)
+    producer.attach(theirs, received)
+    pump = Pump(near, ours, received, "the test")
+    pump.start()
+    assert select.select([producer], [], [], QUICK_S)[0], "the runner heard nothing"
+    producer.take_acks()
+    assert producer.open_epochs == 3
+    far.close()
+    producer.close(0)
+    assert pump.stop(QUICK_S)
+    listener.close()

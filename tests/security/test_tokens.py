@@ -1,0 +1,186 @@
+"""Tokens: where they come from, what each is good for, and that a call without one costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from tests.security.conftest import SECRETS, Starter
+
+from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.channel import connect_aio
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError, NotPermittedError, PenstockError
+from penstock.proto.roles import METHODS, ROLES, Role
+from penstock.proto.tokens import Tokens, read_token, read_tokens
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+TEXT = "client:c-token\nworker:w-token\n\n admin:a-token \n"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    monkeypatch.delenv("PENSTOCK_TOKEN_FILE", raising=False)
+
+
+def secret_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    file = folder / "token"
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+# ------------------------------------------------------------------------------------------------------ what they mean
+
+
+def test_each_token_is_good_for_its_role_and_a_bare_one_for_all() -> None:
+    tokens = Tokens(TEXT)
+    shown = ("c-token", "w-token", "a-token")
+    assert [tokens.roles_of(token) for token in shown] == [{"client"}, {"worker"}, {"admin"}]
+    assert Tokens("bare").roles_of("bare") == ROLES
+    for wrong in ("", "c-toke", "c-token2", "client:c-token", "tökn"):
+        assert tokens.roles_of(wrong) == frozenset()
+
+
+def test_a_token_of_several_lines_has_several_roles() -> None:
+    tokens = Tokens("client:both\nworker:both\nrest")
+    assert tokens.roles_of("both") == {"client", "worker"}
+    assert [tokens.of(role) for role in ("client", "admin")] == ["both", "rest"], "the one that is good for less"
+
+
+@pytest.mark.parametrize("text", ["wroker:token", "client:two words", "client:", "http://token", "tökn"])
+def test_a_text_that_cannot_be_meant_is_refused_without_being_shown(text: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Tokens(text)
+    assert text not in caught.value.message
+    assert "token" not in repr(Tokens(TEXT)).replace("Tokens", "")
+
+
+# ------------------------------------------------------------------------------------------------ where they come from
+
+
+def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = secret_file(tmp_path, "from-file\n")
+    with pytest.raises(AuthenticationError, match="no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE"):
+        read_token("client")
+    monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(file))
+    assert read_token("client") == "from-file"
+    monkeypatch.setenv("PENSTOCK_TOKEN", "worker:from-environment")
+    assert read_token("worker") == "from-environment"
+    assert read_token("worker", file=file) == "from-file"
+    assert read_token("worker", "given", file) == "given"
+    with pytest.raises(AuthenticationError, match="PENSTOCK_TOKEN holds no token for the role client, only for worker"):
+        read_token("client")
+
+
+def test_each_role_takes_its_own_line_and_the_coordinator_all(tmp_path: Path) -> None:
+    file = secret_file(tmp_path, TEXT)
+    assert [read_token(role, file=file) for role in ("client", "worker", "admin")] == ["c-token", "w-token", "a-token"]
+    assert read_tokens(file) == TEXT
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "tökn", "x" * 70_000, "\0"])
+def test_a_token_file_that_cannot_serve_is_fatal_and_named(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "token" if content is None else secret_file(tmp_path, content)
+    with pytest.raises((AuthenticationError, InvalidArgumentError), match=str(file)) as caught:
+        read_token("client", file=file)
+    assert not content or content not in caught.value.message or content == "\n"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
+def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = secret_file(tmp_path, TEXT, mode)
+    says = rf"can be read by others \(mode 0{mode:o}\): chmod 600 {file}"
+    with pytest.raises(AuthenticationError, match=says):
+        read_token("client", file=file)
+    with pytest.raises(AuthenticationError, match=says):
+        read_tokens(file)
+
+
+# ------------------------------------------------------------------------------------------------------ over the wire
+
+
+def test_the_map_names_every_method_of_the_service_and_no_other() -> None:
+    service = pb.DESCRIPTOR.services_by_name["Coordinator"]
+    assert set(METHODS) == {method.name for method in service.methods}
+    assert all(roles and roles <= ROLES for roles in METHODS.values())
+
+
+Call = Callable[[AsyncCoordinatorClient], Awaitable[object]]
+
+CALLS: dict[str, Call] = {
+    "OpenRun": lambda c: c.open_run(pb.OpenRunRequest()),
+    "WatchRun": lambda c: c.watch_run(pb.WatchRunRequest()),
+    "CloseRun": lambda c: c.close_run(pb.CloseRunRequest()),
+    "FetchState": lambda c: c.fetch_state(pb.FetchStateRequest(run="none/0")),
+    "RegisterWorker": lambda c: c.register(pb.RegisterWorkerRequest()),
+    "Heartbeat": lambda c: c.heartbeat(pb.HeartbeatRequest()),
+    "PutSnapshot": lambda c: c.put_snapshot(pb.SnapshotHeader(), b""),
+    "GetSnapshots": lambda c: c.get_snapshots(pb.GetSnapshotsRequest()),
+    "PutState": lambda c: c.put_state(pb.StateAnswer()),
+    "DeregisterWorker": lambda c: c.deregister(pb.DeregisterWorkerRequest()),
+    "PutBlob": lambda c: c.put_blob(b"x"),
+    "GetBlob": lambda c: c.get_blob("x"),
+    "Status": lambda c: c.status(),
+}
+
+
+@pytest.fixture(scope="module")
+def address(start_once: Starter) -> str:
+    return start_once.coordinator().line
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_a_role_may_make_its_calls_and_no_other(address: str, role: Role) -> None:
+    async def run() -> None:
+        async with AsyncCoordinatorClient(address, SECRETS[role]) as client:
+            for method, call in CALLS.items():
+                error: PenstockError | None = None
+                try:
+                    await call(client)
+                except PenstockError as raised:
+                    error = raised
+                refused = isinstance(error, NotPermittedError)
+                assert refused == (role not in METHODS[method]), f"{method} as {role}: {error}"
+                if refused:
+                    assert f"the token is good for the role {role}, and {method} takes" in str(error)
+                assert not isinstance(error, AuthenticationError)
+
+    assert CALLS.keys() == METHODS.keys()
+    asyncio.run(run())
+
+
+def test_nothing_of_a_request_is_read_before_the_token(address: str) -> None:
+    """A stream is answered although its caller never says anything."""
+
+    async def run() -> None:
+        async with connect_aio(address) as channel:
+            for metadata, code in (
+                ((), grpc.StatusCode.UNAUTHENTICATED),
+                ((("authorization", "Bearer wrong"),), grpc.StatusCode.UNAUTHENTICATED),
+            ):
+                call: Any = channel.stream_unary("/penstock.proto.v1.Coordinator/PutBlob")(
+                    timeout=20, metadata=metadata
+                )
+                assert await call.code() is code
+
+    asyncio.run(run())
+
+
+def test_health_can_be_asked_without_a_token_and_not_be_watched(address: str) -> None:
+    async def run() -> None:
+        async with connect_aio(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Watch(health_pb2.HealthCheckRequest(), timeout=20).read()
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    asyncio.run(run())
