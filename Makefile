@@ -16,6 +16,9 @@ STAMP := $(VENV)/.setup-done
 PEERS ?= .peers
 PEER_NAMES := ray streaming tf torchdata
 BENCH_ARGS ?=
+# Of `make chaos`: the seed of the first run, and how many runs there are; each takes the next seed.
+SEED ?= 1
+RUNS ?= 5
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -29,7 +32,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test demo bench bench-peers clean
+.PHONY: help setup proto proto-check lint format format-check types pytest test chaos demo bench bench-peers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -69,6 +72,10 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 2 --dist loadfile"
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 test: lint format-check types proto-check pytest ## all checks and tests: what CI runs
+
+chaos: $(STAMP) ## faults of every kind at random times, a minute a run; SEED=1 RUNS=5
+	PYTHONPATH=tests/support:tests/inputs$${PYTHONPATH:+:$$PYTHONPATH} \
+		$(BIN)/python -m chaos --seed $(SEED) --runs $(RUNS)
 
 demo: $(STAMP) ## train a small model through Penstock on this machine
 	$(BIN)/python examples/train_lm/demo.py

@@ -14,9 +14,9 @@ from tests.lanes.conftest import next_frame
 
 from penstock.client.landing import Lander
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
+from penstock.proto.frames import HEAD
 from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
 from penstock.proto.v1 import lane_pb2
-from penstock.proto.frames import HEAD
 from penstock.worker.lanes import Attach, LaneDoors, slot_of
 
 

@@ -272,7 +272,11 @@ class Daemon:
         if slot is None:
             self._answered.discard(request.request)
             return
-        answer, data = await slot.state(request)
+        answered = await slot.state(request)
+        if answered is None:
+            self._answered.discard(request.request)
+            return
+        answer, data = answered
         answer.session = self._session
         try:
             await self.coordinator.put_state(answer, data)

@@ -86,8 +86,8 @@ class LaneDoors:
             pump.stop()
 
     def drop(self, slot: SlotOf) -> None:
-        """Nobody is to get anything of this slot any more: its runner ends, and a consumer whose host has vanished would
-        keep the pump, the connection and the ring's memory until the kernel gives up."""
+        """Nobody is to get anything of this slot any more: its runner ends, and a consumer whose host has vanished
+        would keep the pump, the connection and the ring's memory until the kernel gives up."""
         for pump in [pump for pump, of in self._pumps.items() if of == slot]:
             pump.stop(0)
             del self._pumps[pump]
