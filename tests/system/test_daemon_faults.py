@@ -174,7 +174,7 @@ def test_two_of_three_killed_at_once(tmp_path: Path, lane: str) -> None:
 
 
 def test_a_zygote_killed_under_a_state_query(tmp_path: Path) -> None:
-    """The scratch child dies with it, but so does the runner: who takes the slot over is asked, and the save succeeds."""
+    """The scratch child dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
     reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
     with running(tmp_path / "state") as cluster:
         daemon = cluster.add_worker(1, allow="traps")

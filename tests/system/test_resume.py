@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import streams
 import torch
-import traps
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.state import decode_state, encode_state
@@ -200,17 +199,3 @@ def test_a_break_replays_nothing_of_a_loader_without_states(appliance: Appliance
     second = [int(batch) for batch in DataExecutor(loader, appliance=appliance)]
     assert len(second) == 200
     assert second[0::2] == list(range(second[0], second[0] + 100))
-
-
-def test_a_loader_that_begins_its_passes_late_is_saved_in_a_later_pass(appliance: Appliance) -> None:
-    """Restored from where the pass was opened it would end the one before; there is no snapshot in between."""
-    loader = DataLoader(traps.slow_to_save, 10)
-    executor = DataExecutor(loader, num_steps=60, appliance=appliance)
-    whole, states = [], []
-    for batch in executor:
-        whole.append(batch.tolist())
-        if executor.step == 51:
-            states.append(loader.state_dict())
-    again = DataLoader(traps.slow_to_save, 10)
-    again.load_state_dict(states[0])
-    assert [batch.tolist() for batch in DataExecutor(again, num_steps=9, appliance=appliance)] == whole[51:]

@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.proto import assignment as place_of
@@ -189,11 +189,7 @@ class _Runner:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
         # A pass that the loop left early cannot be replayed across: prefer a base of the epoch that is wanted.
         base = max(before, key=lambda base: (base.place.epoch, base.place.total))
-        # Where the attempt began with a new loader, this one is as new: a loader that begins a pass in its first next()
-        # could not say in its state that it had been asked to.
-        as_made = base.place.total == self._first_total and base.rng_before is not None
-        anew = as_made and base.place.epoch == self.assignment.base.epoch and not self.assignment.resume.blob
-        self.source.restore(replace(base, state=None) if anew else base)
+        self.source.restore(base)
         self._keep(base, origin=base.rng_before is not None)
         self._seek(delivered, epoch, hello.last_digest)
         if self.source.place.epoch < epoch:
