@@ -143,7 +143,7 @@ def main() -> int:
         try:
             for lane in ("auto", "tcp"):
                 for what in ("runner", "daemon"):
-                    seconds = waits(fleet, what, lane, given.kills)  # type: ignore[arg-type]
+                    seconds = waits(fleet, what, lane, given.kills)
                     figures["waits_s"][f"{what} {lane}"] = {
                         "median": round(statistics.median(seconds), 3),
                         "max": round(max(seconds), 3),
