@@ -163,7 +163,7 @@ def test_a_worker_that_dies_while_the_coordinator_is_away(tmp_path: Path) -> Non
                     assert "worker doomed" in str(caught.value)
                     assert "the coordinator has not answered for" in str(caught.value)
                     cluster.restart_coordinator()
-                patiently(loader, appliance, digests, 200)
+                patiently(loader, appliance, digests, 400)
             return digests
 
         whole = stream("whole", False)

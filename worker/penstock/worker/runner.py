@@ -188,10 +188,20 @@ class _Runner:
         if not before:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
         # A pass that the loop left early cannot be replayed across: prefer a base of the epoch that is wanted.
-        base = max(before, key=lambda base: (base.place.epoch, base.place.total))
-        self.source.restore(base)
+        nearest = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
+        # A loader that begins a pass in its first next() could not say so in the pass's origin, and ends at once when
+        # it is restored from there: then from a base of the pass before. The last delivered batch is compared anyway.
+        ways = [base for base in nearest[:1] if base.rng_before is not None and base.place.epoch > 0]
+        ways += [base for base in nearest if not ways or base.place.epoch < ways[0].place.epoch][:1]
+        for base in ways:
+            self.source.restore(base)
+            try:
+                self._seek(delivered, epoch, hello.last_digest)
+                break
+            except ReplayMismatchError:
+                if base is ways[-1]:
+                    raise
         self._keep(base, origin=base.rng_before is not None)
-        self._seek(delivered, epoch, hello.last_digest)
         if self.source.place.epoch < epoch:
             self.source.reach_end()
 
