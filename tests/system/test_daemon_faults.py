@@ -177,7 +177,7 @@ def test_a_zygote_killed_under_a_state_query(tmp_path: Path) -> None:
     """The scratch child dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
     reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
     with running(tmp_path / "state") as cluster:
-        daemon = cluster.add_worker(1, allow="traps")
+        daemon = cluster.add_worker(2, allow="traps")
         with appliance(cluster, "job", 1) as here:
             released.touch()
             loader = DataLoader(traps.waits_to_load, str(tmp_path))
