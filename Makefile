@@ -16,8 +16,10 @@ STAMP := $(VENV)/.setup-done
 PEERS ?= .peers
 PEER_NAMES := ray streaming tf torchdata
 BENCH_ARGS ?=
-SEEDS ?= 2000
+# Of `make chaos` and `make simulate`: the seed of the first run, or of the one to look at, and how many there are.
 SEED ?=
+RUNS ?= 5
+SEEDS ?= 2000
 # The fuzzer is made for few versions of Python, so it has an environment of its own.
 FUZZ_VENV := .fuzz-venv
 MINUTES ?= 10
@@ -35,8 +37,8 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test simulate fuzz demo bench bench-peers
-.PHONY: clean
+.PHONY: help setup proto proto-check lint format format-check types pytest test simulate chaos fuzz demo bench
+.PHONY: bench-peers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -79,6 +81,10 @@ test: lint format-check types proto-check pytest ## all checks and tests: what C
 
 simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+chaos: $(STAMP) ## faults of every kind at random times, a minute a run; SEED=1 RUNS=5
+	PYTHONPATH=tests/support:tests/inputs$${PYTHONPATH:+:$$PYTHONPATH} \
+		$(BIN)/python -m chaos --seed $(or $(SEED),1) --runs $(RUNS)
 
 fuzz: $(FUZZ_VENV)/.setup-done ## fuzz all that peers can send for MINUTES=10; FUZZ_ARGS="--only state" or "--replay FILE"
 	$(FUZZ_VENV)/bin/python tests/fuzz/drive.py --minutes $(MINUTES) $(FUZZ_ARGS)

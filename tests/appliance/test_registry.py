@@ -197,6 +197,16 @@ def test_a_failure_without_a_reason_still_says_something(world: World) -> None:
 # ------------------------------------------------------------------------------------------------------------- leases
 
 
+def test_a_worker_whose_connection_ended_has_less_time_unless_it_comes_back(world: World) -> None:
+    gone, back, other = world.worker("gone"), world.worker("back"), world.worker("other")
+    for worker in (gone, back):
+        world.registry.worker_hung_up(worker.name, worker.session)
+    world.registry.worker_hung_up(other.name, "another session")
+    back.report()
+    world.run_for(world.limits.hung_up_s)
+    assert set(world.registry.books.workers) == {"back", "other"}
+
+
 def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: World) -> None:
     box, first = world.open(), world.worker("first")
     first.ready()

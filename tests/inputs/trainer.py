@@ -1,8 +1,8 @@
 """A training job as a process of its own, for tests that kill it: python -m trainer, one JSON object as argument.
 
 Says a line of JSON for each batch: its step, and a fingerprint. With "save" it saves its state every so many steps, in
-files of their own, and says so; with "resume" it starts from such a file. With "lane_proxy" its lanes over TCP go through
-a proxy in this process: SIGUSR1 cuts them, SIGUSR2 silences them, and heals them the next time.
+files of their own, and says so; with "resume" it starts from such a file. With "lane_proxy" its lanes over TCP go
+through a proxy in this process: SIGUSR1 cuts them, SIGUSR2 silences them, and heals them the next time.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ POINTS = {
     "origin": Point(runner._Runner, "_keep"),
     "first next": Point(Source, "next", _total(0)),
     "next": Point(Source, "next", _total(3), after=True),
-    # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how far
-    # the loop was when the runner before died.
+    # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how
+    # far the loop was when the runner before died.
     "state_dict": Point(Source, "state", lambda self, args: bool(self.place.total >= 4), after=True),
     "after the snapshot": Point(Ledger, "record", _recorded(CHECKPOINT)),
     "before the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 8)),
@@ -128,6 +128,18 @@ def paced(kind: str, seconds: float) -> DataLoader[Any]:
 
     Source.next = slower  # type: ignore[method-assign]
     return _loader(kind)  # type: ignore[no-any-return]
+
+
+class SlowToSave(streams.Fresh):
+    """Begins each pass in its first next(), and is saved too slowly for a snapshot at every step."""
+
+    def state_dict(self) -> dict[str, int]:
+        time.sleep(0.05)
+        return super().state_dict()
+
+
+def slow_to_save(batches: int) -> SlowToSave:
+    return SlowToSave(batches)
 
 
 # ---- loaders that wait, for whoever wants to do something at that moment

@@ -1,7 +1,8 @@
 """A coordinator that is killed once at each of some exact points: python -m dying_coordinator, arguments as ever.
 
-TRAPS names the points, "method before" or "method after", of the registry's methods: before, nothing has happened; after,
-all of it is on disk and nobody has been told. TRAPS_IN is the folder where each point that was reached leaves a file.
+TRAPS names the points, "method before" or "method after", of the registry's methods: before, nothing has happened;
+after, all of it is on disk and nobody has been told. TRAPS_IN is the folder where each point that was reached leaves a
+file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A TCP proxy that does to a connection what networks do: cut it, fall silent in one direction or both, delay, throttle.
+"""A TCP proxy that does to connections what networks do: cut them, fall silent in one direction or both, be slow.
 
 A pair of threads for each connection. Bytes that a silent direction holds back are not lost: when it speaks again they
 come, as TCP would send them again after a partition.

@@ -1,4 +1,4 @@
-"""A training process is killed: what its run held anywhere is free within a lease, or at once when it is started again."""
+"""A training process is killed: what its run held is free within a lease, or at once when it is started again."""
 
 from __future__ import annotations
 

@@ -158,13 +158,12 @@ def test_a_worker_that_dies_while_the_coordinator_is_away(tmp_path: Path) -> Non
                     cluster.workers[0].kill()
                     executor = DataExecutor(loader, num_steps=200, appliance=appliance)
                     with pytest.raises(errors.DeadlineError) as caught:
-                        for _ in executor:
-                            digests.append(executor.digest)
+                        digests.extend(executor.digest for _ in executor)
                     assert len(digests) > 20, "what was in the lanes is delivered"
                     assert "worker doomed" in str(caught.value)
                     assert "the coordinator has not answered for" in str(caught.value)
                     cluster.restart_coordinator()
-                patiently(loader, appliance, digests, 200)
+                patiently(loader, appliance, digests, 400)
             return digests
 
         whole = stream("whole", False)

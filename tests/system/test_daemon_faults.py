@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import traps
-from census import alive, descendants, until
+from census import alive, children, descendants, runners, until
 from cluster import TOKEN, Cluster, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -128,6 +128,14 @@ def test_killed_without_room_elsewhere_and_started_again(tmp_path: Path, how: st
     with running(tmp_path / "state") as cluster:
         only = cluster.add_worker(2, allow="traps", name="only")
 
+        def kill_and_restart() -> None:
+            below = descendants(only.pid)
+            assert len(below) >= 1 + 2 + 2, "a zygote, two runners and their children"
+            (os.kill if how == "the daemon alone" else os.killpg)(only.pid, signal.SIGKILL)
+            only.wait(10)
+            until(lambda: not alive(below), 5, lambda: f"alive: {alive(below)}")
+            cluster.add_worker(2, allow="traps", name="only")
+
         def train(job: str, kill: bool) -> list[int]:
             digests = []
             with appliance(cluster, job) as here:
@@ -135,12 +143,7 @@ def test_killed_without_room_elsewhere_and_started_again(tmp_path: Path, how: st
                 for _ in executor:
                     digests.append(executor.digest)
                     if kill and executor.step == 30:
-                        below = descendants(only.pid)
-                        assert len(below) >= 1 + 2 + 2, "a zygote, two runners and their children"
-                        (os.kill if how == "the daemon alone" else os.killpg)(only.pid, signal.SIGKILL)
-                        only.wait(10)
-                        until(lambda: not alive(below), 5, lambda: f"alive: {alive(below)}")
-                        cluster.add_worker(2, allow="traps", name="only")
+                        kill_and_restart()
             return digests
 
         assert train("killed", True) == train("whole", False)
@@ -168,3 +171,36 @@ def test_two_of_three_killed_at_once(tmp_path: Path, lane: str) -> None:
 
         whole = train("whole", False)
         assert train("killed", True) == whole
+
+
+def test_a_zygote_killed_under_a_state_query(tmp_path: Path) -> None:
+    """The scratch child dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
+    reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
+    with running(tmp_path / "state") as cluster:
+        daemon = cluster.add_worker(2, allow="traps")
+        with appliance(cluster, "job", 1) as here:
+            released.touch()
+            loader = DataLoader(traps.waits_to_load, str(tmp_path))
+            executor = DataExecutor(loader, num_steps=200, appliance=here)
+            numbers, states = [], []
+            for batch in executor:
+                numbers.append(batch["number"])
+                if executor.step == 150:
+                    until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
+                    reached.unlink()
+                    released.unlink()
+                    killer = threading.Thread(target=kill_zygote_once, args=(daemon.pid, reached, released))
+                    killer.start()
+                    states.append(loader.state_dict())
+                    killer.join()
+            assert executor.stats.recoveries == 1
+            again = DataLoader(traps.waits_to_load, str(tmp_path))
+            again.load_state_dict(states[0])
+            rest = [batch["number"] for batch in DataExecutor(again, num_steps=50, appliance=here)]
+        assert rest == numbers[150:]
+
+
+def kill_zygote_once(daemon: int, reached: Path, released: Path) -> None:
+    until(reached.exists, 20, "no scratch child was needed")
+    os.kill(children(daemon, "zygote")[0], signal.SIGKILL)
+    released.touch()

@@ -77,9 +77,11 @@ def test_training_goes_on_and_so_does_the_coordinator_afterwards(small_disk: Pat
             if fault == "full":
                 fill(small_disk)
                 pause(1.5)  # heartbeats, snapshots and reports meet it
-                with pytest.raises(errors.JournalError, match=f"{state}.* bytes wait"):
-                    with box(cluster, "another", 5) as another:
-                        next(iter(DataExecutor(DataLoader(traps.parent, 4), appliance=another)))
+                with (
+                    pytest.raises(errors.JournalError, match=f"{state}.* bytes wait"),
+                    box(cluster, "another", 5) as another,
+                ):
+                    next(iter(DataExecutor(DataLoader(traps.parent, 4), appliance=another)))
 
         def kill_it() -> None:
             cluster.coordinator.kill()

@@ -124,9 +124,9 @@ def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(tmp_p
             runner: list[int] = []
             for batch in executor:
                 got.append(batch["number"])
-                if executor.step == 3:
-                    runner += runners(daemon.pid)[:1]
-                    until(lambda: runners(daemon.pid) == runner, 20, "the check of early snapshots does not end")
+                if executor.step == 140:
+                    until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
+                    runner += runners(daemon.pid)
                 if executor.step == 150:
                     with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
                         loader.state_dict()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import streams
 import torch
+import traps
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -134,3 +135,25 @@ def test_a_state_is_answered_while_the_new_runner_waits_for_the_loop(appliance: 
     again = DataLoader(streams.stateful, 400)
     again.load_state_dict(states[0])
     assert [plain(batch) for batch in DataExecutor(again, num_steps=18, appliance=appliance)] == got[12:]
+
+
+def test_a_loader_that_begins_its_passes_late_is_saved_while_it_is_recovered(appliance: Appliance) -> None:
+    """There is hardly a durable snapshot yet: its state is found by replay from where the run began."""
+    before = runners()
+    loader = DataLoader(traps.slow_to_save, 10)
+    executor = DataExecutor(loader, num_steps=60, appliance=appliance)
+    whole, states = [], []
+
+    def train() -> None:
+        for batch in executor:
+            whole.append(batch.tolist())
+            if executor.step == 51:
+                for victim in runners() - before:
+                    os.kill(victim, signal.SIGKILL)
+                states.append(loader.state_dict())
+
+    with pytest.warns(UserWarning, match="recovered"):
+        train()
+    again = DataLoader(traps.slow_to_save, 10)
+    again.load_state_dict(states[0])
+    assert [batch.tolist() for batch in DataExecutor(again, num_steps=9, appliance=appliance)] == whole[51:]

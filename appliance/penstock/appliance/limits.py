@@ -30,6 +30,9 @@ class Limits:
     worker_lease_s: float = 3.0
     """A worker that was silent so long is taken for dead. The daemon runs no user code and reports three times a lease,
     so this much silence means that it is gone, stopped or cut off."""
+    hung_up_s: float = 1.5
+    """What is left of a worker's lease when its connection ends in the middle of a heartbeat. A process that dies is
+    known by that at once; one whose connection was cut alone is back within half a second."""
     client_lease_s: float = 10.0
     """A training process may hold the GIL for seconds (a compile, a large pickle), which stops its reporting thread."""
     hold_share: float = 1 / 3

@@ -313,6 +313,12 @@ class Registry:
             self._settle()
         return self.worker_view(request)
 
+    def worker_hung_up(self, name: str, session: str) -> None:
+        """Its connection ended under a heartbeat. That is no proof, but a reason to wait less."""
+        worker = self._registered(name, session)
+        if worker is not None:
+            worker.lease_until = min(worker.lease_until, self._clock() + self.limits.hung_up_s)
+
     def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         self.books.journal.commit()
         worker = self._registered(request.worker, request.session)

@@ -218,7 +218,12 @@ class Service(CoordinatorServicer):
             reply = self._registry.worker_view(request)
             return reply, reply.register_again or reply.version != request.seen_version
 
-        return await self._hold(("worker", request.worker), request.hold_s, self._limits.worker_lease_s, look)
+        try:
+            return await self._hold(("worker", request.worker), request.hold_s, self._limits.worker_lease_s, look)
+        except asyncio.CancelledError:
+            if not self._closing:
+                self._registry.worker_hung_up(request.worker, request.session)
+            raise
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context

@@ -300,7 +300,11 @@ class Daemon:
         if slot is None:
             self._answered.discard(request.request)
             return
-        answer, data = await slot.states.answer(request)
+        answered = await slot.states.answer(request)
+        if answered is None:
+            self._answered.discard(request.request)
+            return
+        answer, data = answered
         answer.session = self._session
         try:
             await self.coordinator.put_state(answer, data)

@@ -14,7 +14,7 @@ import select
 import socket
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.proto import assignment as place_of
@@ -195,14 +195,20 @@ class _Runner:
         if not before:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
         # A pass that the loop left early cannot be replayed across: prefer a base of the epoch that is wanted.
-        base = max(before, key=lambda base: (base.place.epoch, base.place.total))
-        # Where the attempt began with a new loader, this one is as new: a loader that begins a pass in its first next()
-        # could not say in its state that it had been asked to.
-        as_made = base.place.total == self._first_total and base.rng_before is not None
-        anew = as_made and base.place.epoch == self.assignment.base.epoch and not self.assignment.resume.blob
-        self.source.restore(replace(base, state=None) if anew else base)
+        nearest = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
+        # A loader that begins a pass in its first next() could not say so in the pass's origin, and ends at once when
+        # it is restored from there: then from a base of the pass before. The last delivered batch is compared anyway.
+        ways = [base for base in nearest[:1] if base.rng_before is not None and base.place.epoch > 0]
+        ways += [base for base in nearest if not ways or base.place.epoch < ways[0].place.epoch][:1]
+        for base in ways:
+            self.source.restore(base)
+            try:
+                self._seek(delivered, epoch, hello.last_digest)
+                break
+            except ReplayMismatchError:
+                if base is ways[-1]:
+                    raise
         self._keep(base, origin=base.rng_before is not None)
-        self._seek(delivered, epoch, hello.last_digest)
         if self.source.place.epoch < epoch:
             self.source.reach_end()
 

@@ -412,6 +412,11 @@ class Slot:
         ahead = (turns.index(self.assignment.slot) - base.cursor) % len(turns) if self.assignment.slot in turns else 0
         return base.step + ahead + 1 + (total - self._first_total - 1) * len(turns)
 
+    @property
+    def runner_gone(self) -> bool:
+        """Its runner has ended, in whatever way."""
+        return self._child is not None and self._child.exited.done()
+
     def drain(self) -> None:
         """Hear what the runner has said by now."""
         if self._child is not None:

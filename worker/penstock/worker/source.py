@@ -337,14 +337,18 @@ class Source:
         return self.marked(Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0))
 
     def restore(self, base: Base) -> None:
-        """Go to the place of a base, also in the middle of a life."""
+        """Go to the place of a base, also in the middle of a life.
+
+        Where the attempt began with a new loader, and this one is as new, its state is not loaded: a loader that begins
+        a pass in its first next() could not say in it that it had been asked to.
+        """
         self.learn_skips(base)
         self._iterator = None
         if base.rng_before is not None:
             self._restore_rng(base.rng_before)
         if self.traits.is_iterator:
             self._call()
-        if base.state is not None:
+        if base.state is not None and not (base.rng_before is not None and self._stands_at(base.place)):
             if self.traits.state_methods == 0:
                 raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
             self._load(base.state, True)
@@ -355,6 +359,13 @@ class Source:
         self._iterate()
         self._restore_rng(base.rng)
         self.place, self.digest = base.place.copy(), base.digest
+
+    def _stands_at(self, place: Place) -> bool:
+        """The attempt began here with a loader as input_fn made it, and the present one is untouched."""
+        start = self.assignment.base
+        total = start.slots[self.assignment.slot].total if len(start.slots) > self.assignment.slot else 0
+        as_made = self._unused and not self.assignment.resume.blob
+        return as_made and (place.epoch, place.total) == (start.epoch, total)
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
         """A four-method loader takes its part of an aggregated state; the pass is opened after."""

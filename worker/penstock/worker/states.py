@@ -33,8 +33,9 @@ class States:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
 
-    async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes]:
-        """The slot's state at a place, once the place is produced; or where the pass ended before it."""
+    async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
+        """The slot's state at a place, once the place is produced; or where the pass ended before it. None if the
+        runner died meanwhile: whoever gets the slot is asked again."""
         answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
         data = b""
         until = time.monotonic() + request.deadline_s
@@ -42,6 +43,8 @@ class States:
             async with asyncio.timeout(request.deadline_s):
                 data = await self._state(request, answer, until)
         except PenstockError as error:  # a DeadlineError of a scratch child is a TimeoutError too
+            if self._slot.lost or self._slot.runner_gone:
+                return None
             answer.error.CopyFrom(detail_of(error))
         except TimeoutError:
             self._slot.ledger.refresh()
@@ -140,25 +143,34 @@ class States:
         else:
             origins_only = self._slot.origins_only()
         base = self._slot.store.nearest(epoch, total, origins_only=origins_only)
-        if base is None:
-            raise StateUnavailableError(
-                f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
+        while True:
+            if base is None:
+                raise StateUnavailableError(
+                    f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
+                )
+            digests = {
+                str(count): entry.digest
+                for count in range(base.total + 1, total + 1)
+                if (entry := self._slot.ledger.entry(count)) is not None
+            }
+            done = await self._slot.scratch(
+                [base.data],
+                "state",
+                _share(until),
+                epoch=epoch,
+                total=total,
+                step=request.step,
+                from_origin=origins_only,
+                digests=digests,
             )
-        digests = {
-            str(count): entry.digest
-            for count in range(base.total + 1, total + 1)
-            if (entry := self._slot.ledger.entry(count)) is not None
-        }
-        done = await self._slot.scratch(
-            [base.data],
-            "state",
-            _share(until),
-            epoch=epoch,
-            total=total,
-            step=request.step,
-            from_origin=origins_only,
-            digests=digests,
-        )
+            # A loader that begins a pass in its first next() could not say in the pass's origin that it had been asked
+            # to: restored from there it ends the pass before. From a base of that one it goes the right way.
+            if not (done.fields["ended"] and base.origin and done.fields["total"] == base.total):
+                break
+            older = self._slot.store.nearest(base.epoch - 1, base.total, origins_only=origins_only)
+            if older is None:
+                break
+            base = older
         if done.fields["ended"]:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
             return b""

@@ -1,0 +1,162 @@
+"""How long the training loop waits for a worker that was killed: from the kill to the next batch of its slot.
+
+    python -m benchmarks.recovery [--kills 10]
+
+A coordinator and two daemons with room for all, default settings, one box with one slot, so that every kill is felt at
+once: the loop has taken all that was on its way before it waits. "runner": the process that runs the loader is
+killed; "daemon": the whole daemon is, and started again for the next kill. Prints one JSON object: seconds, by lane
+and by what was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.processes import tree
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+__all__ = ["slow_batches"]
+
+TARGET_S = {"runner": 2.0, "daemon": 5.0}
+WARM = 30
+"""Batches between two kills."""
+
+
+class Slow:
+    """A batch each 20 ms, so that a ring's worth is not the whole run. With a state: what has none is replayed from the
+    start of the pass, which takes as long as that takes."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            time.sleep(0.02)
+            self.number += 1
+            yield self.number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def slow_batches() -> Slow:
+    """The benchmark's input_fn."""
+    return Slow()
+
+
+class Fleet:
+    """The processes, as an operator starts them."""
+
+    def __init__(self, folder: str) -> None:
+        self.token = secrets.token_hex(16)
+        root = str(Path(__file__).parent.parent)
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._environment = {**os.environ, "PENSTOCK_TOKEN": self.token, "PYTHONPATH": path}
+        self._coordinator, self.address = self._start("penstock.appliance", "--state-dir", folder)
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("one", "two"):
+            self.start_daemon(name)
+
+    def start_daemon(self, name: str) -> None:
+        arguments = ["--coordinator", self.address, "--slots", "2", "--allow", "benchmarks", "--name", name]
+        self.daemons[name], _ = self._start("penstock.worker", *arguments)
+
+    def _start(self, module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
+        read, write = os.pipe()
+        command = [sys.executable, "-m", module, *arguments, "--ready-fd", str(write)]
+        process = subprocess.Popen(
+            command, env=self._environment, pass_fds=[write], stderr=subprocess.DEVNULL, process_group=0
+        )
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            return process, pipe.readline().strip()
+
+    def holder(self) -> tuple[str, int]:
+        """The daemon that has the slot, and its runner."""
+        for name, daemon in self.daemons.items():
+            below = tree(daemon.pid)
+            zygotes = {pid for pid, each in below.items() if each.parent == daemon.pid}
+            for pid, each in below.items():
+                with contextlib.suppress(OSError):
+                    if each.parent in zygotes and "penstock-ring" in Path(f"/proc/{pid}/maps").read_text():
+                        return name, pid
+        raise RuntimeError("no daemon has a runner")
+
+    def stop(self) -> None:
+        for process in [*self.daemons.values(), self._coordinator]:
+            process.terminate()
+            process.wait(20)
+
+
+def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> list[float]:
+    """Seconds from each kill to the first batch that the dead one had not made."""
+    found: list[float] = []
+    with Appliance(
+        fleet.address, job=f"{what}-{lane}", token=fleet.token, lane=lane, num_workers_per_box=1, box=0, num_boxes=1
+    ) as appliance:
+        executor = DataExecutor(DataLoader(slow_batches), num_steps=10**9, appliance=appliance)
+        killed, since, recoveries, name = 0.0, 0, 0, ""
+        for _ in executor:
+            since += 1
+            if killed and executor.stats.recoveries > recoveries:
+                found.append(time.monotonic() - killed)
+                if what == "daemon":
+                    fleet.daemons[name].wait(10)
+                    fleet.start_daemon(name)
+                if len(found) == kills:
+                    break
+                killed, since = 0.0, 0
+            if not killed and since == WARM:
+                recoveries = executor.stats.recoveries
+                name, runner = fleet.holder()
+                os.kill(runner if what == "runner" else fleet.daemons[name].pid, signal.SIGKILL)
+                killed = time.monotonic()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Seconds from a kill to the next batch.")
+    parser.add_argument("--kills", type=int, default=10, help="of each kind, on each lane")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    figures: dict[str, Any] = {"kills": given.kills, "target_s": TARGET_S, "waits_s": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(folder)
+        try:
+            for lane in ("auto", "tcp"):
+                for what in ("runner", "daemon"):
+                    seconds = waits(fleet, what, lane, given.kills)
+                    figures["waits_s"][f"{what} {lane}"] = {
+                        "median": round(statistics.median(seconds), 3),
+                        "max": round(max(seconds), 3),
+                        "all": [round(each, 3) for each in seconds],
+                    }
+        finally:
+            fleet.stop()
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    # By its own name, for workers import the input from there.
+    from benchmarks import recovery
+
+    sys.exit(recovery.main())
