@@ -158,8 +158,10 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         if self._probe is not None:
             await self._probe.stop()
-        for one in (*self.workers, *self.boxes):
-            one.stop()
+        for worker in self.workers:
+            worker.stop()
+        for box in self.boxes:
+            box.stop()
         await asyncio.gather(*(client.close() for client in self._clients))
         if self._coordinator is not None and self._coordinator.returncode is None:
             self._coordinator.kill()
@@ -309,13 +311,13 @@ class Fleet:
     async def status(self) -> dict[str, Any]:
         """What `penstock status` asks."""
         took = []
-        async with AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"]) as client:
-            async with self.measured() as found:
-                for _ in range(5):
-                    began = time.monotonic()
-                    reply = await client.status()
-                    took.append(time.monotonic() - began)
-                    await asyncio.sleep(0.5)
+        client = AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"])
+        async with client, self.measured() as found:
+            for _ in range(5):
+                began = time.monotonic()
+                reply = await client.status()
+                took.append(time.monotonic() - began)
+                await asyncio.sleep(0.5)
         found |= {"took_s": spread(took), "bytes": reply.ByteSize()}
         return found
 

@@ -9,6 +9,7 @@ STEPS_PER_S batches a second. What is missing is whatever a coordinator does not
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -116,8 +117,10 @@ class FakeWorker:
 
     # ---- heartbeats
 
-    def _told(self, reply: Any) -> None:
-        del reply
+    def _told(self, reply: pb.RegisterWorkerReply | pb.HeartbeatReply) -> None:
+        self._beat_s, self._lease_s = reply.beat_s, reply.lease_s
+        if isinstance(reply, pb.HeartbeatReply):
+            self._share_s, self._share_bytes_per_s = reply.snapshot_every_s, reply.snapshot_bytes_per_s
 
     async def _beat(self, version: int, hold_s: float) -> pb.HeartbeatReply:
         now = time.monotonic()
@@ -128,6 +131,7 @@ class FakeWorker:
         self._last_beat = now
         self._tally.beats += 1
         request = pb.HeartbeatRequest(worker=self.name, session=self.session, seen_version=version, hold_s=hold_s)
+        request.lease_s = self._lease_s
         for key, assignment in self.assignments.items():
             request.slots.append(self._report(key, assignment))
         return await self._client.heartbeat(request)
@@ -169,7 +173,7 @@ class FakeWorker:
             return
 
     def _take(self, reply: pb.HeartbeatReply) -> None:
-        if reply.version >= self._version:
+        if reply.version >= self._version and not reply.unchanged:
             self._version = reply.version
             self._make_it_so(reply)
 
@@ -201,6 +205,9 @@ class FakeWorker:
             await self._say()
 
     async def _uploads(self) -> None:
+        while not self._payload.sending:
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(random.random() * self._share_s)
         while True:
             size = 0
             if self._payload.sending and self._ready:
@@ -266,7 +273,7 @@ class FakeBox:
         self._workers = workers
         self._client = client
         self._tally = tally
-        self._hold_s = 1.0
+        self._hold_s, self._lease_s = 1.0, 0.0
         self._trains_since = 0.0
         self._watching: asyncio.Task[None] | None = None
 
@@ -281,7 +288,8 @@ class FakeBox:
         request.loader.arguments = bytes(200)
         request.loader.options.retention_steps = 1000
         self.opened_at = time.monotonic()
-        self.attempt = (await self._client.open_run(request)).attempt
+        reply = await self._client.open_run(request)
+        self.attempt, self._hold_s, self._lease_s = reply.attempt, reply.beat_s, reply.lease_s
 
     def start(self) -> None:
         self._watching = asyncio.ensure_future(self._watch())
@@ -299,7 +307,7 @@ class FakeBox:
 
     def progress(self, seen: int = 0, hold_s: float = 0.0) -> pb.WatchRunRequest:
         request = pb.WatchRunRequest(run=f"{JOB}/0", attempt=self.attempt, box=self.number, client_id=self.client_id)
-        request.seen_version, request.hold_s = seen, hold_s
+        request.seen_version, request.hold_s, request.lease_s = seen, hold_s, self._lease_s
         step = self.step
         if step:
             position = request.delivered
@@ -323,6 +331,7 @@ class FakeBox:
                 self._tally.failed(f"box {self.number}", error)
                 return
             self._tally.watches += 1
+            self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
             if reply.version != seen:
                 seen = reply.version
                 self._tally.lost += sum("not heard of" in view.note for view in reply.slots)

@@ -453,7 +453,7 @@ def test_queries_that_cannot_be_meant(world: World) -> None:
 
 
 def test_results_are_kept_within_their_budget() -> None:
-    world = World(Limits(answers_cached=20))
+    world = World(Limits(answers_max=20))
     box, worker = world.open(), world.worker("w")
     worker.ready()
     for _ in range(3):

@@ -26,7 +26,8 @@ from penstock.appliance.model import (
     SlotKey,
     Worker,
 )
-from penstock.appliance.placement import choose
+from penstock.appliance.pace import Pace, of_boxes, of_workers
+from penstock.appliance.placement import Room
 from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import SupersededError, UnknownRunError, WorkerLostError
 from penstock.proto.position import Position
@@ -45,10 +46,15 @@ class Books:
         self.changed = changed
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
+        self.room = Room(self.workers)
+        self.live_boxes = 0
+        """As counted by the last tick, and those opened since."""
+        self.placed = 0
+        """Slots that workers have."""
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
-        self.touched: set[tuple[str, int]] = set()
-        """(run, attempt) whose slots or progress changed: their state queries are to be planned again."""
+        self.touched: set[tuple[str, int, int]] = set()
+        """(run, attempt, box) whose slots or progress changed: their part of state queries is to be planned again."""
         self._version = journal.boots << 32
 
     # ------------------------------------------------------------------------------------------------ small things
@@ -59,13 +65,23 @@ class Books:
         return self._version
 
     def bump_worker(self, worker: Worker) -> None:
+        self.room.offer(worker)
         worker.version = self.next_version()
         self.changed(("worker", worker.name))
 
     def bump_box(self, attempt: Attempt, box: Box) -> None:
         box.version = self.next_version()
-        self.touched.add((attempt.run, attempt.number))
+        self.touch(attempt, box)
         self.changed(("box", attempt.run, attempt.number, box.number))
+
+    def worker_pace(self) -> Pace:
+        return of_workers(len(self.workers), self.limits)
+
+    def box_pace(self) -> Pace:
+        return of_boxes(self.live_boxes, self.limits)
+
+    def touch(self, attempt: Attempt, box: Box) -> None:
+        self.touched.add((attempt.run, attempt.number, box.number))
 
     def ticket(self, key: SlotKey, generation: int) -> str:
         """What a lane's hello must show. Derived, so that it outlives a restart and is in no file."""
@@ -137,7 +153,8 @@ class Books:
 
     def add_box(self, attempt: Attempt, request: pb.OpenRunRequest, base: Position, now: float) -> Box:
         run = self.runs[attempt.run]
-        lease = now + self.limits.client_lease_s
+        self.live_boxes += 1
+        lease = now + self.box_pace().lease_s
         box = Box(request.box, request.client_id, request, base, Place.LIVE, lease, 0, reported_at=now)
         box.history.append(base)
         attempt.boxes[box.number] = box
@@ -191,7 +208,7 @@ class Books:
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
         """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
         box.place = Place.LIVE
-        box.lease_until = now + self.limits.client_lease_s
+        box.lease_until = now + self.box_pace().lease_s
         for slot in box.slots:
             if slot.phase == pb.WAITING:
                 self.waiting[slot.key] = slot
@@ -209,6 +226,7 @@ class Books:
             worker.slots.discard(slot.key)
             self.bump_worker(worker)
         slot.worker = slot.session = ""
+        self.placed -= 1
         return True
 
     def move(self, slot: Slot, note: str, loss_at: float | None) -> None:
@@ -253,9 +271,10 @@ class Books:
 
     def place_waiting(self) -> None:
         """Gives waiting slots to workers that have room."""
-        for slot in list(self.waiting.values()):
+        while self.waiting:
+            slot = next(iter(self.waiting.values()))
             attempt, box = self.box_of(slot)
-            worker = choose(slot, box.opening.host_id, self.workers.values())
+            worker = self.room.choose(slot, box.opening.host_id)
             if worker is None:
                 return
             del self.waiting[slot.key]
@@ -263,6 +282,7 @@ class Books:
             # A slot that has given something out must be taken over; one that never ran just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.ledger.snapshots(slot.key)))
             worker.slots.add(slot.key)
+            self.placed += 1
             self.save_slot(slot)
             self.bump_worker(worker)
             self.bump_box(attempt, box)

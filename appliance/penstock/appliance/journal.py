@@ -161,6 +161,17 @@ class Journal:
         (value,) = self._db.execute("SELECT value FROM meta WHERE name=?", (name,)).fetchone()
         return str(value)
 
+    def note(self, name: str, value: str) -> None:
+        """Keeps a small fact, with the next commit."""
+        self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def noted(self, name: str, default: str) -> str:
+        """What was noted before the start."""
+        try:
+            return self._meta(name, default)
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path} cannot be read: {error}") from error
+
     def rows(self, table: str) -> list[Mapping[str, Any]]:
         """A whole table, by key."""
         keys, _ = _TABLES[table]

@@ -31,7 +31,7 @@ from penstock.proto.errors import (
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Zygote
 from penstock.worker.lanes import LaneDoors
-from penstock.worker.slot import Slot, SlotKey, Trust, key_of
+from penstock.worker.slot import Share, Slot, SlotKey, Trust, key_of
 from penstock.worker.usercode import MAIN, check_allowed
 
 __all__ = ["Settings", "serve"]
@@ -39,7 +39,7 @@ __all__ = ["Settings", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 HOLD_S = 1.0
-"""Of a heartbeat's long poll: a third of the lease."""
+"""Of a heartbeat's long poll until the coordinator says how long: a third of the lease, which follows the fleet's size."""
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Between two lines in the log about a coordinator that stays away."""
@@ -76,6 +76,10 @@ class Daemon:
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token)
         self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
         self._session = secrets.token_hex(8)
+        self._seen = 0
+        """Version of the newest reply that was acted on; older ones, overtaken by it, are not."""
+        self._hold_s, self._lease_s = HOLD_S, 0.0
+        self.share = Share(every_s=1.0, bytes_per_s=4 << 20)
         self._slots: dict[SlotKey, Slot] = {}
         self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
         self._retiring: dict[int, asyncio.TimerHandle] = {}
@@ -145,7 +149,8 @@ class Daemon:
         )
         while True:
             try:
-                await self.coordinator.register(request)
+                reply = await self.coordinator.register(request)
+                self._hold_s, self._lease_s, self._seen = reply.beat_s or HOLD_S, reply.lease_s, 0
                 return
             except (AuthenticationError, VersionSkewError):
                 raise
@@ -156,10 +161,10 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self) -> None:
-        version, away_since, told = 0, 0.0, 0.0
+        away_since, told = 0.0, 0.0
         while True:
             try:
-                reply = await self.coordinator.heartbeat(self._heartbeat(version, HOLD_S))
+                reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
             except (CoordinatorUnavailableError, DeadlineError) as error:
                 now = asyncio.get_running_loop().time()
                 if not away_since:
@@ -169,17 +174,14 @@ class Daemon:
                     told = now
                     _log.warning("the coordinator is away since %.0f s: %s", now - away_since, error.message)
                 await asyncio.sleep(RETRY_S)
-                version = 0
                 continue
             if away_since:
                 _log.warning("the coordinator is back")
                 away_since = 0.0
             if reply.register_again:
                 await self._register()
-                version = 0
                 continue
-            version = reply.version
-            self._make_it_so(reply)
+            self._take(reply)
 
     async def _report_changes(self) -> None:
         """What has changed is told at once, beside the long poll."""
@@ -187,20 +189,29 @@ class Daemon:
             await self._dirty.wait()
             self._dirty.clear()
             try:
-                reply = await self.coordinator.heartbeat(self._heartbeat(0, 0.0))
+                reply = await self.coordinator.heartbeat(self._heartbeat(0.0))
             except (CoordinatorUnavailableError, DeadlineError):
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
             if not reply.register_again:
-                self._make_it_so(reply)
+                self._take(reply)
 
-    def _heartbeat(self, version: int, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
+    def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+        self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+        if reply.snapshot_every_s:
+            self.share = Share(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
+        if reply.version >= self._seen and not reply.unchanged:
+            self._seen = reply.version
+            self._make_it_so(reply)
+
+    def _heartbeat(self, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
         return coordinator_pb2.HeartbeatRequest(
             worker=self.name,
             session=self._session,
-            seen_version=version,
+            seen_version=self._seen,
             hold_s=hold_s,
+            lease_s=self._lease_s,
             slots=[slot.report() for slot in self._slots.values()],
         )
 
@@ -266,7 +277,7 @@ class Daemon:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)
         slot = self._slots.get(key)
         if slot is None:
-            self._answered.discard(request.request)
+            self._not_answered(request.request)
             return
         answer, data = await slot.state(request)
         answer.session = self._session
@@ -274,7 +285,12 @@ class Daemon:
             await self.coordinator.put_state(answer, data)
         except PenstockError as error:
             _log.warning("%s: its state could not be sent: %s", slot.name, error.message)
-            self._answered.discard(request.request)
+            self._not_answered(request.request)
+
+    def _not_answered(self, request: str) -> None:
+        """The next heartbeat asks for everything again, that request too if it is still open."""
+        self._answered.discard(request)
+        self._seen = 0
 
     # ---- what slots need (Host)
 

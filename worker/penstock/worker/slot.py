@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import signal
 import socket
 import time
@@ -34,7 +35,7 @@ from penstock.worker.control import Message
 from penstock.worker.ledger import Ledger
 from penstock.worker.snapshots import Kept, SnapshotStore
 
-__all__ = ["Host", "Slot", "key_of"]
+__all__ = ["Host", "Share", "Slot", "key_of"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -47,10 +48,6 @@ EARLY_SNAPSHOTS = 3
 """That are checked."""
 CHECKED_BATCHES = 4
 """Batches after a restored snapshot that are compared with those delivered."""
-UPLOAD_S = 1.0
-"""Between two durable snapshots of a slot, if its size allows."""
-UPLOAD_BYTES_PER_S = 4 << 20
-"""Of one slot's durable snapshots: larger ones are sent less often."""
 
 SlotKey = tuple[str, int, int, int, int]
 
@@ -69,12 +66,25 @@ class Trust:
     exact: bool | None = None
 
 
+@dataclass(frozen=True)
+class Share:
+    """Of a slot in the fleet's durable snapshots, as the coordinator says: its budget is of calls and of bytes."""
+
+    every_s: float
+    bytes_per_s: float
+
+    def pause_s(self, size: int) -> float:
+        """After a snapshot of so many bytes."""
+        return max(self.every_s, size / self.bytes_per_s)
+
+
 class Host(Protocol):
     """What a slot needs of its daemon."""
 
     name: str
     coordinator: AsyncCoordinatorClient
     scratch_limit: asyncio.Semaphore
+    share: Share
 
     async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote: ...
     def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust: ...
@@ -275,13 +285,15 @@ class Slot:
 
     async def _upload(self) -> None:
         await self._ready.wait()
+        # The slots of a job start together: each begins at a moment of its own.
+        await asyncio.sleep(random.random() * self._host.share.every_s)
         while True:
             newest = next((base for base in reversed(self._store) if self._usable(base)), None)
             size = 0
             if newest is not None and not newest.durable:
                 size = len(newest.data)
                 await self._make_durable(newest)
-            await asyncio.sleep(max(UPLOAD_S, size / UPLOAD_BYTES_PER_S))
+            await asyncio.sleep(self._host.share.pause_s(size))
 
     async def _make_durable(self, base: Kept) -> None:
         run, attempt, box, slot, generation = key_of(self.assignment)
