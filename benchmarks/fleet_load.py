@@ -214,9 +214,7 @@ class Fleet:
     async def register(self) -> dict[str, Any]:
         """All workers come at once."""
         async with self.measured() as found:
-            await asyncio.gather(*(worker.register() for worker in self.workers))
-            for worker in self.workers:
-                worker.start()
+            await asyncio.gather(*(worker.start() for worker in self.workers))
         self._probe = await Probe.start(self.address, self._count)
         return found
 
@@ -356,9 +354,7 @@ async def connections(count: int) -> dict[str, Any]:
         before = memory_mib(fleet.pid, "VmRSS")
         clients = [AsyncCoordinatorClient(fleet.address, token) for _ in range(count)]
         workers = [FakeWorker(f"w{n:05d}", client, fleet.tally, fleet.payload) for n, client in enumerate(clients)]
-        await asyncio.gather(*(worker.register() for worker in workers))
-        for worker in workers:
-            worker.start()
+        await asyncio.gather(*(worker.start() for worker in workers))
         await asyncio.sleep(2.0)
         found = {"connections": count, "kib_each": (memory_mib(fleet.pid, "VmRSS") - before) * 1024 / count}
         for worker in workers:

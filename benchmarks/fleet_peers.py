@@ -96,7 +96,9 @@ class FakeWorker:
             except (CoordinatorUnavailableError, DeadlineError):
                 await asyncio.sleep(RETRY_S)
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Returns when it is registered."""
+        await self.register()
         self._spawn(self._heartbeats())
         self._spawn(self._uploads())
 

@@ -27,7 +27,8 @@ class Limits:
     """The longest lease that a peer can say it was told."""
     stall_s: float = 1.0
     """A coordinator that was itself stopped for longer extends every lease by the gap: it has heard nobody, and that
-    says nothing about them."""
+    says nothing about them. One that is only late, because there is more to do than it can, extends them by that: what
+    it has not got to yet may be the very call that it waits for."""
     linger_s: float = 60.0
     """A closed box keeps its workers so long while others are open: a rank that saves after its last step still gets
     the state of those that left before it."""
@@ -72,6 +73,12 @@ class Limits:
     """Boxes times workers of a run: a mistyped number should be an error, not a coordinator without memory."""
     history_entries: int = 64
     """Reported positions kept per box to know what lay one retention window ago."""
+
+
+    @property
+    def tick_s(self) -> float:
+        """Between two looks at the leases."""
+        return min(self.worker_lease_s, self.client_lease_s) / TICK_SHARE
 
 
 MEMORY_BUDGET = 512 * MIB

@@ -444,7 +444,9 @@ class Registry:
         """Looks at the leases. Call it several times a lease."""
         now, books, limits = self._clock(), self.books, self.limits
         gap, self._ticked = now - self._ticked, now
-        if gap > limits.stall_s:
+        late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
+        if late > 0:
+            gap = late
             for worker in books.workers.values():
                 worker.lease_until += gap
             for attempt in books.open_attempts():

@@ -21,7 +21,7 @@ import grpc.aio
 from penstock.appliance.books import Topic
 from penstock.appliance.desk import ROOM
 from penstock.appliance.ledger import Drop
-from penstock.appliance.limits import TICK_SHARE, Limits
+from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
 from penstock.appliance.states import BoxState, Gathering
@@ -114,9 +114,8 @@ class Service(CoordinatorServicer):
 
     async def run_ticker(self) -> None:
         """Looks at the leases and removes from disk what the ledger has dropped; for ever."""
-        period_s = min(self._limits.worker_lease_s, self._limits.client_lease_s) / TICK_SHARE
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(self._limits.tick_s)
             try:
                 self._registry.tick()
                 self._drops += self._ledger.take_drops()

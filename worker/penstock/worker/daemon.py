@@ -39,7 +39,7 @@ __all__ = ["Settings", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 HOLD_S = 1.0
-"""Of a heartbeat's long poll until the coordinator says how long: a third of the lease, which follows the fleet's size."""
+"""Of a heartbeat's long poll until the coordinator says how long: a third of the lease, which follows the fleet."""
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Between two lines in the log about a coordinator that stays away."""
