@@ -47,6 +47,8 @@ class Books:
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
         self.room = Room(self.workers)
+        self.fleet, self.fleet_at = 0, 0.0
+        """The number of workers that the pace follows, and since when: see `count_fleet`."""
         self.live_boxes = 0
         """As counted by the last tick, and those opened since."""
         self.placed = 0
@@ -75,7 +77,13 @@ class Books:
         self.changed(("box", attempt.run, attempt.number, box.number))
 
     def worker_pace(self) -> Pace:
-        return of_workers(len(self.workers), self.limits)
+        return of_workers(max(self.fleet, len(self.workers)), self.limits)
+
+    def count_fleet(self, now: float) -> None:
+        """The pace follows a fleet that grows at once, and one that shrinks after a while: a coordinator that has lost
+        many because there was more to do than it could would else ask the others for more calls, and lose them too."""
+        if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
+            self.fleet, self.fleet_at = len(self.workers), now
 
     def box_pace(self) -> Pace:
         return of_boxes(self.live_boxes, self.limits)

@@ -23,6 +23,8 @@ class Limits:
     """Of the whole fleet: above 2,000 workers beat and lease grow. See docs/benchmarks.md for what a call costs."""
     watches_per_s: float = 500.0
     """Of all boxes."""
+    shrinks_after_s: float = 60.0
+    """The pace follows a fleet that has become smaller after so long."""
     lease_max_s: float = 300.0
     """The longest lease that a peer can say it was told."""
     stall_s: float = 1.0
@@ -73,7 +75,6 @@ class Limits:
     """Boxes times workers of a run: a mistyped number should be an error, not a coordinator without memory."""
     history_entries: int = 64
     """Reported positions kept per box to know what lay one retention window ago."""
-
 
     @property
     def tick_s(self) -> float:

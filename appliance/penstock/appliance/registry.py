@@ -285,6 +285,7 @@ class Registry:
             slots=keeps,
         )
         books.workers[worker.name] = worker
+        books.count_fleet(now)
         pace = books.worker_pace()
         self._to_workers.keep(pace.lease_s, now)
         worker.lease_until = now + pace.lease_s
@@ -457,6 +458,7 @@ class Registry:
             del books.workers[worker.name]
             note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
             books.drop_worker(worker, note, now)
+        books.count_fleet(now)
         named: set[str] = set()
         books.live_boxes = 0
         for attempt in books.open_attempts():

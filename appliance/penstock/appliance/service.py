@@ -1,8 +1,9 @@
 """The gRPC edge: waits, transfers and deadlines around the registry, which knows none of them.
 
-One event loop and no locks: a registry method runs from start to end without anybody else. Long polls are coroutines
-that sleep on the topics that the registry announces. The bytes of snapshots and blobs go through one thread of their
-own (writer.py), so that a slow disk delays a worker's snapshot and never a lease.
+One event loop and no locks: a registry method runs from start to end without anybody else. What it has changed is on
+disk before its reply leaves, an error too (syncing.py). Long polls are coroutines that sleep on the topics that the
+registry announces. The bytes of snapshots and blobs go through one thread of their own (writer.py), so that a slow disk
+delays a worker's snapshot and never a lease.
 
 A value in parts is gathered in memory up to the size that its header declared, which was checked against the budget
 before the first byte was taken. Where memory for it is short it is not read on: its bytes wait at the sender.
@@ -26,6 +27,7 @@ from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
 from penstock.appliance.states import BoxState, Gathering
 from penstock.appliance.store import Store
+from penstock.appliance.syncing import Syncing
 from penstock.appliance.writer import Inflow, Writer
 from penstock.proto.calls import blob_name, pieces
 from penstock.proto.channel import detail_of, error_of
@@ -107,6 +109,7 @@ class Service(CoordinatorServicer):
         self._store = store
         self._signals = signals
         self._limits = limits
+        self._journal = Syncing(registry.books.journal)
         self._disk = Writer(store)
         self._inflow = Inflow(limits.transfers_max)
         self._drops: list[Drop] = []
@@ -117,7 +120,8 @@ class Service(CoordinatorServicer):
         while True:
             await asyncio.sleep(self._limits.tick_s)
             try:
-                self._registry.tick()
+                async with self._journal.synced():
+                    self._registry.tick()
                 self._drops += self._ledger.take_drops()
                 if self._drops and not self._disk.is_dropping:
                     drops, self._drops = self._drops, []
@@ -136,6 +140,7 @@ class Service(CoordinatorServicer):
 
     def close(self) -> None:
         self._disk.close()
+        self._journal.close()
 
     async def _hold(self, topic: Topic, hold_s: float, seen: int, version: Callable[[], int]) -> None:
         """Waits until `version` is another one than was seen, or the hold is over."""
@@ -153,27 +158,32 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- clients
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
-        return self._registry.open_run(request)
+        async with self._journal.synced():
+            return self._registry.open_run(request)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
         registry = self._registry
-        registry.report_box(request)
-        topic = ("box", request.run, request.attempt, request.box)
-        hold_s, seen = registry.box_hold(request), request.seen_version
-        await self._hold(topic, hold_s, seen, lambda: registry.box_version(request))
-        return registry.box_view(request)
+        async with self._journal.synced():
+            registry.report_box(request)
+            topic = ("box", request.run, request.attempt, request.box)
+            hold_s, seen = registry.box_hold(request), request.seen_version
+            await self._hold(topic, hold_s, seen, lambda: registry.box_version(request))
+            return registry.box_view(request)
 
     async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
-        self._registry.close_run(request)
+        async with self._journal.synced():
+            self._registry.close_run(request)
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
-        gathering = self._registry.begin_state(request)
+        async with self._journal.synced():
+            gathering = self._registry.begin_state(request)
         try:
             for number in range(gathering.num_boxes):
-                state = await self._complete(gathering, number, until, request.deadline_s)
+                async with self._journal.synced():
+                    state = await self._complete(gathering, number, until, request.deadline_s)
                 began = loop.time()
                 for index, (record, data) in enumerate(state.records):
                     first, *more = pieces(data) if data else [b""]
@@ -207,43 +217,48 @@ class Service(CoordinatorServicer):
     # -------------------------------------------------------------------------------------------------------- workers
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
-        return self._registry.register_worker(request)
+        async with self._journal.synced():
+            return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
         registry = self._registry
-        registry.report_worker(request)
-        hold_s, seen = registry.worker_hold(request), request.seen_version
-        await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
-        return registry.worker_view(request)
+        async with self._journal.synced():
+            registry.report_worker(request)
+            hold_s, seen = registry.worker_hold(request), request.seen_version
+            await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
+            return registry.worker_view(request)
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context
     ) -> pb.DeregisterWorkerReply:
-        self._registry.deregister_worker(request)
+        async with self._journal.synced():
+            self._registry.deregister_worker(request)
         return pb.DeregisterWorkerReply()
 
     async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
-        first = await anext(parts, pb.SnapshotPart())
-        header = first.header
-        key = SlotKey(header.run, header.attempt, header.box, header.slot)
-        self._registry.slot_of_generation(key, header.generation)
-        refused = self._ledger.why_refused(key, header.size)
-        if refused:
-            return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
-        transfer = Transfer("PutSnapshot", header.size)
-        with self._ledger.expecting(header.size):
-            async with self._inflow.taken(header.size):
-                transfer.add(first.data)
-                async for part in parts:
-                    transfer.add(part.data)
-                self._registry.slot_of_generation(key, header.generation)
-                await self._disk.put_snapshot(header, transfer.all())
-        self._registry.snapshot_stored(header)
-        return pb.PutSnapshotReply(free_bytes=self._ledger.free)
+        async with self._journal.synced():
+            first = await anext(parts, pb.SnapshotPart())
+            header = first.header
+            key = SlotKey(header.run, header.attempt, header.box, header.slot)
+            self._registry.slot_of_generation(key, header.generation)
+            refused = self._ledger.why_refused(key, header.size)
+            if refused:
+                return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
+            transfer = Transfer("PutSnapshot", header.size)
+            with self._ledger.expecting(header.size):
+                async with self._inflow.taken(header.size):
+                    transfer.add(first.data)
+                    async for part in parts:
+                        transfer.add(part.data)
+                    self._registry.slot_of_generation(key, header.generation)
+                    await self._disk.put_snapshot(header, transfer.all())
+            self._registry.snapshot_stored(header)
+            return pb.PutSnapshotReply(free_bytes=self._ledger.free)
 
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
         key = SlotKey(request.run, request.attempt, request.box, request.slot)
-        self._registry.slot_of_generation(key, request.generation)
+        async with self._journal.synced():
+            self._registry.slot_of_generation(key, request.generation)
         for kept in self._ledger.snapshots(key):
             found = await self._disk.run(self._store.snapshot, key, kept)
             if found is None:
@@ -272,7 +287,8 @@ class Service(CoordinatorServicer):
         except BaseException:
             self._registry.answer_lost(answer)
             raise
-        self._registry.answer_state(answer, data)
+        async with self._journal.synced():
+            self._registry.answer_state(answer, data)
         return pb.PutStateReply()
 
     async def _admitted(self, answer: pb.StateAnswer) -> None:
