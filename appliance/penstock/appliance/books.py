@@ -49,6 +49,8 @@ class Books:
         self.room = Room(self.workers)
         self.fleet, self.fleet_at = 0, 0.0
         """The number of workers that the pace follows, and since when: see `count_fleet`."""
+        self.strain = 1.0
+        """See pace.strained."""
         self.live_boxes = 0
         """As counted by the last tick, and those opened since."""
         self.placed = 0
@@ -77,7 +79,7 @@ class Books:
         self.changed(("box", attempt.run, attempt.number, box.number))
 
     def worker_pace(self) -> Pace:
-        return of_workers(max(self.fleet, len(self.workers)), self.limits)
+        return of_workers(max(self.fleet, len(self.workers)), self.strain, self.limits)
 
     def count_fleet(self, now: float) -> None:
         """The pace follows a fleet that grows at once, and one that shrinks after a while: a coordinator that has lost
@@ -86,7 +88,7 @@ class Books:
             self.fleet, self.fleet_at = len(self.workers), now
 
     def box_pace(self) -> Pace:
-        return of_boxes(self.live_boxes, self.limits)
+        return of_boxes(self.live_boxes, self.strain, self.limits)
 
     def touch(self, attempt: Attempt, box: Box) -> None:
         self.touched.add((attempt.run, attempt.number, box.number))

@@ -5,6 +5,10 @@ a fixed time, so from some size on it is the number of calls a second that is ke
 fleet: 10,000 workers at 2,000 heartbeats a second are one beat every 5 s and a lease of 15 s. The same for boxes and
 their watches, and for snapshots, which have a budget in calls and one in bytes a second.
 
+What a call costs depends on what else the machine does. So the coordinator notes how late it is with its own timer,
+and asks a large fleet for fewer calls while it is: one that was asked for more than it can hear would lose its workers
+by its own doing.
+
 A lease is promised to a peer by what the coordinator told it last, which may be more than the fleet asks for now. So
 the peer says with each call which lease it knows, and gets the longer of the two. That needs no memory, and holds over
 restarts and for replies that were lost.
@@ -54,12 +58,25 @@ def _pace(lease_s: float, peers: int, calls_per_s: float, limits: Limits) -> Pac
     return Pace(beat_s, max(lease_s, beat_s / limits.hold_share))
 
 
-def of_workers(workers: int, limits: Limits) -> Pace:
-    return _pace(limits.worker_lease_s, workers, limits.heartbeats_per_s, limits)
+def of_workers(workers: int, strain: float, limits: Limits) -> Pace:
+    return _pace(limits.worker_lease_s, workers, limits.heartbeats_per_s / strain, limits)
 
 
-def of_boxes(boxes: int, limits: Limits) -> Pace:
-    return _pace(limits.client_lease_s, boxes, limits.watches_per_s, limits)
+def of_boxes(boxes: int, strain: float, limits: Limits) -> Pace:
+    return _pace(limits.client_lease_s, boxes, limits.watches_per_s / strain, limits)
+
+
+MOST_STRAIN = 8.0
+
+
+def strained(strain: float, gap_s: float, tick_s: float) -> float:
+    """How much fewer calls are asked for, after a tick that came `gap_s` after the last one.
+
+    Up fast, by half with each tick that came late by more than its period, and down slowly, by half in 35 ticks (10 s).
+    """
+    if gap_s > 2 * tick_s:
+        return min(MOST_STRAIN, strain * 1.5)
+    return max(1.0, strain * 0.98)
 
 
 class Promise:

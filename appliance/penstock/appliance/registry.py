@@ -25,7 +25,7 @@ from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
-from penstock.appliance.pace import Promise
+from penstock.appliance.pace import Promise, strained
 from penstock.appliance.restore import restore
 from penstock.appliance.states import Gathering
 from penstock.proto.channel import VERSION
@@ -445,6 +445,7 @@ class Registry:
         """Looks at the leases. Call it several times a lease."""
         now, books, limits = self._clock(), self.books, self.limits
         gap, self._ticked = now - self._ticked, now
+        books.strain = strained(books.strain, gap, limits.tick_s)
         late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
         if late > 0:
             gap = late
