@@ -290,7 +290,12 @@ class FakeBox:
         request.loader.arguments = bytes(200)
         request.loader.options.retention_steps = 1000
         self.opened_at = time.monotonic()
-        reply = await self._client.open_run(request)
+        while True:
+            try:
+                reply = await self._client.open_run(request)
+                break
+            except (CoordinatorUnavailableError, DeadlineError):
+                await asyncio.sleep(RETRY_S)
         self.attempt, self._hold_s, self._lease_s = reply.attempt, reply.beat_s, reply.lease_s
 
     def start(self) -> None:

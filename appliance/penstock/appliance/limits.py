@@ -19,6 +19,8 @@ class Limits:
     """A training process may hold the GIL for seconds (a compile, a large pickle), which stops its reporting thread."""
     hold_share: float = 1 / 3
     """A long poll is answered after this share of the lease at the latest, so that two may be lost unharmed."""
+    beat_s: float = 1.0
+    """Between two calls of a peer with nothing to say, in a small fleet: so old may be what `penstock status` tells."""
     heartbeats_per_s: float = 2000.0
     """Of the whole fleet: above 2,000 workers beat and lease grow. See docs/benchmarks.md for what a call costs."""
     watches_per_s: float = 500.0

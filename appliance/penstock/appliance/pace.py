@@ -22,7 +22,7 @@ Pure, but for the note of a promise in the journal.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from zlib import crc32
+from hashlib import blake2b
 
 from penstock.appliance.journal import Journal
 from penstock.appliance.limits import Limits
@@ -41,7 +41,8 @@ class Pace:
 
     def left(self, now: float, name: str) -> float:
         """Seconds until the peer's own moment in the beat, more than none."""
-        moment = crc32(name.encode()) / (1 << 32) * self.beat_s
+        digest = blake2b(name.encode(), digest_size=4).digest()
+        moment = int.from_bytes(digest) / (1 << 32) * self.beat_s
         return self.beat_s - (now - moment) % self.beat_s
 
 
@@ -54,7 +55,7 @@ class Share:
 
 
 def _pace(lease_s: float, peers: int, calls_per_s: float, limits: Limits) -> Pace:
-    beat_s = max(lease_s * limits.hold_share, peers / calls_per_s)
+    beat_s = max(min(limits.beat_s, lease_s * limits.hold_share), peers / calls_per_s)
     return Pace(beat_s, max(lease_s, beat_s / limits.hold_share))
 
 
