@@ -244,7 +244,7 @@ class Fleet:
         """Everybody works."""
         for box in self.boxes:
             box.train()
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(min(2.0, self.seconds))
         async with self.measured() as found:
             await asyncio.sleep(self.seconds)
         return found
@@ -289,7 +289,7 @@ class Fleet:
                     nbytes += len(part.data)
                 last.append(time.monotonic() - began)
                 records += seen
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(min(0.5, self.seconds))
         found |= {"first_s": spread(first), "last_s": spread(last), "records": records, "bytes": nbytes}
         return found
 
@@ -315,7 +315,7 @@ class Fleet:
                 began = time.monotonic()
                 reply = await client.status()
                 took.append(time.monotonic() - began)
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(min(0.5, self.seconds))
         found |= {"took_s": spread(took), "bytes": reply.ByteSize()}
         return found
 
@@ -330,7 +330,7 @@ class Fleet:
         async with AsyncCoordinatorClient(self.address, os.environ["PENSTOCK_TOKEN"], deadline_s=60) as client:
             live, until = 0, began + 60
             while live < len(self.workers) and time.monotonic() < until:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.2)
                 live = sum(worker.live for worker in (await client.status()).workers)
             back_s = time.monotonic() - began
             await asyncio.sleep(self.seconds)
