@@ -257,6 +257,17 @@ def test_rows_that_could_not_be_written_are_tried_again_in_their_order(state: St
     run(body())
 
 
+def test_what_was_put_while_a_write_failed_counts_more(state: StateDir) -> None:
+    journal = Journal(state)
+    journal.put("attempts", attempt(1) | {"why": "older"})
+    rows = journal.take()
+    journal.put("attempts", attempt(1) | {"why": "newer"})
+    journal.put_back(rows)
+    journal.commit()
+    assert [row["why"] for row in journal.rows("attempts")] == ["newer"]
+    journal.close()
+
+
 def test_an_error_leaves_after_what_it_speaks_of(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)
