@@ -85,7 +85,7 @@ def test_a_box_that_has_not_opened_keeps_the_others_from_nothing() -> None:
 
 
 def test_what_all_askers_were_sent_is_let_go_when_room_is_short() -> None:
-    world, boxes, worker = fleet(replace(Limits(), answers_max=50, asked_at_once=2), 4)  # 14 bytes a box
+    world, boxes, worker = fleet(replace(Limits(), answers_max=20, asked_at_once=2), 4)  # 14 bytes a box
     first, second = ask(boxes[0], 4), ask(boxes[1], 4)
     assert first is second
     for _ in range(2):
