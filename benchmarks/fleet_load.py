@@ -45,7 +45,7 @@ LARGE = 76_000
 MOVES = 40
 """Slots that are moved, one after the other, to time an assignment in a fleet at work."""
 START_DEADLINE_S = 60.0
-PHASE_DEADLINE_S = 300.0
+PHASE_DEADLINE_S = 120.0
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
@@ -235,6 +235,7 @@ class Fleet:
         found["assignments"] = len(slots)
         found["assigned_s"] = max((at - first for at in slots.values()), default=None)
         found["settled"] = len(self.tally.settled)
+        found["retries"], found["retried_for"] = self.tally.retries, self.tally.retried_for
         found["settled_s"] = max((at - first for _, at in self.tally.settled), default=None)
         found["to_assignment_s"] = spread([at - opened[box] for (box, _), at in slots.items()])
         found["to_settled_s"] = spread([at - opened[box] for box, at in self.tally.settled])
@@ -385,6 +386,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{options.workers} workers: {name}, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         found["failures"] = fleet.tally.failures
         found["lost"] = fleet.tally.lost
+        found["retries"], found["retried_for"] = fleet.tally.retries, fleet.tally.retried_for
     return found
 
 

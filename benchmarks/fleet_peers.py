@@ -24,7 +24,9 @@ __all__ = ["FakeBox", "FakeWorker", "Payload", "Tally"]
 
 STEPS_PER_S = 10.0
 """Of each box's training loop."""
-RETRY_S = 0.3
+RETRY_S = 2.0
+"""The mean pause before a call is tried again. A real daemon waits 0.3 s, but each of those has a process: thousands
+that try so often in one would keep it from connecting at all."""
 JOB = "fleet"
 
 
@@ -46,8 +48,17 @@ class Tally:
     snapshot_bytes: int = 0
     refused: int = 0
     failures: list[str] = field(default_factory=list)
+    retries: int = 0
+    retried_for: str = ""
+    """Calls that met no coordinator, and what the last of them was told."""
     lost: int = 0
     """Slots that were moved because somebody was not heard of."""
+
+    async def pause(self, error: PenstockError) -> None:
+        """Before a call is tried again."""
+        self.retries += 1
+        self.retried_for = error.message
+        await asyncio.sleep(random.uniform(0.5, 1.5) * RETRY_S)
 
     def failed(self, who: str, error: BaseException) -> None:
         if len(self.failures) < 20:
@@ -93,8 +104,8 @@ class FakeWorker:
                 reply = await self._client.register(request)
                 self._told(reply)
                 return
-            except (CoordinatorUnavailableError, DeadlineError):
-                await asyncio.sleep(RETRY_S)
+            except (CoordinatorUnavailableError, DeadlineError) as error:
+                await self._tally.pause(error)
 
     async def start(self) -> None:
         """Returns when it is registered."""
@@ -152,8 +163,8 @@ class FakeWorker:
         while True:
             try:
                 reply = await self._beat(self._version, self._beat_s)
-            except (CoordinatorUnavailableError, DeadlineError):
-                await asyncio.sleep(RETRY_S)
+            except (CoordinatorUnavailableError, DeadlineError) as error:
+                await self._tally.pause(error)
                 continue
             if reply.register_again:
                 await self.register()
@@ -167,8 +178,8 @@ class FakeWorker:
         while True:
             try:
                 reply = await self._beat(self._version, 0.0)
-            except (CoordinatorUnavailableError, DeadlineError):
-                await asyncio.sleep(RETRY_S)
+            except (CoordinatorUnavailableError, DeadlineError) as error:
+                await self._tally.pause(error)
                 continue
             if not reply.register_again:
                 self._take(reply)
@@ -230,8 +241,8 @@ class FakeWorker:
         while True:
             try:
                 reply = await self._client.put_snapshot(header, self._payload.snapshot)
-            except CoordinatorUnavailableError:
-                await asyncio.sleep(RETRY_S)
+            except CoordinatorUnavailableError as error:
+                await self._tally.pause(error)
                 continue
             except PenstockError as error:
                 self._tally.failed(self.name, error)
@@ -294,8 +305,8 @@ class FakeBox:
             try:
                 reply = await self._client.open_run(request)
                 break
-            except (CoordinatorUnavailableError, DeadlineError):
-                await asyncio.sleep(RETRY_S)
+            except (CoordinatorUnavailableError, DeadlineError) as error:
+                await self._tally.pause(error)
         self.attempt, self._hold_s, self._lease_s = reply.attempt, reply.beat_s, reply.lease_s
 
     def start(self) -> None:
@@ -331,8 +342,8 @@ class FakeBox:
         while True:
             try:
                 reply = await self._client.watch_run(self.progress(seen, self._hold_s))
-            except (CoordinatorUnavailableError, DeadlineError):
-                await asyncio.sleep(RETRY_S)
+            except (CoordinatorUnavailableError, DeadlineError) as error:
+                await self._tally.pause(error)
                 continue
             except PenstockError as error:
                 self._tally.failed(f"box {self.number}", error)
