@@ -20,13 +20,13 @@ OVER_TCP = (TCP, TF, RAW_TCP)
 """Modes whose floor is raw TCP; that of all others is memcpy."""
 
 
-def between(document: str, text: str) -> str:
+def between(document: str, text: str, first: str = BEGIN, last: str = END) -> str:
     """The document with `text` between its two markers. Raises ValueError without them."""
-    head, begin, rest = document.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    head, begin, rest = document.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"the document lacks {BEGIN!r} and {END!r}")
-    return f"{head}{BEGIN}\n\n{text.strip()}\n\n{END}{tail}"
+        raise ValueError(f"the document lacks {first!r} and {last!r}")
+    return f"{head}{first}\n\n{text.strip()}\n\n{last}{tail}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -303,6 +303,6 @@ def test_the_store_keeps_and_drops(state: StateDir) -> None:
 def test_a_store_that_cannot_be_written_says_what_it_needed(state: StateDir) -> None:
     store = Store(state)
     store._db.execute("PRAGMA max_page_count=10")
-    with pytest.raises(JournalError, match=r"snapshots\.db: a snapshot of 100000 bytes cannot be written: .*full"):
+    with pytest.raises(JournalError, match=r"snapshots\.db: 1 snapshots of 100000 bytes cannot be written: .*full"):
         store.put_snapshot(header(KEY, 4, 0, 1), b"x" * 100_000)
     assert store.index() == ([], [])

@@ -88,11 +88,14 @@ class Daemon:
                 for a in self.reply.assignments
             ]
             self.beats += 1
-            self.reply = await self.client.heartbeat(
+            reply = await self.client.heartbeat(
                 pb.HeartbeatRequest(
                     worker=self.name, session="s", slots=reports, seen_version=self.reply.version, hold_s=30
                 )
             )
+            if reply.unchanged:
+                continue
+            self.reply = reply
             for request in self.reply.state_requests:
                 if request.request not in self.answered:
                     self.answered.add(request.request)

@@ -11,7 +11,7 @@ from simulated.disk import Disk, Fate, SimulatedJournal, SimulatedStore
 from simulated.virtual import Crash
 
 from penstock.appliance.journal import Journal, StateDir
-from penstock.appliance.ledger import DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
 from penstock.appliance.model import SlotKey
 from penstock.appliance.store import Store
 from penstock.proto.errors import JournalError
@@ -141,7 +141,9 @@ def test_a_store_keeps_what_was_put_until_it_is_dropped(media: Media) -> None:
     kept, blobs = store.index()
     assert sorted(kept) == [(KEY, Kept(4, 0, 10)), (KEY, Kept(4, 1, 16)), (KEY._replace(attempt=2), Kept(9, 0, 1))]
     assert blobs == [("name", 4)]
-    store.drop([DropSnapshot(KEY, 4, 0), DropSnapshot(KEY, 77, 0), DropAttempt("job/0", 2), DropBlob("name")])
+    left: list[Drop] = [DropSnapshot(KEY, 4, 0), DropSnapshot(KEY, 77, 0), DropAttempt("job/0", 2), DropBlob("name")]
+    while left:
+        left = store.drop(left)
     assert store.index() == ([(KEY, Kept(4, 1, 16))], [])
     assert store.snapshot(KEY, Kept(4, 0, 10)) is None
 

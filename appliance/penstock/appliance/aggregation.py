@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.appliance.model import Attempt
-from penstock.appliance.states import Gathered, Gathering, Want
+from penstock.appliance.states import BoxState, Gathering, Want
 from penstock.proto.channel import error_of
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -32,31 +32,34 @@ class Errand(Want):
         return request
 
 
-@dataclass
+@dataclass(eq=False)
 class Aggregation(Gathering):
-    """One question, to the first slot of the box that can be asked."""
+    """One question, to the first slot of the box that can be asked; planned as a gathering of one box."""
 
     box: int = 0
     blob: str = ""
 
     @property
-    def topic(self) -> tuple[str, str, int, int, str]:
-        return ("state", self.run, self.attempt, self.step, self.blob)
-
-    @property
     def key(self) -> tuple[str, int, int, str]:
         return (self.run, self.attempt, self.step, self.blob)
 
-    def _refresh(self, attempt: Attempt) -> None:
+    def is_next(self, want: Want) -> bool:
+        return True
+
+    def refresh(self, attempt: Attempt, box: int | None = None) -> None:
+        super().refresh(attempt)  # its one question is not kept under the number of its box
+
+    def _refresh(self, attempt: Attempt, number: int) -> None:
         box = attempt.boxes.get(self.box)
         if box is None:
             raise StateUnavailableError(f"box {self.box} has not opened run {self.run}")
         ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
-        self._missing = [] if ready is not None else [f"a worker of box {self.box}"]
-        self.requests = {}
+        self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
+        wants: dict[str, Want] = {}
         if ready is not None:
-            errand = Errand(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.blob)
-            self.requests[errand.id] = errand
+            errand = Errand(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob)
+            wants[errand.id] = errand
+        self._ask(number, wants)
 
     def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
         want = self.requests.get(answer.request)
@@ -65,6 +68,7 @@ class Aggregation(Gathering):
         if answer.HasField("error"):
             self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
             return
-        self.requests = {}
+        self.held += len(data) - self.coming.pop(answer.request, 0)
+        self._ask(0, {})
         record = pb.WorkerRecord(box=want.key.box, local_worker_id=want.key.slot, state_bytes=len(data))
-        self.result = Gathered([(record, data)], {}, {})
+        self._completed(0, BoxState([(record, data)]))

@@ -25,7 +25,8 @@ from penstock.appliance.model import (
     SlotKey,
     Worker,
 )
-from penstock.appliance.placement import choose
+from penstock.appliance.pace import Pace, of_boxes, of_workers
+from penstock.appliance.placement import Room
 from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import SupersededError, UnknownRunError
 from penstock.proto.position import Position
@@ -45,10 +46,19 @@ class Books:
         self.changed = changed
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
+        self.room = Room(self.workers)
+        self.fleet, self.fleet_at = 0, 0.0
+        """The number of workers that the pace follows, and since when: see `count_fleet`."""
+        self.strain = 1.0
+        """See pace.strained."""
+        self.live_boxes = 0
+        """As counted by the last tick, and those opened since."""
+        self.placed = 0
+        """Slots that workers have."""
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
-        self.touched: set[tuple[str, int]] = set()
-        """(run, attempt) whose slots or progress changed: their state queries are to be planned again."""
+        self.touched: set[tuple[str, int, int]] = set()
+        """(run, attempt, box) whose slots or progress changed: their part of state queries is to be planned again."""
         self.tickets_expire = 0
         """Seconds since the epoch, for tickets made from now on: see penstock.proto.tickets."""
         self._version = journal.boots << 32
@@ -61,13 +71,29 @@ class Books:
         return self._version
 
     def bump_worker(self, worker: Worker) -> None:
+        self.room.offer(worker)
         worker.version = self.next_version()
         self.changed(("worker", worker.name))
 
     def bump_box(self, attempt: Attempt, box: Box) -> None:
         box.version = self.next_version()
-        self.touched.add((attempt.run, attempt.number))
+        self.touch(attempt, box)
         self.changed(("box", attempt.run, attempt.number, box.number))
+
+    def worker_pace(self) -> Pace:
+        return of_workers(max(self.fleet, len(self.workers)), self.strain, self.limits)
+
+    def count_fleet(self, now: float) -> None:
+        """The pace follows a fleet that grows at once, and one that shrinks after a while: a coordinator that has lost
+        many because there was more to do than it could would else ask the others for more calls, and lose them too."""
+        if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
+            self.fleet, self.fleet_at = len(self.workers), now
+
+    def box_pace(self) -> Pace:
+        return of_boxes(self.live_boxes, self.strain, self.limits)
+
+    def touch(self, attempt: Attempt, box: Box) -> None:
+        self.touched.add((attempt.run, attempt.number, box.number))
 
     def lane_key(self, key: SlotKey, generation: int) -> bytes:
         """What a worker checks tickets with. Derived, so that it outlives a restart and is in no file."""
@@ -146,7 +172,8 @@ class Books:
 
     def add_box(self, attempt: Attempt, request: pb.OpenRunRequest, base: Position, now: float) -> Box:
         run = self.runs[attempt.run]
-        lease = now + self.limits.client_lease_s
+        self.live_boxes += 1
+        lease = now + self.box_pace().lease_s
         box = Box(request.box, request.client_id, request, base, Place.LIVE, lease, 0, reported_at=now)
         box.history.append(base)
         attempt.boxes[box.number] = box
@@ -201,7 +228,7 @@ class Books:
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
         """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
         box.place = Place.LIVE
-        box.lease_until = now + self.limits.client_lease_s
+        box.lease_until = now + self.box_pace().lease_s
         for slot in box.slots:
             if slot.phase == pb.WAITING:
                 self.waiting[slot.key] = slot
@@ -219,6 +246,7 @@ class Books:
             worker.slots.discard(slot.key)
             self.bump_worker(worker)
         slot.worker = slot.session = ""
+        self.placed -= 1
         return True
 
     def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
@@ -269,7 +297,7 @@ class Books:
 
     def place_waiting(self) -> None:
         """Gives waiting slots to workers that have room."""
-        if not any(worker.free > 0 for worker in self.workers.values()):
+        if self.room.is_full:
             return
         stuck: set[str] = set()
         """What no worker with room may run: one slot's answer is that of all with the same input_fn."""
@@ -278,7 +306,7 @@ class Books:
             opened, input_fn = box.opening, box.opening.loader.input_fn
             if input_fn in stuck:
                 continue
-            worker = choose(slot, opened.host_id, input_fn, self.workers.values())
+            worker = self.room.choose(slot, opened.host_id, input_fn)
             if worker is None:
                 stuck.add(input_fn)
                 continue
@@ -287,6 +315,7 @@ class Books:
             # A slot that has given something out must be taken over; one that never ran just starts.
             slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.ledger.snapshots(slot.key)))
             worker.slots.add(slot.key)
+            self.placed += 1
             self.save_slot(slot)
             self.bump_worker(worker)
             self.bump_box(attempt, box)

@@ -2,6 +2,11 @@
 
 Ranks that ask for one step share one gathering, and those that come later get its result as long as it is kept: every
 rank saves the same bytes, and the workers are asked once.
+
+All answers in memory have one budget, `answers_max`. When half of it is used, a gathering lets go what all its askers
+have been sent, and cannot be joined after that. When all is used, results that are kept for later ranks go. If that is
+not enough, an answer waits at the door, with its bytes still at its worker. Only those of the box that a gathering's
+askers wait for next are let in all the same, for else nothing would ever move; so each gathering may take one box more.
 """
 
 from __future__ import annotations
@@ -17,19 +22,26 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 _Key = tuple[str, int, int, str]
 
+ROOM = ("room",)
+"""The topic of answers that wait at the door."""
+
 
 class Desk:
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._open: dict[_Key, Gathering] = {}
+        self._open: dict[int, Gathering] = {}
+        """All that have askers or open requests, by serial."""
+        self._joinable: dict[_Key, Gathering] = {}
         self._finished: OrderedDict[_Key, Gathering] = OrderedDict()
+        self._asked: dict[str, Gathering] = {}
+        """Request -> who asks."""
 
-    def wants(self, now: float) -> list[tuple[Want, float]]:
-        """All open requests, with the seconds that the most patient asker still has."""
+    def wants(self, worker: str, now: float) -> list[tuple[Want, float]]:
+        """The worker's open requests, with the seconds that the most patient asker still has."""
         return [
             (want, max(0.0, gathering.deadline - now))
             for gathering in self._open.values()
-            for want in gathering.requests.values()
+            for want in gathering.by_worker.get(worker, {}).values()
         ]
 
     def begin(self, request: pb.FetchStateRequest, asker: int | None, now: float) -> Gathering:
@@ -54,82 +66,164 @@ class Desk:
             )
         key = (run.name, attempt.number, step, "")
         self._forget(attempt, first)
-        gathering = self._finished.get(key) or self._open.get(key) or Gathering(*key[:3])
+        gathering = self._finished.get(key) or self._joinable.get(key)
+        if gathering is None:
+            gathering = Gathering(*key[:3], self._books.next_version(), attempt.num_boxes)
+            gathering.at_once = self._books.limits.asked_at_once
         return self._ask(gathering, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> Gathering:
         """Have a worker of the box aggregate the states in a blob."""
         attempt = self._books.attempt(request.run, request.attempt)
-        wanted = Aggregation(attempt.run, attempt.number, request.step, box=box, blob=request.aggregate_blob)
-        return self._ask(self._open.get(wanted.key) or wanted, now + request.deadline_s)
+        serial = self._books.next_version()
+        wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
+        return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
     def _ask(self, gathering: Gathering, deadline: float) -> Gathering:
         gathering.askers += 1
         gathering.deadline = max(gathering.deadline, deadline)
+        self._open[gathering.serial] = gathering
         if not gathering.done:
-            self._open[gathering.key] = gathering
+            self._joinable[gathering.key] = gathering
             self._replan(gathering)
         return gathering
 
-    def end(self, gathering: Gathering) -> None:
+    def sent(self, gathering: Gathering, box: int) -> None:
+        """One of the askers has been sent the box's records."""
+        gathering.sent[box] += 1
+        if gathering.sent[box] >= gathering.askers and self.held > self._books.limits.answers_max // 2:
+            self._let_go(gathering)
+
+    def end(self, gathering: Gathering, sent: int) -> None:
+        """An asker leaves that was sent the first `sent` boxes."""
         gathering.askers -= 1
-        key = gathering.key
-        if gathering.askers == 0 and self._open.get(key) is gathering:
-            del self._open[key]
-            before, gathering.requests = set(gathering.requests.values()), {}
-            self._announce(gathering, before)
+        for box in range(sent):
+            if box in gathering.sent:
+                gathering.sent[box] -= 1
+        if gathering.askers == 0 and self._open.pop(gathering.serial, None) is not None:
+            if self._joinable.get(gathering.key) is gathering:
+                del self._joinable[gathering.key]
+            gathering.ask_no_more()
+            self._announce(gathering)
+            self._books.changed(ROOM)
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    @property
+    def held(self) -> int:
+        """Bytes of answers in memory and on the way."""
+        kept = {gathering.serial: gathering.held for gathering in (*self._open.values(), *self._finished.values())}
+        return sum(kept.values())
+
+    def wanted(self, request: str) -> bool:
+        return request in self._asked
+
+    def admit(self, request: str, size: int, now: float) -> float | None:
+        """None: the bytes may come now, or nobody wants them. Else the seconds that the asker still has."""
+        gathering = self._asked.get(request)
+        if gathering is None or request in gathering.coming:
+            return None
+        if self.held + size > self._books.limits.answers_max:
+            self._make_room(size)
+            is_next = gathering.is_next(gathering.requests[request])
+            if self.held + size > self._books.limits.answers_max and not is_next:
+                return max(0.0, gathering.deadline - now)
+        gathering.coming[request] = size
+        gathering.held += size
+        return None
+
+    def lost(self, request: str) -> None:
+        gathering = self._asked.get(request)
+        if gathering is not None:
+            gathering.held -= gathering.coming.pop(request, 0)
+            self._books.changed(ROOM)
+
+    def _make_room(self, size: int) -> None:
+        limit = self._books.limits.answers_max
+        while self._finished and self.held + size > limit:
+            self._finished.popitem(last=False)
+        for gathering in list(self._open.values()):
+            if self.held + size > limit:
+                self._let_go(gathering)
+
+    def _let_go(self, gathering: Gathering) -> None:
+        """Drops what all askers have been sent."""
+        for box in [box for box, askers in gathering.sent.items() if askers >= gathering.askers]:
+            del gathering.sent[box]
+            gathering.held -= gathering.boxes.pop(box).size
+            gathering.let_go = True
+        if gathering.let_go:
+            for kept in (self._joinable, self._finished):
+                if kept.get(gathering.key) is gathering:
+                    del kept[gathering.key]
+            self._books.changed(ROOM)
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
-        """A request's id names run, attempt and step, so at most one gathering has it."""
-        for gathering in list(self._open.values()):
-            if answer.request in gathering.requests:
-                before = set(gathering.requests.values())
-                gathering.answered(self._books.attempt(gathering.run, gathering.attempt), answer, data)
-                self._announce(gathering, before)
-                if answer.ended:  # an end that the others can use
-                    self._books.touched.add((gathering.run, gathering.attempt))
+        """A request's id names its gathering."""
+        gathering = self._asked.get(answer.request)
+        if gathering is None:
+            return
+        want = gathering.requests[answer.request]
+        attempt = self._books.attempt(gathering.run, gathering.attempt)
+        gathering.answered(attempt, answer, data)
+        self._announce(gathering)
+        if answer.ended:  # an end that the others can use
+            self._books.touch(attempt, attempt.boxes[want.key.box])
+
+    # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
         """Plans again what has been touched since."""
         touched, self._books.touched = self._books.touched, set()
-        for gathering in list(self._open.values()):
-            if (gathering.run, gathering.attempt) in touched:
-                self._replan(gathering)
-        for key in [key for key in self._finished if key[:2] in touched]:
-            run = self._books.runs.get(key[0])
-            if run is None or run.current is None or run.current.number != key[1]:
+        if not touched:
+            return
+        for run, attempt, box in sorted(touched):  # a set's order differs in each process
+            for gathering in list(self._open.values()):
+                if (gathering.run, gathering.attempt) == (run, attempt) and not gathering.done:
+                    self._replan(gathering, box)
+        over = {key[:2] for key in self._finished} & {place[:2] for place in touched}
+        for key in [key for key in self._finished if key[:2] in over]:
+            known = self._books.runs.get(key[0])
+            if known is None or known.current is None or known.current.number != key[1]:
                 del self._finished[key]
 
-    def _replan(self, gathering: Gathering) -> None:
-        before = set(gathering.requests.values())
+    def _replan(self, gathering: Gathering, box: int | None = None) -> None:
         try:
-            gathering.refresh(self._books.attempt(gathering.run, gathering.attempt))
+            gathering.refresh(self._books.attempt(gathering.run, gathering.attempt), box)
         except (SupersededError, UnknownRunError) as error:
             gathering.fail(error)
-        self._announce(gathering, before)
+        self._announce(gathering)
 
-    def _announce(self, gathering: Gathering, before: set[Want]) -> None:
-        """Wakes the workers whose requests differ from `before`, and the askers if it is done."""
-        for name in sorted({want.worker for want in before ^ set(gathering.requests.values())}):
+    def _announce(self, gathering: Gathering) -> None:
+        """Wakes the workers whose requests have changed, and the askers of boxes that are complete."""
+        changed, gathering.changed = gathering.changed, []
+        completed, gathering.completed = gathering.completed, []
+        for want in changed:
+            if want.id in gathering.requests:
+                self._asked[want.id] = gathering
+            else:
+                self._asked.pop(want.id, None)
+        for name in sorted({want.worker for want in changed}):
             worker = self._books.workers.get(name)
             if worker is not None:
                 self._books.bump_worker(worker)
         if gathering.done:
-            key = gathering.key
-            asked = self._open.pop(key, None) is gathering
-            if asked and gathering.result is not None and not isinstance(gathering, Aggregation):
-                self._finished[key] = gathering
-                kept = [finished.result.size for finished in self._finished.values() if finished.result is not None]
-                while sum(kept) > self._books.limits.answers_cached:
-                    self._finished.popitem(last=False)
-                    del kept[0]
-            self._books.changed(gathering.topic)
+            asked = self._joinable.get(gathering.key) is gathering
+            if asked:
+                del self._joinable[gathering.key]
+            if asked and gathering.failure is None and not isinstance(gathering, Aggregation):
+                self._finished[gathering.key] = gathering
+                self._make_room(0)
+        for box in range(gathering.num_boxes) if gathering.failure is not None else completed:
+            self._books.changed(gathering.topic(box))
+        if completed or gathering.failure is not None:
+            self._books.changed(ROOM)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
         """Drops results out of the window, and those that took for final what a box has since left behind."""
         for key, gathering in list(self._finished.items()):
-            if key[:2] != (attempt.run, attempt.number) or gathering.result is None:
+            if key[:2] != (attempt.run, attempt.number):
                 continue
-            left_behind = any(attempt.boxes[box].step != step for box, step in gathering.result.finals.items())
+            left_behind = any(attempt.boxes[box].step != step for box, step in gathering.finals.items())
             if key[2] < first or left_behind:
                 del self._finished[key]

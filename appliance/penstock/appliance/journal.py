@@ -25,6 +25,9 @@ from penstock.proto.errors import JournalError
 
 SCHEMA = 1
 
+Rows = dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]]
+"""What is to be written: statement and values, under a key that a later one for the same row replaces."""
+
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # table: key columns, other columns. A seed is text: SQLite's integers have a sign, ours have 64 bits without one.
     "runs": (("run",), ("seed", "num_boxes", "num_workers", "attempt", "generation")),
@@ -147,7 +150,9 @@ class Journal:
             script += f"\n{_table(table)};"
         self._db = open_database(self._path, script)
         self._db.row_factory = sqlite3.Row
-        self._pending: dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]] = {}
+        self.pending: Rows = {}
+        self.deferred = False
+        """`commit` leaves the writing to someone else: see syncing.py."""
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
@@ -176,6 +181,17 @@ class Journal:
         """For messages."""
         return str(self._path or "the journal in memory")
 
+    def note(self, name: str, value: str) -> None:
+        """Keeps a small fact, with the next commit."""
+        self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def noted(self, name: str, default: str) -> str:
+        """What was noted before the start."""
+        try:
+            return self._meta(name, default)
+        except sqlite3.Error as error:
+            raise JournalError(f"{self.name} cannot be read: {error}") from error
+
     def rows(self, table: str) -> list[Mapping[str, Any]]:
         """A whole table, by key."""
         keys, _ = TABLES[table]
@@ -201,31 +217,50 @@ class Journal:
         self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
 
     def _add(self, key: tuple[Any, ...], sql: str, values: tuple[Any, ...]) -> None:
-        self._pending.pop(key, None)  # a row that is written twice is written once, in its last place
-        self._pending[key] = (sql, values)
+        self.pending.pop(key, None)  # a row that is written twice is written once, in its last place
+        self.pending[key] = (sql, values)
 
     def commit(self) -> None:
         """Everything put or dropped is on disk after this. JournalError: nothing is; the next call tries again."""
-        if not self._pending:
+        if not self.pending or self.deferred:
             return
+        rows = self.take()
+        try:
+            self.write(rows)
+        except JournalError:
+            self.put_back(rows)
+            raise
+
+    def take(self) -> Rows:
+        """What waits to be written, which is the caller's now."""
+        rows, self.pending = self.pending, {}
+        return rows
+
+    def put_back(self, rows: Rows) -> None:
+        """They could not be written; what has been put since counts more."""
+        newer, self.pending = self.pending, rows
+        for key, (sql, values) in newer.items():
+            self._add(key, sql, values)
+
+    def write(self, rows: Rows) -> None:
+        """They are on disk after this. Called from one thread at a time, whichever."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            for sql, values in self._pending.values():
+            for sql, values in rows.values():
                 self._db.execute(sql, values)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise JournalError(
-                f"{self.name} cannot be written ({error}); {len(self._pending)} rows of {self._pending_bytes()} bytes "
-                "wait: see that the disk has room and can be written to, they are tried again with the next call"
+                f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: see that "
+                "the disk has room and can be written to, they are tried again with the next call"
             ) from error
-        self._pending.clear()
-
-    def _pending_bytes(self) -> int:
-        """Of the values alone; SQLite writes whole pages."""
-        rows = [values for _, values in self._pending.values()]
-        return sum(len(value) if isinstance(value, str | bytes) else 8 for row in rows for value in row)
 
     def close(self) -> None:
         self._db.close()
+
+
+def _bytes_of(rows: Rows) -> int:
+    """Of the values alone; SQLite writes whole pages."""
+    return sum(len(value) if isinstance(value, str | bytes) else 8 for _, values in rows.values() for value in values)

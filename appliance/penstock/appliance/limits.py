@@ -29,17 +29,28 @@ class Limits:
 
     worker_lease_s: float = 3.0
     """A worker that was silent so long is taken for dead. The daemon runs no user code and reports three times a lease,
-    so this much silence means that it is gone, stopped or cut off."""
+    so this much silence means that it is gone, stopped or cut off. In a large fleet it is longer: see pace.py."""
     hung_up_s: float = 1.5
     """What is left of a worker's lease when its connection ends in the middle of a heartbeat. A process that dies is
-    known by that at once; one whose connection was cut alone is back within half a second."""
+    known by that at once; one whose connection was cut alone is back within half a second. It grows with the lease."""
     client_lease_s: float = 10.0
     """A training process may hold the GIL for seconds (a compile, a large pickle), which stops its reporting thread."""
     hold_share: float = 1 / 3
     """A long poll is answered after this share of the lease at the latest, so that two may be lost unharmed."""
+    beat_s: float = 1.0
+    """Between two calls of a peer with nothing to say, in a small fleet: so old may be what `penstock status` tells."""
+    heartbeats_per_s: float = 2000.0
+    """Of the whole fleet: above 2,000 workers beat and lease grow. See docs/benchmarks.md for what a call costs."""
+    watches_per_s: float = 500.0
+    """Of all boxes."""
+    shrinks_after_s: float = 60.0
+    """The pace follows a fleet that has become smaller after so long."""
+    lease_max_s: float = 300.0
+    """The longest lease that a peer can say it was told."""
     stall_s: float = 1.0
     """A coordinator that was itself stopped for longer extends every lease by the gap: it has heard nobody, and that
-    says nothing about them."""
+    says nothing about them. One that is only late, because there is more to do than it can, extends them by that: what
+    it has not got to yet may be the very call that it waits for."""
     linger_s: float = 60.0
     """A closed box keeps its workers so long while others are open: a rank that saves after its last step still gets
     the state of those that left before it."""
@@ -58,10 +69,23 @@ class Limits:
     for states to resume from, without which nothing can start."""
     value_max: int = 900_000_000
     """A single snapshot, blob or state. SQLite's own cap on a value is 1,000,000,000."""
+    transfers_max: int = 64 * MIB
+    """Bytes of snapshots and blobs in memory on their way to the disk; one that is larger comes alone."""
     blob_idle_s: float = 3600.0
     """A blob that no open attempt names is dropped so long after it came: boxes send it before they open."""
-    answers_cached: int = 256 * MIB
-    """Gathered states kept for the other ranks that ask for the same step."""
+    snapshot_bytes_per_s: float = 32 * MIB
+    """Of the whole fleet, beyond the first one of each slot. A round of 10,000 slots with 76 kB each takes 23 s."""
+    snapshots_per_s: float = 400.0
+    """Of the whole fleet: small ones cost the coordinator calls, not bytes."""
+    snapshot_slot_bytes_per_s: float = 4 * MIB
+    snapshot_every_s: float = 1.0
+    """Of one slot, however small the fleet."""
+    answers_max: int = 256 * MIB
+    """Bytes of answers to state queries in memory: those that wait to be sent, and those kept for other ranks that ask
+    for the same step. Where it is short, each query may still take the records of one box more."""
+    asked_at_once: int = 1024
+    """Slots that a state query asks at once, or one box if that has more: gRPC itself may hold 64 KiB of each answer
+    that has begun to arrive, and 10,000 answers at once would keep heartbeats waiting."""
 
     past_attempts: int = 16
     """Attempts of a run that are remembered by number, key and clients, so that a late call of one is refused."""
@@ -84,6 +108,11 @@ class Limits:
     """Ends of passes in a worker's answer. It keeps 1,024."""
     history_entries: int = 64
     """Reported positions kept per box to know what lay one retention window ago."""
+
+    @property
+    def tick_s(self) -> float:
+        """Between two looks at the leases."""
+        return min(self.worker_lease_s, self.client_lease_s) / TICK_SHARE
 
 
 MEMORY_BUDGET = 512 * MIB

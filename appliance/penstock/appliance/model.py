@@ -169,11 +169,17 @@ class Attempt:
     why: str = ""
     """Why it is no longer open."""
     boxes: dict[int, Box] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    """Boxes whose pass_ended is set."""
     last_live: float = 0.0
 
     @property
     def shape(self) -> str:
         return shape(self.num_boxes, self.num_workers)
+
+    def set_ended(self, box: Box, ended: bool) -> None:
+        box.pass_ended = ended
+        (self.ended.add if ended else self.ended.discard)(box.number)
 
     def all_live(self) -> bool:
         return all(box.place is Place.LIVE for box in self.boxes.values())

@@ -139,7 +139,7 @@ def _join(attempt: Attempt, request: pb.OpenRunRequest) -> Join:
         raise InvalidArgumentError(
             f"{where} comes with seed {request.seed}, the other boxes have {attempt.seed}: they must agree"
         )
-    for other in attempt.boxes.values():
+    for other in list(attempt.boxes.values())[:1]:  # which agrees with all others
         theirs, ours = other.opening.loader.input_fn, request.loader.input_fn
         if theirs != ours:
             raise RunShapeError(

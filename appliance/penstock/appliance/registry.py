@@ -9,14 +9,14 @@ Single-threaded by construction: methods never wait. The service waits, on the t
 
 Leases. Silence is the only sign of death that always comes. A worker's lease ends: its slots move. A client's lease
 ends: its workers are free at once, but its place stays its own until someone opens the next attempt, for a process
-that was stopped for a while is not dead, and can go on by recovery. If the coordinator itself was stopped, leases are
-extended by the gap: it has heard nobody, and that says nothing about them.
+that was stopped for a while is not dead, and can go on by recovery. How long a lease is, pace.py says. If the
+coordinator itself was stopped, leases are extended by the gap: it has heard nobody, and that says nothing about them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock.appliance import opening, views
 from penstock.appliance.books import Books, Topic
@@ -26,6 +26,7 @@ from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
+from penstock.appliance.pace import Promise, strained
 from penstock.appliance.placement import nobody_may
 from penstock.appliance.restore import restore
 from penstock.appliance.states import Gathering
@@ -79,9 +80,11 @@ class Registry:
         self._fresh_seed = fresh_seed
         self._desk = Desk(self.books)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._started = self._ticked = clock()
+        self._started = self._ticked = now = clock()
         self.books.tickets_expire = expiry(wall())
-        restore(self.books, clock())
+        self._to_workers = Promise(journal, "worker_lease_s", limits.worker_lease_s, now)
+        self._to_boxes = Promise(journal, "client_lease_s", limits.client_lease_s, now)
+        restore(self.books, now, self._to_workers.lease_s, self._to_boxes.lease_s)
 
     # ------------------------------------------------------------------------------------------------------ common
 
@@ -115,9 +118,16 @@ class Registry:
             case opening.Next():
                 attempt = self._next_attempt(name, run, request, now)
                 books.add_box(attempt, request, base, now)
+        pace = books.box_pace()
+        self._to_boxes.keep(pace.lease_s, now)
         self._settle()
         return pb.OpenRunReply(
-            run=name, attempt=attempt.number, seed=attempt.seed, lease_s=self.limits.client_lease_s, version=VERSION
+            run=name,
+            attempt=attempt.number,
+            seed=attempt.seed,
+            lease_s=pace.lease_s,
+            version=VERSION,
+            beat_s=pace.beat_s,
         )
 
     def _next_attempt(self, name: str, run: Run | None, request: pb.OpenRunRequest, now: float) -> Attempt:
@@ -139,11 +149,12 @@ class Registry:
         books.save_attempt(run.current)
         return run.current
 
-    def _renew(self, attempt: Attempt, box: Box, now: float) -> None:
-        box.lease_until = now + self.limits.client_lease_s
-        box.reported_at = now
+    def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
+        """`known_s`: the lease that the box goes by."""
         if box.place is Place.GONE:
             self.books.revive(attempt, box, now)
+        box.lease_until = now + self.books.box_pace().promised(known_s, self.limits.lease_max_s)
+        box.reported_at = now
 
     def _place_of(self, run: str, attempt_number: int, number: int, client_id: str) -> tuple[Attempt, Box]:
         attempt = self.books.attempt(run, attempt_number)
@@ -157,14 +168,29 @@ class Registry:
         return attempt, box
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        """One look; the service repeats `box_view` until the version is new or the hold is over."""
-        self._report(request)
+        """A report, and the answer at once; the service holds the answer until there is something new."""
+        self.report_box(request)
         return self.box_view(request)
+
+    def report_box(self, request: pb.WatchRunRequest) -> None:
+        self._report(request)
 
     def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        pace = self.books.box_pace()
+        self._to_boxes.keep(pace.lease_s, box.reported_at)
+        box.lease_until = max(box.lease_until, box.reported_at + pace.lease_s)
         self.books.journal.commit()
-        return views.watch_reply(self.books, attempt, box, self._wall())
+        return views.watch_reply(self.books, attempt, box, request.seen_version, pace, self._wall())
+
+    def box_hold(self, request: pb.WatchRunRequest) -> float:
+        """Seconds that a watch with nothing to tell is held."""
+        name = f"{request.run}.{request.box}"
+        return min(request.hold_s, self.books.box_pace().left(self._clock(), name))
+
+    def box_version(self, request: pb.WatchRunRequest) -> int:
+        _, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
+        return box.version
 
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
@@ -172,10 +198,10 @@ class Registry:
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for cut in request.cuts:
             check_counts(epoch=cut.epoch, step=cut.step)
-        self._renew(attempt, box, now)
+        self._renew(attempt, box, now, request.lease_s)
         if not box.told:
             box.told = True
-            self.books.touched.add((attempt.run, attempt.number))
+            self.books.touch(attempt, box)
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
@@ -186,11 +212,11 @@ class Registry:
                         f"box {box.number} has left {len(box.cuts)} passes: there is no more room"
                     )
                 box.cuts[cut.epoch] = cut.step
-                self.books.touched.add((attempt.run, attempt.number))
+                self.books.touch(attempt, box)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
             if request.pass_ended != box.pass_ended or delivered.epoch != box.delivered.epoch:
-                self.books.touched.add((attempt.run, attempt.number))
-            box.pass_ended = request.pass_ended
+                self.books.touch(attempt, box)
+            attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
             if delivered.slots:
                 self._progress(attempt, box, request, now)
@@ -237,13 +263,14 @@ class Registry:
             return
         if request.HasField("progress"):
             self._report(request.progress)
-        box.place, box.pass_ended = Place.CLOSED, True
+        box.place = Place.CLOSED
+        attempt.set_ended(box, True)
         if attempt.any_live():
             box.lingers_until = self._clock() + self.limits.linger_s
             for slot in box.slots:
                 self.books.waiting.pop(slot.key, None)
             self.books.save_box(attempt, box)
-            self.books.touched.add((attempt.run, attempt.number))
+            self.books.touch(attempt, box)
         else:
             self.books.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
             if request.forget:
@@ -280,7 +307,7 @@ class Registry:
             request.local_address,
             request.tcp_address,
             registered=True,
-            lease_until=now + self.limits.worker_lease_s,
+            lease_until=now,
             seen_at=now,
             version=books.next_version(),
             draining=draining,
@@ -288,6 +315,11 @@ class Registry:
             slots=keeps,
         )
         books.workers[worker.name] = worker
+        books.count_fleet(now)
+        pace = books.worker_pace()
+        self._to_workers.keep(pace.lease_s, now)
+        worker.lease_until = now + pace.lease_s
+        books.room.offer(worker)
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = books.slot(key)
             if slot is not None:
@@ -297,36 +329,53 @@ class Registry:
             if slot is not None:
                 books.bump_box(*books.box_of(slot))
         self._settle()
-        return pb.RegisterWorkerReply(lease_s=self.limits.worker_lease_s, version=VERSION)
+        return pb.RegisterWorkerReply(lease_s=pace.lease_s, version=VERSION, beat_s=pace.beat_s)
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        """One look; the service repeats `worker_view` until the version is new or the hold is over."""
+        """A report, and the answer at once; the service holds the answer until there is something new."""
+        self.report_worker(request)
+        return self.worker_view(request)
+
+    def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
         check_measures(hold_s=request.hold_s)
         for report in request.slots:
             check_measures(batches_per_s=report.batches_per_s)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
-            worker.lease_until, worker.seen_at = now + self.limits.worker_lease_s, now
+            worker.seen_at = now
+            worker.lease_until = now + self.books.worker_pace().promised(request.lease_s, self.limits.lease_max_s)
             for report in request.slots:
                 self._slot_report(worker, report, now)
             self._settle()
-        return self.worker_view(request)
 
     def worker_hung_up(self, name: str, session: str) -> None:
         """Its connection ended under a heartbeat. That is no proof, but a reason to wait less."""
         worker = self._registered(name, session)
         if worker is not None:
-            worker.lease_until = min(worker.lease_until, self._clock() + self.limits.hung_up_s)
+            longer = self.books.worker_pace().lease_s / self.limits.worker_lease_s
+            worker.lease_until = min(worker.lease_until, self._clock() + self.limits.hung_up_s * longer)
 
     def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        self.books.journal.commit()
         worker = self._registered(request.worker, request.session)
         if worker is None:
+            self.books.journal.commit()
             return pb.HeartbeatReply(register_again=True)
-        reply = views.heartbeat_reply(self.books, worker, self._desk.wants(self._clock()))
-        reply.wall_s = self._wall()
-        return reply
+        pace = self.books.worker_pace()
+        self._to_workers.keep(pace.lease_s, worker.seen_at)
+        worker.lease_until = max(worker.lease_until, worker.seen_at + pace.lease_s)
+        self.books.journal.commit()
+        wants = self._desk.wants(worker.name, self._clock())
+        return views.heartbeat_reply(self.books, worker, request.seen_version, pace, self._wall(), wants)
+
+    def worker_hold(self, request: pb.HeartbeatRequest) -> float:
+        """Seconds that a heartbeat with nothing to tell is held."""
+        return min(request.hold_s, self.books.worker_pace().left(self._clock(), request.worker))
+
+    def worker_version(self, request: pb.HeartbeatRequest) -> int:
+        """-1, which nobody has seen, for a worker that is to register again."""
+        worker = self._registered(request.worker, request.session)
+        return -1 if worker is None else worker.version
 
     def _registered(self, name: str, session: str) -> Worker | None:
         worker = self.books.workers.get(name)
@@ -428,9 +477,26 @@ class Registry:
         self._settle()
         return gathering
 
-    def end_state(self, gathering: Gathering) -> None:
-        """An asker has its answer or has given up. The last one that leaves ends the questions to the workers."""
-        self._desk.end(gathering)
+    def sent_state(self, gathering: Gathering, box: int) -> None:
+        """An asker has been sent the records of a box."""
+        self._desk.sent(gathering, box)
+
+    def end_state(self, gathering: Gathering, sent: int = 0) -> None:
+        """An asker has its answer or has given up, after the records of `sent` boxes. The last one that leaves ends the
+        questions to the workers."""
+        self._desk.end(gathering, sent)
+
+    def admit_state(self, answer: pb.StateAnswer) -> float | None:
+        """May the bytes of an answer come? None: yes, or nobody wants them; else the seconds that are left to wait for
+        room, which the topic `room` announces."""
+        return self._desk.admit(answer.request, answer.state_bytes, self._clock())
+
+    def answer_wanted(self, answer: pb.StateAnswer) -> bool:
+        return self._desk.wanted(answer.request)
+
+    def answer_lost(self, answer: pb.StateAnswer) -> None:
+        """Its bytes did not come after all."""
+        self._desk.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
         if len(answer.ends) > self.limits.answer_ends_max:
@@ -447,7 +513,10 @@ class Registry:
         """Looks at the leases. Call it several times a lease."""
         now, books, limits = self._clock(), self.books, self.limits
         gap, self._ticked = now - self._ticked, now
-        if gap > limits.stall_s:
+        books.strain = strained(books.strain, gap, limits.tick_s)
+        late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
+        if late > 0:
+            gap = late
             for worker in books.workers.values():
                 worker.lease_until += gap
             for attempt in books.open_attempts():
@@ -458,7 +527,9 @@ class Registry:
             del books.workers[worker.name]
             note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
             books.drop_worker(worker, note, now)
+        books.count_fleet(now)
         named: set[str] = set()
+        books.live_boxes = 0
         for attempt in books.open_attempts():
             for box in attempt.boxes.values():
                 named |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
@@ -469,7 +540,9 @@ class Registry:
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
                     books.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
-            if attempt.any_live():
+            live = sum(box.place is Place.LIVE for box in attempt.boxes.values())
+            books.live_boxes += live
+            if live:
                 attempt.last_live = now
             elif now - attempt.last_live > limits.abandoned_s:
                 why = (
@@ -479,6 +552,8 @@ class Registry:
         books.ledger.drop_idle_blobs(named, now)
         self._renew_tickets()
         self._fail_what_nobody_may_run(now)
+        self._to_workers.take_back(books.worker_pace().lease_s, now)
+        self._to_boxes.take_back(books.box_pace().lease_s, now)
         self._settle()
 
     def _renew_tickets(self) -> None:
@@ -492,7 +567,7 @@ class Registry:
     def _fail_what_nobody_may_run(self, now: float) -> None:
         """Slots that never ran and that no worker which is there may run. One that did run waits for its worker to come
         back; and a coordinator that has just started waits for all of them, for as long as their leases."""
-        if now - self._started < self.limits.worker_lease_s:
+        if now - self._started < self._to_workers.lease_s:
             return
         asked: dict[str, str] = {}
         for key, slot in list(self.books.waiting.items()):
@@ -507,5 +582,12 @@ class Registry:
                 self.books.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
 
     def status(self) -> pb.StatusReply:
+        reply = pb.StatusReply()
+        for _ in self.status_steps(reply):
+            pass
+        return reply
+
+    def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
+        """Fills the reply in steps."""
         now = self._clock()
-        return views.status_reply(self.books, now, now - self._started)
+        return views.fill_status(reply, self.books, now, now - self._started)

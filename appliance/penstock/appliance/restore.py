@@ -20,10 +20,11 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def restore(books: Books, now: float) -> None:
-    """Fills empty books. Raises JournalError for rows that SQLite can read and that make no books."""
+def restore(books: Books, now: float, worker_lease_s: float, client_lease_s: float) -> None:
+    """Fills empty books. The leases are the longest that were promised before. Raises JournalError for rows that SQLite
+    can read and that make no books."""
     try:
-        _fill(books, now)
+        _fill(books, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
         raise JournalError(
             f"{books.journal.name} holds rows that do not fit together ({type(error).__name__}: {error}): restore it "
@@ -31,7 +32,7 @@ def restore(books: Books, now: float) -> None:
         ) from error
 
 
-def _fill(books: Books, now: float) -> None:
+def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float) -> None:
     journal = books.journal
     for row in journal.rows("runs"):
         seed = int(row["seed"])
@@ -48,6 +49,7 @@ def _fill(books: Books, now: float) -> None:
         run = books.runs[row["run"]]
         if run.current is not None and row["attempt"] == run.current.number:
             _box(books, run.current, row, now)
+            books.live_boxes += row["place"] == Place.LIVE.value
         else:
             run.past[row["attempt"]].clients[row["box"]] = row["client_id"]
     for row in journal.rows("slots"):
@@ -57,6 +59,13 @@ def _fill(books: Books, now: float) -> None:
         assert slot is not None
         slot.skips[row["epoch"], row["total"]] = row["count"]
         slot.skipped[row["epoch"], row["total"]] = row["own"]
+    worker_lease_s = max(worker_lease_s, books.worker_pace().lease_s)
+    for worker in books.workers.values():
+        worker.lease_until = now + worker_lease_s
+    client_lease_s = max(client_lease_s, books.box_pace().lease_s)
+    for attempt in books.open_attempts():
+        for box in attempt.boxes.values():
+            box.lease_until = now + client_lease_s
     still_open = {(attempt.run, attempt.number) for attempt in books.open_attempts()}
     for run_name, number in books.ledger.attempts() - still_open:
         books.ledger.drop_attempt(run_name, number)
@@ -65,8 +74,7 @@ def _fill(books: Books, now: float) -> None:
 def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
     base = opening.validate(request, books.limits)
-    lease = now + books.limits.client_lease_s
-    box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), lease, books.next_version())
+    box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), now, books.next_version())
     box.reported_at, box.told = now, False
     box.history.append(base)
     if box.place is Place.CLOSED:
@@ -87,9 +95,9 @@ def _slot(books: Books, row: Mapping[str, Any], now: float) -> None:
     if slot.worker:
         worker = books.workers.get(slot.worker)
         if worker is None:
-            lease, version = now + books.limits.worker_lease_s, books.next_version()
-            worker = Worker(slot.worker, slot.session, "", 0, "", "", False, lease, now, version)
+            worker = Worker(slot.worker, slot.session, "", 0, "", "", False, now, now, books.next_version())
             books.workers[worker.name] = worker
         worker.slots.add(slot.key)
+        books.placed += 1
     elif slot.phase == pb.WAITING and box.place is Place.LIVE:
         books.waiting[slot.key] = slot

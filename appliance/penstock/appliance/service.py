@@ -1,11 +1,12 @@
 """The gRPC edge: waits, transfers and deadlines around the registry, which knows none of them.
 
-One event loop and no locks: a registry method runs from start to end without anybody else. Long polls are coroutines
-that sleep on the topics that the registry announces. The bytes of snapshots and blobs go through one thread of their
-own, so that a slow disk delays a worker's snapshot and never a lease.
+One event loop and no locks: a registry method runs from start to end without anybody else. What it has changed is on
+disk before its reply leaves, an error too (syncing.py). Long polls are coroutines that sleep on the topics that the
+registry announces. The bytes of snapshots and blobs go through one thread of their own (writer.py), so that a slow disk
+delays a worker's snapshot and never a lease.
 
 A value in parts is gathered in memory up to the size that its header declared, which was checked against the budget
-before the first byte was taken.
+before the first byte was taken. Where memory for it is short it is not read on: its bytes wait at the sender.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import io
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -24,12 +24,15 @@ import grpc.aio
 from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.checks import check_counts
+from penstock.appliance.desk import ROOM
 from penstock.appliance.ledger import Drop
-from penstock.appliance.limits import TICK_SHARE, Limits
+from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
-from penstock.appliance.states import Gathered
+from penstock.appliance.states import BoxState, Gathering
 from penstock.appliance.store import Store
+from penstock.appliance.syncing import Syncing
+from penstock.appliance.writer import Inflow, Writer
 from penstock.proto.calls import blob_name, pieces
 from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import (
@@ -99,7 +102,7 @@ class Service(CoordinatorServicer):
     """
     Args:
         registry: told of every call.
-        store: where the bytes are; used from this object's thread only.
+        store: where the bytes are; used from the writer's thread only.
         signals: its `changed` is the registry's.
     """
 
@@ -109,27 +112,30 @@ class Service(CoordinatorServicer):
         self._store = store
         self._signals = signals
         self._limits = limits
-        self._disk = ThreadPoolExecutor(1, "penstock-store")
         self._admission = Admission(limits.admissions, time.monotonic)
+        self._journal = Syncing(registry.books.journal)
+        self._disk = Writer(store)
+        self._inflow = Inflow(limits.transfers_max)
         self._drops: list[Drop] = []
         self._closing = False
 
-    async def _on_disk(self, work: Callable[..., _Result], *args: Any) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *args)
-
     async def run_ticker(self) -> None:
         """Looks at the leases and removes from disk what the ledger has dropped; for ever."""
-        period_s = min(self._limits.worker_lease_s, self._limits.client_lease_s) / TICK_SHARE
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(self._limits.tick_s)
             try:
-                self._registry.tick()
+                async with self._journal.synced():
+                    self._registry.tick()
                 self._drops += self._ledger.take_drops()
-                if self._drops:
-                    await self._on_disk(self._store.drop, list(self._drops))
-                    self._drops.clear()
+                if self._drops and not self._disk.is_dropping:
+                    drops, self._drops = self._drops, []
+                    self._disk.drop(drops, self._not_dropped)
             except JournalError as error:
                 log.error("%s", error)  # a full disk: nothing was acknowledged; the next tick tries again
+
+    def _not_dropped(self, drops: list[Drop], error: Exception) -> None:
+        log.error("%s", error)
+        self._drops += drops  # the next tick tries again
 
     def wind_down(self) -> None:
         """Answers all long polls now; called before the server stops."""
@@ -137,19 +143,17 @@ class Service(CoordinatorServicer):
         self._signals.wake_all()
 
     def close(self) -> None:
-        self._disk.shutdown()
+        self._disk.close()
+        self._journal.close()
 
-    async def _hold(
-        self, topic: Topic, hold_s: float, lease_s: float, look: Callable[[], tuple[_Result, bool]]
-    ) -> _Result:
-        """Repeats `look` whenever the topic changes, until it says that its result is new or the hold is over."""
+    async def _hold(self, topic: Topic, hold_s: float, seen: int, version: Callable[[], int]) -> None:
+        """Waits until `version` is another one than was seen, or the hold is over."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(hold_s, lease_s * self._limits.hold_share)
+        until = loop.time() + hold_s
+        if hold_s <= 0 or version() != seen:
+            return
         with self._signals.on(topic) as event:
-            while True:
-                result, new = look()
-                if new or self._closing or loop.time() >= until:
-                    return result
+            while version() == seen and not self._closing and loop.time() < until:
                 event.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
@@ -159,101 +163,117 @@ class Service(CoordinatorServicer):
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
         self._admission.admit(address_of(context.peer()), "OpenRun")
-        return self._registry.open_run(request)
+        async with self._journal.synced():
+            return self._registry.open_run(request)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
-        self._registry.watch_run(request)
-
-        def look() -> tuple[pb.WatchRunReply, bool]:
-            reply = self._registry.box_view(request)
-            return reply, reply.version != request.seen_version
-
-        topic = ("box", request.run, request.attempt, request.box)
-        return await self._hold(topic, request.hold_s, self._limits.client_lease_s, look)
+        registry = self._registry
+        async with self._journal.synced():
+            registry.report_box(request)
+            topic = ("box", request.run, request.attempt, request.box)
+            hold_s, seen = registry.box_hold(request), request.seen_version
+            await self._hold(topic, hold_s, seen, lambda: registry.box_version(request))
+            return registry.box_view(request)
 
     async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
-        self._registry.close_run(request)
+        async with self._journal.synced():
+            self._registry.close_run(request)
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
-        gathered = await self._gathered(request)
-        for record, data in gathered.records:
-            first = record.local_worker_id == 0
-            yield pb.StatePart(record=record, position=gathered.positions.get(record.box) if first else None)
-            for piece in pieces(data):
-                yield pb.StatePart(data=piece)
-
-    async def _gathered(self, request: pb.FetchStateRequest) -> Gathered:
         loop = asyncio.get_running_loop()
-        until = loop.time() + request.deadline_s
-        gathering = self._registry.begin_state(request)
+        until, sent = loop.time() + request.deadline_s, 0
+        async with self._journal.synced():
+            gathering = self._registry.begin_state(request)
         try:
-            with self._signals.on(gathering.topic) as event:
-                while not gathering.done:
-                    event.clear()
+            for number in range(gathering.num_boxes):
+                async with self._journal.synced():
+                    state = await self._complete(gathering, number, until, request.deadline_s)
+                began = loop.time()
+                for index, (record, data) in enumerate(state.records):
+                    first, *more = pieces(data) if data else [b""]
+                    yield pb.StatePart(record=record, data=first, position=None if index else state.position)
+                    for piece in more:
+                        yield pb.StatePart(data=piece)
+                self._registry.sent_state(gathering, number)
+                sent += 1
+                until += loop.time() - began  # a reader that is slow takes its own time, not the workers'
+                gathering.deadline = max(gathering.deadline, until)
+        finally:
+            self._registry.end_state(gathering, sent)
+
+    async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
+        """The records of one box, once it is complete."""
+        with self._signals.on(gathering.topic(number)) as event:
+            while number not in gathering.boxes and gathering.failure is None:
+                event.clear()
+                try:
                     async with asyncio.timeout_at(until):
                         await event.wait()
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the state of run {gathering.run} at step {gathering.step} was not complete after "
-                f"{request.deadline_s:g} s; waited for {gathering.waits_for()}"
-            ) from error
-        finally:
-            self._registry.end_state(gathering)
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"the state of run {gathering.run} at step {gathering.step} was not complete after "
+                        f"{deadline_s:g} s; waited for {gathering.waits_for()}"
+                    ) from error
         if gathering.failure is not None:
             raise error_of(detail_of(gathering.failure))  # a copy: several askers raise it
-        assert gathering.result is not None
-        return gathering.result
+        return gathering.boxes[number]
 
     # -------------------------------------------------------------------------------------------------------- workers
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
         self._admission.admit(address_of(context.peer()), "RegisterWorker")
-        return self._registry.register_worker(request)
+        async with self._journal.synced():
+            return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
-        self._registry.heartbeat(request)
-
-        def look() -> tuple[pb.HeartbeatReply, bool]:
-            reply = self._registry.worker_view(request)
-            return reply, reply.register_again or reply.version != request.seen_version
-
+        registry = self._registry
         try:
-            return await self._hold(("worker", request.worker), request.hold_s, self._limits.worker_lease_s, look)
+            async with self._journal.synced():
+                registry.report_worker(request)
+                hold_s, seen = registry.worker_hold(request), request.seen_version
+                await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
+                return registry.worker_view(request)
         except asyncio.CancelledError:
             if not self._closing:
-                self._registry.worker_hung_up(request.worker, request.session)
+                registry.worker_hung_up(request.worker, request.session)
             raise
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context
     ) -> pb.DeregisterWorkerReply:
-        self._registry.deregister_worker(request)
+        async with self._journal.synced():
+            self._registry.deregister_worker(request)
         return pb.DeregisterWorkerReply()
 
     async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
-        header = (await anext(parts, pb.SnapshotPart())).header
-        check_counts(epoch=header.epoch, total=header.total, delivered=header.delivered)
-        check_counts(samples=header.samples, step=header.step)
-        key = SlotKey(header.run, header.attempt, header.box, header.slot)
-        self._registry.slot_of_generation(key, header.generation)
-        refused = self._ledger.why_refused(key, header.size)
-        if refused:
-            return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
-        transfer = Transfer("PutSnapshot", header.size)
-        with self._ledger.expecting(header.size):
-            async for part in parts:
-                transfer.add(part.data)
+        async with self._journal.synced():
+            first = await anext(parts, pb.SnapshotPart())
+            header = first.header
+            check_counts(epoch=header.epoch, total=header.total, delivered=header.delivered)
+            check_counts(samples=header.samples, step=header.step)
+            key = SlotKey(header.run, header.attempt, header.box, header.slot)
             self._registry.slot_of_generation(key, header.generation)
-            await self._on_disk(self._store.put_snapshot, header, transfer.all())
-        self._registry.snapshot_stored(header)
-        return pb.PutSnapshotReply(free_bytes=self._ledger.free)
+            refused = self._ledger.why_refused(key, header.size)
+            if refused:
+                return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
+            transfer = Transfer("PutSnapshot", header.size)
+            with self._ledger.expecting(header.size):
+                async with self._inflow.taken(header.size):
+                    transfer.add(first.data)
+                    async for part in parts:
+                        transfer.add(part.data)
+                    self._registry.slot_of_generation(key, header.generation)
+                    await self._disk.put_snapshot(header, transfer.all())
+            self._registry.snapshot_stored(header)
+            return pb.PutSnapshotReply(free_bytes=self._ledger.free)
 
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
         key = SlotKey(request.run, request.attempt, request.box, request.slot)
-        self._registry.slot_of_generation(key, request.generation)
+        async with self._journal.synced():
+            self._registry.slot_of_generation(key, request.generation)
         for kept in self._ledger.snapshots(key):
-            found = await self._on_disk(self._store.snapshot, key, kept)
+            found = await self._disk.run(self._store.snapshot, key, kept)
             if found is None:
                 continue  # dropped since: a newer one that serves as well follows
             header, data = found
@@ -262,16 +282,40 @@ class Service(CoordinatorServicer):
                 yield pb.SnapshotPart(data=piece)
 
     async def PutState(self, parts: AsyncIterator[pb.AnswerPart], context: _Context) -> pb.PutStateReply:
-        answer = (await anext(parts, pb.AnswerPart())).answer
+        first = await anext(parts, pb.AnswerPart())
+        answer = first.answer
         if answer.state_bytes > self._limits.value_max:
             raise InvalidArgumentError(
                 f"a state of {answer.state_bytes} bytes is above the {self._limits.value_max} that can be taken"
             )
+        if not self._registry.answer_wanted(answer):
+            return pb.PutStateReply()  # late: nobody will look at its bytes
+        await self._admitted(answer)
         transfer = Transfer("PutState", answer.state_bytes)
-        async for part in parts:
-            transfer.add(part.data)
-        self._registry.answer_state(answer, transfer.all())
+        try:
+            transfer.add(first.data)
+            async for part in parts:
+                transfer.add(part.data)
+            async with self._journal.synced():
+                self._registry.answer_state(answer, transfer.all())
+        except BaseException:
+            self._registry.answer_lost(answer)
+            raise
         return pb.PutStateReply()
+
+    async def _admitted(self, answer: pb.StateAnswer) -> None:
+        """Waits until there is room for the answer's bytes."""
+        with self._signals.on(ROOM) as event:
+            while (left_s := self._registry.admit_state(answer)) is not None:
+                event.clear()
+                try:
+                    async with asyncio.timeout(left_s):
+                        await event.wait()
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"no room for the {answer.state_bytes} bytes of answer {answer.request} before the query's "
+                        "deadline: its askers do not read the records before it"
+                    ) from error
 
     # ---------------------------------------------------------------------------------------------- blobs, operators
 
@@ -284,21 +328,25 @@ class Service(CoordinatorServicer):
                 raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
             transfer = Transfer("PutBlob", size)
             with self._ledger.expecting(size):
-                async for part in parts:
-                    transfer.add(part.data)
-                data = transfer.all()
-                if await self._on_disk(blob_name, data) != name:
-                    raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
-                await self._on_disk(self._store.put_blob, name, data)
+                async with self._inflow.taken(size):
+                    async for part in parts:
+                        transfer.add(part.data)
+                    data = transfer.all()
+                    if await self._disk.run(blob_name, data) != name:
+                        raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
+                    await self._disk.run(self._store.put_blob, name, data)
         self._registry.blob_stored(name, size)
         return pb.PutBlobReply(blob=name)
 
     async def GetBlob(self, request: pb.GetBlobRequest, context: _Context) -> AsyncIterator[pb.BlobPart]:
-        data = await self._on_disk(self._store.blob, request.blob)
+        data = await self._disk.run(self._store.blob, request.blob)
         if data is None:
             raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
         for piece in pieces(data):
             yield pb.BlobPart(data=piece)
 
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
-        return self._registry.status()
+        reply = pb.StatusReply()
+        for _ in self._registry.status_steps(reply):
+            await asyncio.sleep(0)  # thousands of slots are told in steps, between which others have their turn
+        return reply

@@ -12,6 +12,10 @@ epoch began where it truly did, with all slots live, and nobody ended in it unno
 
 A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one pass
 is over answers with its final state.
+
+A box's record depends on that box alone. So boxes are gathered one by one, in their order and a number of slots at a
+time, each is complete by itself, and may be sent and let go before the last ones have been asked: a state of a large
+fleet is never in memory whole. An error may therefore come after the records of some boxes.
 """
 
 from __future__ import annotations
@@ -48,12 +52,14 @@ class Want:
     asked for, to go on with the box's flight record."""
     round: int
     """How often the slot has answered with an end so far: a question asked again is a new one."""
+    serial: int
+    """Of the gathering."""
 
     @property
     def id(self) -> str:
         """Made of what is asked, so that a repeated or late answer can never be taken for another one."""
-        where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}"
-        return f"{where}#{self.generation}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}"
+        where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
+        return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
 
     def request(self, deadline_s: float) -> pb.StateRequest:
         return pb.StateRequest(
@@ -76,6 +82,20 @@ class _Answer:
 
 
 @dataclass
+class BoxState:
+    """What was gathered of one box: the records of its slots, in order, and its position."""
+
+    records: list[tuple[pb.WorkerRecord, bytes]]
+    position: records_pb2.BoxPosition | None = None
+    final: int | None = None
+    """The box's last step, if it had passed its end: the state holds while the box stays there."""
+
+    @property
+    def size(self) -> int:
+        return sum(len(data) for _, data in self.records)
+
+
+@dataclass
 class Gathered:
     """A finished gathering."""
 
@@ -84,34 +104,55 @@ class Gathered:
     finals: dict[int, int]
     """Box -> its last step, for boxes that had passed their end: the result holds while they stay there."""
 
-    @property
-    def size(self) -> int:
-        return sum(len(data) for _, data in self.records)
 
-
-@dataclass
+@dataclass(eq=False)
 class Gathering:
     run: str
     attempt: int
     step: int
+    serial: int = 0
+    """Of this gathering, over all restarts: part of what is asked, so that one asked again is a new question."""
+    num_boxes: int = 1
+    at_once: int = 1 << 30
+    """Slots that may be asked at the same time."""
     askers: int = 0
     deadline: float = 0.0
     """Of the most patient asker."""
     requests: dict[str, Want] = field(default_factory=dict)
+    by_worker: dict[str, dict[str, Want]] = field(default_factory=dict)
+    """The same, by who is asked."""
+    boxes: dict[int, BoxState] = field(default_factory=dict)
+    """Those that are complete, and have not been let go after they were sent."""
+    complete: int = 0
+    """How many are complete."""
+    let_go: bool = False
+    """Some were sent and let go: nobody can join any more."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """Complete box -> present askers that have been sent it."""
+    coming: dict[str, int] = field(default_factory=dict)
+    """Request -> bytes of its answer, which is on the way."""
+    held: int = 0
+    """Bytes of answers in memory, and on the way."""
+    changed: list[Want] = field(default_factory=list)
+    """What has been opened or closed since the desk looked."""
+    completed: list[int] = field(default_factory=list)
+    """Boxes that became complete since the desk looked."""
     failure: PenstockError | None = None
-    result: Gathered | None = None
+    _asked_boxes: int = 0
+    """Boxes are asked in their order; so many have been begun."""
+    _wants: dict[int, dict[str, Want]] = field(default_factory=dict)
+    """Of each box that was begun and is not complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
     """What a slot was asked, and what was known, when it answered with an end that was known: the mistake is with
     another slot, so it is not asked again before more is known."""
-    _missing: list[str] = field(default_factory=list)
-    _anchors: dict[int, Position] = field(default_factory=dict)
-    """Where each box's plan starts from."""
+    _missing: dict[int, list[str]] = field(default_factory=dict)
+    """Of each box: what it waits for besides answers."""
 
-    @property
-    def topic(self) -> tuple[str, str, int, int, str]:
-        return ("state", self.run, self.attempt, self.step, "")
+    def topic(self, box: int) -> tuple[str | int, ...]:
+        """Announced when the box is complete; all of them when the gathering fails."""
+        return ("state", self.serial, box)
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -120,76 +161,146 @@ class Gathering:
 
     @property
     def done(self) -> bool:
-        return self.failure is not None or self.result is not None
+        return self.failure is not None or self.complete == self.num_boxes
+
+    @property
+    def result(self) -> Gathered | None:
+        """Everything, as long as nothing was let go."""
+        if self.failure is not None or len(self.boxes) < self.num_boxes:
+            return None
+        states = sorted(self.boxes.items())
+        return Gathered(
+            [record for _, state in states for record in state.records],
+            {number: state.position for number, state in states if state.position is not None},
+            self.finals,
+        )
+
+    @property
+    def finals(self) -> dict[int, int]:
+        return {number: state.final for number, state in self.boxes.items() if state.final is not None}
 
     def waits_for(self) -> str:
         """Everybody who has not answered yet, by name."""
         asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
-        return ", ".join([*self._missing, *asked])
+        missing = [what for _, box in sorted(self._missing.items()) for what in box]
+        later = self.num_boxes - self._asked_boxes
+        return ", ".join([*missing, *asked, *([f"{later} boxes that are asked after these"] if later > 0 else [])])
+
+    def is_next(self, want: Want) -> bool:
+        """It is of the first box that is not complete: the one that askers wait for."""
+        return want.key.box == min(self._wants, default=self._asked_boxes)
 
     def fail(self, error: PenstockError) -> None:
         self.failure = error
-        self.requests = {}
+        self.ask_no_more()
 
-    def refresh(self, attempt: Attempt) -> None:
-        """Plans again, from the books as they are now."""
+    def ask_no_more(self) -> None:
+        for number in list(self._wants):
+            self._ask(number, {})
+        self._wants.clear()
+        self._missing.clear()
+        self._answers.clear()
+        self.held = sum(state.size for state in self.boxes.values())
+        self.coming.clear()
+
+    def refresh(self, attempt: Attempt, box: int | None = None) -> None:
+        """Plans again, from the books as they are now: a box, if it has been begun, or all."""
         if self.done:
             return
         try:
-            self._refresh(attempt)
+            for number in list(self._wants) if box is None else [box] if box in self._wants else []:
+                self._refresh(attempt, number)
+            self._go_on(attempt)
         except PenstockError as error:
             self.fail(error)
 
-    def _refresh(self, attempt: Attempt) -> None:
+    def _go_on(self, attempt: Attempt) -> None:
+        """Begins with further boxes, as far as they may be asked beside those under way."""
+        while self._asked_boxes < self.num_boxes:
+            if self._wants and len(self.requests) + attempt.num_workers > self.at_once:
+                return
+            number = self._asked_boxes
+            self._asked_boxes += 1
+            self._wants[number] = {}
+            self._refresh(attempt, number)
+
+    def _ask(self, number: int, wants: dict[str, Want]) -> None:
+        """From now on these are the box's open requests."""
+        before = self._wants.get(number, {})
+        for request, want in before.items():
+            if request not in wants:
+                del self.requests[request]
+                del self.by_worker[want.worker][request]
+                if not self.by_worker[want.worker]:
+                    del self.by_worker[want.worker]
+                self.held -= self.coming.pop(request, 0)
+                self.changed.append(want)
+        for request, want in wants.items():
+            if request not in before:
+                self.requests[request] = want
+                self.by_worker.setdefault(want.worker, {})[request] = want
+                self.changed.append(want)
+        self._wants[number] = wants
+
+    def _refresh(self, attempt: Attempt, number: int) -> None:
         requests: dict[str, Want] = {}
-        missing: list[str] = []
-        positions: dict[int, Position] = {}
-        finals: dict[int, int] = {}
+        missing = self._missing[number] = []
         denied: list[str] = []
         doubtful: list[str] = []
-        for number in range(attempt.num_boxes):
-            box = attempt.boxes.get(number)
-            if box is None:
-                missing.append(f"box {number} (it has not opened the run)")
+        box = attempt.boxes.get(number)
+        if box is None:
+            missing.append(f"box {number} (it has not opened the run)")
+            return
+        if not box.told and box.place is Place.LIVE:
+            missing.append(f"box {number} (it has not reported since the coordinator was started)")
+            self._ask(number, {})
+            return
+        state = BoxState([])
+        anchor, position = self._position(box, state, doubtful)
+        if box.place is Place.GONE:
+            missing.append(f"box {number} (its training job is not heard of)")
+            self._ask(number, {})
+            return
+        for slot in box.slots:
+            k = slot.key.slot
+            place = (position.epoch, position.delivered[k], position.total[k])
+            have = self._answers.get((number, k))
+            if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
                 continue
-            if not box.told and box.place is Place.LIVE:
-                missing.append(f"box {number} (it has not reported since the coordinator was started)")
+            if self._denied.get((number, k)) == (place, box.ends, box.cuts):
+                denied.append(f"{slot} on worker {slot.worker}")
                 continue
-            positions[number] = position = self._position(box, finals, doubtful)
-            if box.place is Place.GONE:
-                missing.append(f"box {number} (its training job is not heard of)")
-                continue
-            for slot in box.slots:
-                k = slot.key.slot
-                place = (position.epoch, position.delivered[k], position.total[k])
-                have = self._answers.get((number, k))
-                if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
-                    continue
-                if self._denied.get((number, k)) == (place, box.ends, box.cuts):
-                    denied.append(f"{slot} on worker {slot.worker}")
-                    continue
-                if slot.phase == pb.FAILED and slot.error is not None:
-                    raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
-                if slot.phase == pb.READY:
-                    rounds = self._rounds.get((number, k), 0)
-                    after = self._anchors[number].total[k]
-                    want = Want(slot.key, slot.generation, slot.worker, self.step, *place, after, rounds)
-                    requests[want.id] = want
-                elif slot.phase == pb.STARTING:
-                    missing.append(f"{slot} (being started on worker {slot.worker})")
-                else:
-                    missing.append(f"{slot} (no worker has it)")
-        self.requests, self._missing = requests, missing
-        if (denied or doubtful) and not requests and not missing:
+            if slot.phase == pb.FAILED and slot.error is not None:
+                raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
+            if slot.phase == pb.READY:
+                rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
+                want = Want(slot.key, slot.generation, slot.worker, self.step, *place, after, rounds, self.serial)
+                requests[want.id] = want
+            elif slot.phase == pb.STARTING:
+                missing.append(f"{slot} (being started on worker {slot.worker})")
+            else:
+                missing.append(f"{slot} (no worker has it)")
+        self._ask(number, requests)
+        if requests or missing:
+            return
+        if denied or doubtful:
             raise ProtocolError(
                 f"state of run {self.run} at step {self.step}: the workers do not agree where passes ended; what the "
                 f"others said cannot be for {', '.join(denied + doubtful)}"
             )
-        if not requests and not missing:
-            self._record_flights(attempt, positions)
-            self.result = self._assemble(attempt, positions, finals)
+        self._record_flight(box, anchor, position)
+        state.position = position.to_proto()
+        self._assemble(attempt, number, state)
+        self._completed(number, state)
 
-    def _position(self, box: Box, finals: dict[int, int], doubtful: list[str]) -> Position:
+    def _completed(self, number: int, state: BoxState) -> None:
+        del self._wants[number], self._missing[number]
+        self.boxes[number], self.sent[number] = state, 0
+        self.complete += 1
+        self.completed.append(number)
+
+    def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
+        """Where the plan starts from, and where the box stood."""
         where = f"step {self.step} of run {self.run}: box {box.number}"
         if box.place is Place.CLOSED and not any(slot.worker for slot in box.slots):
             raise StateUnavailableError(
@@ -204,7 +315,7 @@ class Gathering:
             raise StateUnavailableError(f"{where} started this attempt at step {box.base.step}")
         at = self.step
         if box.pass_ended and box.step < self.step:
-            at = finals[box.number] = box.step
+            at = state.final = box.step
         at = max(at, box.base.step)
         anchor = box.anchor(at)
         if anchor is None:
@@ -213,8 +324,7 @@ class Gathering:
         if sum(position.total) - sum(anchor.total) != at - anchor.step:
             # Some ends are known and others, of earlier passes, are not: good enough to ask with, never to answer with.
             doubtful.append(f"box {box.number}")
-        self._anchors[box.number] = anchor
-        return position
+        return anchor, position
 
     def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
         on = f" on worker {worker}" if worker else ""
@@ -233,8 +343,11 @@ class Gathering:
         if answer.ended:
             self._ended(attempt, box, want, answer)
             return
-        self._answers[want.key.box, want.key.slot] = _Answer(want, answer, data)
-        self.refresh(attempt)
+        place = (want.key.box, want.key.slot)
+        before = self._answers.get(place)
+        self.held += len(data) - self.coming.pop(answer.request, 0) - (len(before.data) if before else 0)
+        self._answers[place] = _Answer(want, answer, data)
+        self.refresh(attempt, want.key.box)
 
     def _ended(self, attempt: Attempt, box: Box, want: Want, answer: pb.StateAnswer) -> None:
         if (answer.ended_epoch, answer.ended_total) >= (want.epoch, want.total):
@@ -254,28 +367,27 @@ class Gathering:
         if box.ends == before:
             place = (want.epoch, want.delivered, want.total)
             self._denied[slot] = (place, before, dict(box.cuts))
-        self.refresh(attempt)
+        self.refresh(attempt, box.number)
 
-    def _record_flights(self, attempt: Attempt, positions: dict[int, Position]) -> None:
-        """The chain of each box, from its last report and the workers' digests since."""
-        digests: dict[int, dict[tuple[int, int], int]] = {number: {} for number in positions}
-        for (number, k), have in self._answers.items():
-            first = have.want.digests_after + 1
-            digests[number] |= {(k, first + index): digest for index, digest in enumerate(have.answer.digests)}
-        for number, position in positions.items():
-            box = attempt.boxes[number]
-            position.chain = box.chain(position.step)
-            if position.chain is None:
-                position.chain = chain_at(self._anchors[number], position.step, box.ends, box.cuts, digests[number])
+    def _record_flight(self, box: Box, anchor: Position, position: Position) -> None:
+        """The chain of the box, from its last report and the workers' digests since."""
+        position.chain = box.chain(position.step)
+        if position.chain is None:
+            digests: dict[tuple[int, int], int] = {}
+            for slot in box.slots:
+                have = self._answers[box.number, slot.key.slot]
+                first = have.want.digests_after + 1
+                told = enumerate(have.answer.digests, first)
+                digests |= {(slot.key.slot, total): digest for total, digest in told}
+            position.chain = chain_at(anchor, position.step, box.ends, box.cuts, digests)
 
-    def _assemble(self, attempt: Attempt, positions: dict[int, Position], finals: dict[int, int]) -> Gathered:
-        records = []
-        for (number, k), have in sorted(self._answers.items()):
+    def _assemble(self, attempt: Attempt, number: int, state: BoxState) -> None:
+        for slot in attempt.boxes[number].slots:
+            have = self._answers.pop((number, slot.key.slot))
             answer = have.answer
-            slot = attempt.boxes[number].slots[k]
             traits = answer.traits if answer.HasField("traits") else slot.traits
             record = pb.WorkerRecord(
-                local_worker_id=k,
+                local_worker_id=slot.key.slot,
                 num_workers_per_box=attempt.num_workers,
                 num_boxes=attempt.num_boxes,
                 box=number,
@@ -287,5 +399,4 @@ class Gathering:
                 traits=traits,
                 digest=answer.digest,
             )
-            records.append((record, have.data))
-        return Gathered(records, {number: at.to_proto() for number, at in positions.items()}, finals)
+            state.records.append((record, have.data))

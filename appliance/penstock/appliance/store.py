@@ -7,8 +7,8 @@ it.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from penstock.appliance.journal import StateDir, open_database
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
@@ -23,6 +23,13 @@ CREATE TABLE snapshots (
 CREATE TABLE blobs (name TEXT PRIMARY KEY, size INTEGER, data BLOB);
 """
 _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
+
+
+PIECE = 256
+"""Rows that one call removes."""
+VACUUM_PAGES = 1024
+"""Of 4 KiB, that one call gives back to the filesystem: new snapshots use what is free, and to give all back would
+move the whole file about while they come in."""
 
 
 class Store:
@@ -45,10 +52,27 @@ class Store:
         return [(SlotKey(*row[:4]), Kept(*row[4:])) for row in rows], blobs
 
     def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
-        with self._errors(f"a snapshot of {len(data)} bytes cannot be written"):
-            place = (header.run, header.attempt, header.box, header.slot, header.total, header.epoch)
-            row = (*place, len(data), header.SerializeToString(), data)
-            self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self.put_snapshots([(header, data)])
+
+    def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
+        """All of them, or none."""
+        size = sum(len(data) for _, data in snapshots)
+        with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
+            for header, data in snapshots:
+                place = (header.run, header.attempt, header.box, header.slot, header.total, header.epoch)
+                row = (*place, len(data), header.SerializeToString(), data)
+                self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
 
     def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
         """The snapshot as it was put, or None if it has been dropped meanwhile."""
@@ -67,17 +91,31 @@ class Store:
             found = self._db.execute("SELECT data FROM blobs WHERE name=?", (name,)).fetchone()
         return None if found is None else bytes(found[0])
 
-    def drop(self, drops: Iterable[Drop]) -> None:
+    def drop(self, drops: Sequence[Drop]) -> list[Drop]:
+        """Removes a piece of it; returns what is left to do."""
+        left = list(drops)
         with self._errors("cannot be trimmed"):
-            for drop in drops:
-                match drop:
-                    case DropSnapshot(key, total, epoch):
-                        self._db.execute(f"DELETE FROM snapshots WHERE {_AT}", (*key, total, epoch))
-                    case DropAttempt(run, attempt):
-                        self._db.execute("DELETE FROM snapshots WHERE run=? AND attempt=?", (run, attempt))
-                    case DropBlob(name):
-                        self._db.execute("DELETE FROM blobs WHERE name=?", (name,))
-            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+            with self._transaction():
+                rows = 0
+                while left and rows < PIECE:
+                    match left[0]:
+                        case DropSnapshot(key, total, epoch):
+                            self._db.execute(f"DELETE FROM snapshots WHERE {_AT}", (*key, total, epoch))
+                            rows += 1
+                        case DropAttempt(run, attempt):
+                            few = "SELECT rowid FROM snapshots WHERE run=? AND attempt=? LIMIT ?"
+                            done = self._db.execute(
+                                f"DELETE FROM snapshots WHERE rowid IN ({few})", (run, attempt, PIECE - rows)
+                            )
+                            rows += max(1, done.rowcount)
+                            if rows >= PIECE:
+                                break  # there may be more of it
+                        case DropBlob(name):
+                            self._db.execute("DELETE FROM blobs WHERE name=?", (name,))
+                            rows += 1
+                    del left[0]
+            self._db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+        return left
 
     def close(self) -> None:
         self._db.close()

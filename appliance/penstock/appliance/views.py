@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
+from penstock.appliance.pace import Pace, share
 from penstock.appliance.states import Want
 from penstock.proto.channel import VERSION
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+
+STEP = 64
+"""Workers in a step of a status reply."""
 
 
 def slot_view(books: Books, slot: Slot) -> pb.SlotView:
@@ -34,14 +38,18 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
     return view
 
 
-def watch_reply(books: Books, attempt: Attempt, box: Box, wall_s: float) -> pb.WatchRunReply:
-    others = [other for number, other in sorted(attempt.boxes.items()) if number != box.number and other.pass_ended]
+def watch_reply(
+    books: Books, attempt: Attempt, box: Box, seen_version: int, pace: Pace, wall_s: float
+) -> pb.WatchRunReply:
+    others = [number for number in sorted(attempt.ended) if number != box.number]
     return pb.WatchRunReply(
         version=box.version,
-        slots=[slot_view(books, slot) for slot in box.slots],
+        slots=[slot_view(books, slot) for slot in box.slots] if box.version != seen_version else (),
         missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
         wall_s=wall_s,
-        ended=[pb.BoxEnd(box=other.number, step=other.step) for other in others],
+        ended=[pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others],
+        beat_s=pace.beat_s,
+        lease_s=pace.lease_s,
     )
 
 
@@ -61,17 +69,28 @@ def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot) -> records_
     )
 
 
-def heartbeat_reply(books: Books, worker: Worker, wants: Iterable[tuple[Want, float]]) -> pb.HeartbeatReply:
-    """`wants`: open state requests with the seconds that their most patient asker still has."""
-    reply = pb.HeartbeatReply(version=worker.version)
+def heartbeat_reply(
+    books: Books, worker: Worker, seen_version: int, pace: Pace, wall_s: float, wants: Iterable[tuple[Want, float]]
+) -> pb.HeartbeatReply:
+    """`wants`: the worker's open state requests, with the seconds that their most patient asker still has."""
+    part = share(books.placed, books.limits)
+    reply = pb.HeartbeatReply(
+        version=worker.version,
+        wall_s=wall_s,
+        beat_s=pace.beat_s,
+        lease_s=pace.lease_s,
+        snapshot_every_s=part.every_s,
+        snapshot_bytes_per_s=part.bytes_per_s,
+    )
+    if worker.version == seen_version:
+        reply.unchanged = True
+        return reply
     for key in sorted(worker.slots):
         slot = books.slot(key)
         assert slot is not None
         attempt, box = books.box_of(slot)
         reply.assignments.append(assignment(books, attempt, box, slot))
-    for want, left_s in wants:
-        if want.worker == worker.name:
-            reply.state_requests.append(want.request(left_s))
+    reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
     return reply
 
 
@@ -94,9 +113,10 @@ def _box_status(books: Books, box: Box) -> pb.BoxStatus:
     )
 
 
-def status_reply(books: Books, now: float, uptime_s: float) -> pb.StatusReply:
-    reply = pb.StatusReply(version=VERSION, uptime_s=uptime_s)
-    for run in books.runs.values():
+def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float) -> Iterator[None]:
+    """In steps of a box or STEP workers; the books may change between them."""
+    reply.version, reply.uptime_s = VERSION, uptime_s
+    for run in list(books.runs.values()):
         status = reply.runs.add(
             run=run.name,
             attempt=run.attempt,
@@ -110,7 +130,8 @@ def status_reply(books: Books, now: float, uptime_s: float) -> pb.StatusReply:
                 status.boxes.append(_box_status(books, box))
                 for slot in status.boxes[-1].slots:
                     slot.ClearField("ticket")  # an operator may look, not open lanes
-    for worker in books.workers.values():
+                yield
+    for number, worker in enumerate(list(books.workers.values())):
         slots = [books.slot(key) for key in worker.slots]
         reply.workers.add(
             worker=worker.name,
@@ -123,4 +144,5 @@ def status_reply(books: Books, now: float, uptime_s: float) -> pb.StatusReply:
             batches_per_s=sum(slot.batches_per_s for slot in slots if slot is not None),
             draining=worker.draining,
         )
-    return reply
+        if number % STEP == STEP - 1:
+            yield

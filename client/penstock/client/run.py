@@ -37,7 +37,7 @@ from penstock.proto.v1 import lane_pb2, records_pb2
 __all__ = ["Link", "Progress", "Run"]
 
 HOLD_S = 1.0
-"""Seconds of a long poll, which is also how often progress is reported."""
+"""Seconds of a long poll until the coordinator says how long; it is also how often progress is reported."""
 CLOSE_S = 5.0
 """Seconds that leaving may take at most; a coordinator that does not answer finds out by the lease."""
 DIAL_S = 10.0
@@ -91,6 +91,8 @@ class Run:
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0
+        self._lease_s = 0.0
+        """That the coordinator has granted; it follows the number of boxes."""
         self.ended_boxes: dict[int, int] = {}
         """Other boxes that take no further step -> their last one."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
@@ -122,9 +124,9 @@ class Run:
         """Take the box's place. Raises what the coordinator answers."""
         reply = self._client.open_run(self._request)
         self.name, self.attempt, self.seed = reply.run, reply.attempt, reply.seed
-        hold_s = min(HOLD_S, reply.lease_s / 3) if reply.lease_s else HOLD_S
+        self._lease_s = reply.lease_s
         self._thread = threading.Thread(
-            target=self._watch, args=(hold_s,), name=f"penstock-watch-{self.name}", daemon=True
+            target=self._watch, args=(reply.beat_s or HOLD_S,), name=f"penstock-watch-{self.name}", daemon=True
         )
         self._thread.start()
 
@@ -148,6 +150,7 @@ class Run:
             waited_s=progress.waited_s,
             pass_ended=progress.pass_ended,
             cuts=[pb.Cut(epoch=epoch, step=step) for epoch, step in progress.cuts],
+            lease_s=self._lease_s,
         )
 
     def _watch(self, hold_s: float) -> None:
@@ -174,6 +177,7 @@ class Run:
                 self._linger()
                 return
             self.away_since, backoff = None, SHORTEST_BACKOFF_S
+            hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
             self.ended_boxes = {end.box: end.step for end in reply.ended}
             seen = reply.version
             self._take(reply)

@@ -74,6 +74,13 @@ def pieces(data: bytes) -> Iterator[bytes]:
         yield bytes(view[start : start + CHUNK])
 
 
+def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
+    """What goes with the header, so that a small value is one message, and the rest."""
+    if len(data) <= CHUNK:
+        return data, iter(())
+    return b"", pieces(data)
+
+
 def blob_parts(data: bytes, run_hint: str) -> Iterator[pb.BlobPart]:
     yield pb.BlobPart(run_hint=run_hint, blob=blob_name(data), size=len(data))
     for piece in pieces(data):
@@ -84,8 +91,9 @@ def snapshot_parts(header: pb.SnapshotHeader, data: bytes) -> Iterator[pb.Snapsh
     sized = pb.SnapshotHeader()
     sized.CopyFrom(header)
     sized.size = len(data)
-    yield pb.SnapshotPart(header=sized)
-    for piece in pieces(data):
+    first, more = _first(data)
+    yield pb.SnapshotPart(header=sized, data=first)
+    for piece in more:
         yield pb.SnapshotPart(data=piece)
 
 
@@ -93,8 +101,9 @@ def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]
     sized = pb.StateAnswer()
     sized.CopyFrom(answer)
     sized.state_bytes = len(data)
-    yield pb.AnswerPart(answer=sized)
-    for piece in pieces(data):
+    first, more = _first(data)
+    yield pb.AnswerPart(answer=sized, data=first)
+    for piece in more:
         yield pb.AnswerPart(data=piece)
 
 

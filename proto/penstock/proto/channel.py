@@ -71,7 +71,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.enable_http_proxy", 0),
     # A restarted coordinator is found again within a second: callers retry, gRPC's own backoff goes up to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 500),
+    # This one is also how long a connection may take to be made. A coordinator that thousands of daemons come back to
+    # at once takes seconds; to give up and begin anew would only make it more.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Two channels of one process are two connections; sharing one would let a closed client disturb another.
     ("grpc.use_local_subchannel_pool", 1),

@@ -209,7 +209,7 @@ def _journal(data: bytes) -> None:
     journal = _Journal(rows)
     try:
         books = Books(journal, Snapshots(Limits()), Limits(), lambda topic: None)
-        restore(books, 0.0)
+        restore(books, 0.0, 3.0, 10.0)
     finally:
         journal.close()
 

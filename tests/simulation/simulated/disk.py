@@ -9,13 +9,13 @@ The contract that these two share with the real ones stands in test_disk.py, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from simulated.virtual import Crash
 
-from penstock.appliance.journal import TABLES, Journal
+from penstock.appliance.journal import TABLES, Journal, Rows
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
 from penstock.appliance.model import SlotKey
 from penstock.appliance.store import Store
@@ -42,6 +42,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.tables: dict[str, dict[tuple[Any, ...], _Row]] = {table: {} for table in TABLES}
+        self.notes: dict[str, str] = {}
         self.secret = b"\x5a" * 32
         self.boots = 0
         self.snapshots: dict[tuple[SlotKey, int, int], tuple[bytes, bytes]] = {}
@@ -78,60 +79,76 @@ class _Writer:
 
 
 class SimulatedJournal(Journal):
-    """A Journal on a simulated disk. `committed` is called after every commit, also one that had nothing to write."""
+    """A Journal on a simulated disk. What is put waits and is taken as in the real one.
+
+    `changed` is called at the end of every event, which is where the registry commits, and `written` after each write
+    that leaves nothing more to be written.
+    """
 
     def __init__(
         self,
         disk: Disk,
         fate: Callable[[], Fate] = lambda: Fate.FINE,
         die: Callable[[], None] = lambda: None,
-        committed: Callable[[bool], None] = lambda wrote: None,
+        changed: Callable[[bool], None] = lambda wrote: None,
+        written: Callable[[], None] = lambda: None,
     ) -> None:
         self.writer = _Writer(disk, fate, die)
+        self.pending = {}
+        self.deferred = False
         self._disk = disk
-        self._changes: dict[tuple[Any, ...], Callable[[dict[str, dict[tuple[Any, ...], _Row]]], None]] = {}
-        self._committed = committed
+        self._changed = changed
+        self._written = written
         disk.boots += 1
         self.boots = disk.boots
         self.secret = disk.secret
 
+    @property
+    def name(self) -> str:
+        return "the simulated journal"
+
     def rows(self, table: str) -> list[Mapping[str, Any]]:
         rows = self._disk.tables[table]
         return [dict(rows[key]) for key in sorted(rows)]
+
+    def noted(self, name: str, default: str) -> str:
+        return self._disk.notes.get(name, default)
+
+    def note(self, name: str, value: str) -> None:
+        self._add(("meta", name), "note", (name, value))
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
         keys, values = TABLES[table]
         key = tuple(row[name] for name in keys)
         # SQLite knows no booleans.
         stored = {name: int(row[name]) if isinstance(row[name], bool) else row[name] for name in (*keys, *values)}
-
-        def put(tables: dict[str, dict[tuple[Any, ...], _Row]]) -> None:
-            tables[table][key] = stored
-
-        self._change((table, *key), put)
+        self._add((table, *key), "put", (table, key, stored))
 
     def drop(self, table: str, **where: str | int) -> None:
-        def drop(tables: dict[str, dict[tuple[Any, ...], _Row]]) -> None:
-            rows = tables[table]
-            for key in [key for key, row in rows.items() if all(row[name] == at for name, at in where.items())]:
-                del rows[key]
-
-        self._change(("drop", table, *where.items()), drop)
-
-    def _change(self, key: tuple[Any, ...], change: Callable[[dict[str, dict[tuple[Any, ...], _Row]]], None]) -> None:
-        self._changes.pop(key, None)
-        self._changes[key] = change
+        self._add(("drop", table, *where.items()), "drop", (table, where))
 
     def commit(self) -> None:
-        wrote = bool(self._changes)
-        if wrote:
-            self.writer.write(f"{len(self._changes)} rows", self._sync)
-            self._changes.clear()
-        self._committed(wrote)
+        wrote = bool(self.pending)
+        super().commit()
+        self._changed(wrote)
 
-    def _sync(self) -> None:
-        for change in self._changes.values():
-            change(self._disk.tables)
+    def write(self, rows: Rows) -> None:
+        self.writer.write(f"{len(rows)} rows", lambda: self._sync(rows))
+        if not self.pending:
+            self._written()
+
+    def _sync(self, rows: Rows) -> None:
+        for what, values in rows.values():
+            if what == "note":
+                self._disk.notes.update([values])
+            elif what == "put":
+                table, key, stored = values
+                self._disk.tables[table][key] = stored
+            else:
+                table, where = values
+                kept = self._disk.tables[table]
+                for key in [key for key, row in kept.items() if all(row[name] == at for name, at in where.items())]:
+                    del kept[key]
 
     def close(self) -> None:
         self.writer.cut_off()
@@ -151,10 +168,12 @@ class SimulatedStore(Store):
         kept = [(key, Kept(total, epoch, len(data))) for (key, total, epoch), (_, data) in snapshots]
         return kept, [(name, len(data)) for name, data in self._disk.blobs.items()]
 
-    def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
-        place = (SlotKey(header.run, header.attempt, header.box, header.slot), header.total, header.epoch)
-        stored = (header.SerializeToString(), bytes(data))
-        self.writer.write("a snapshot", lambda: self._disk.snapshots.update({place: stored}))
+    def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
+        stored = {}
+        for header, data in snapshots:
+            place = (SlotKey(header.run, header.attempt, header.box, header.slot), header.total, header.epoch)
+            stored[place] = (header.SerializeToString(), bytes(data))
+        self.writer.write(f"{len(stored)} snapshots", lambda: self._disk.snapshots.update(stored))
 
     def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
         found = self._disk.snapshots.get((key, kept.total, kept.epoch))
@@ -166,9 +185,10 @@ class SimulatedStore(Store):
     def blob(self, name: str) -> bytes | None:
         return self._disk.blobs.get(name)
 
-    def drop(self, drops: Iterable[Drop]) -> None:
-        for drop in drops:
-            self.writer.write("a removal", lambda drop=drop: self._remove(drop))  # type: ignore[misc]
+    def drop(self, drops: Sequence[Drop]) -> list[Drop]:
+        """One at a time."""
+        self.writer.write("a removal", lambda: self._remove(drops[0]))
+        return list(drops[1:])
 
     def _remove(self, drop: Drop) -> None:
         match drop:

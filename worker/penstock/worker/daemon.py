@@ -35,7 +35,7 @@ from penstock.worker.children import Zygote, end_orphans
 from penstock.worker.lanes import LaneDoors, slot_of
 from penstock.worker.orphans import become_subreaper
 from penstock.worker.output import unblocked_logging
-from penstock.worker.slot import Slot, SlotKey, Trust, key_of
+from penstock.worker.slot import Share, Slot, SlotKey, Trust, key_of
 from penstock.worker.tempdirs import TempDirs
 from penstock.worker.usercode import MAIN, check_allowed, check_plain
 
@@ -44,7 +44,7 @@ __all__ = ["Settings", "serve"]
 _log = logging.getLogger("penstock.worker")
 
 HOLD_S = 1.0
-"""Of a heartbeat's long poll: a third of the lease."""
+"""Of a heartbeat's long poll until the coordinator says how long: a third of the lease, which follows the fleet."""
 RETRY_S = 0.3
 AWAY_AGAIN_S = 60.0
 """Between two lines in the log about a coordinator that stays away."""
@@ -91,13 +91,16 @@ class Daemon:
         self.runner_memory = settings.runner_memory
         self._tempdirs = TempDirs()
         self._session = secrets.token_hex(8)
+        self._hold_s, self._lease_s = HOLD_S, 0.0
+        self.share = Share(every_s=1.0, bytes_per_s=4 << 20)
         self._slots: dict[SlotKey, Slot] = {}
         self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
         self._retiring: dict[int, asyncio.TimerHandle] = {}
         self._trusts: dict[tuple[str, int], Trust] = {}
         self._answered: set[str] = set()
-        self._made = 0
-        """The version of the reply that was made so last; the coordinator's rise over everything."""
+        self._made = self._seen = 0
+        """The version of the reply that was made so last; the coordinator's rise over everything. And what heartbeats
+        say of it: 0 to be told everything again."""
         self._doors = LaneDoors(self._attach, settings.tls, insecure=settings.insecure)
         self._coordinators_clock = 0.0
         """What it said last, less our monotonic clock then."""
@@ -166,8 +169,9 @@ class Daemon:
         )
         while True:
             try:
-                await self.coordinator.register(request)
-                self._made = 0  # a coordinator that does not know us may be another one, with versions of its own
+                reply = await self.coordinator.register(request)
+                self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+                self._made = self._seen = 0  # one that does not know us may be another, with versions of its own
                 return
             except OverloadedError as error:
                 _log.info("the coordinator is busy: %s", error.message)
@@ -179,10 +183,10 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self) -> None:
-        version, away_since, told = 0, 0.0, 0.0
+        away_since, told = 0.0, 0.0
         while True:
             try:
-                reply = await self.coordinator.heartbeat(self._heartbeat(version, HOLD_S))
+                reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
             except AWAY as error:
                 now = asyncio.get_running_loop().time()
                 if not away_since:
@@ -192,17 +196,14 @@ class Daemon:
                     told = now
                     _log.warning("the coordinator is away since %.0f s: %s", now - away_since, error.message)
                 await asyncio.sleep(RETRY_S)
-                version = 0
                 continue
             if away_since:
                 _log.warning("the coordinator is back")
                 away_since = 0.0
             if reply.register_again:
                 await self._register()
-                version = 0
                 continue
-            version = reply.version
-            self._make_it_so(reply)
+            self._take(reply)
 
     async def _report_changes(self) -> None:
         """What has changed is told at once, beside the long poll."""
@@ -210,30 +211,37 @@ class Daemon:
             await self._dirty.wait()
             self._dirty.clear()
             try:
-                reply = await self.coordinator.heartbeat(self._heartbeat(0, 0.0))
+                reply = await self.coordinator.heartbeat(self._heartbeat(0.0))
             except AWAY:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
             if not reply.register_again:
-                self._make_it_so(reply)
+                self._take(reply)
 
-    def _heartbeat(self, version: int, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
+    def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+        self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+        self._coordinators_clock = reply.wall_s - time.monotonic()
+        if reply.snapshot_every_s:
+            self.share = Share(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
+        if reply.unchanged or reply.version < self._made:
+            return  # or it was overtaken by the reply to a later heartbeat
+        self._made = self._seen = reply.version
+        self._make_it_so(reply)
+
+    def _heartbeat(self, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
         return coordinator_pb2.HeartbeatRequest(
             worker=self.name,
             session=self._session,
-            seen_version=version,
+            seen_version=self._seen,
             hold_s=hold_s,
+            lease_s=self._lease_s,
             slots=[slot.report() for slot in self._slots.values()],
         )
 
     # ---- assignments
 
     def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
-        if reply.version < self._made:
-            return  # overtaken by the reply to a later heartbeat
-        self._made = reply.version
-        self._coordinators_clock = reply.wall_s - time.monotonic()
         wanted = {key_of(assignment): assignment for assignment in reply.assignments}
         for key in [key for key in self._slots if key not in wanted]:
             self._stop_slot(key)
@@ -298,11 +306,11 @@ class Daemon:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)
         slot = self._slots.get(key)
         if slot is None:
-            self._answered.discard(request.request)
+            self._not_answered(request.request)
             return
         answered = await slot.states.answer(request)
         if answered is None:
-            self._answered.discard(request.request)
+            self._not_answered(request.request)
             return
         answer, data = answered
         answer.session = self._session
@@ -310,7 +318,12 @@ class Daemon:
             await self.coordinator.put_state(answer, data)
         except PenstockError as error:
             _log.warning("%s: its state could not be sent: %s", slot.name, error.message)
-            self._answered.discard(request.request)
+            self._not_answered(request.request)
+
+    def _not_answered(self, request: str) -> None:
+        """The next heartbeat asks for everything again, that request too if it is still open."""
+        self._answered.discard(request)
+        self._seen = 0
 
     # ---- what slots need (Host)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import socket
 import time
 from collections.abc import Awaitable
@@ -38,7 +39,7 @@ from penstock.worker.stacks import state_of
 from penstock.worker.states import States
 from penstock.worker.watch import LOOKS, Stall, hang_s
 
-__all__ = ["Host", "Slot", "key_of"]
+__all__ = ["Host", "Share", "Slot", "key_of"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -48,10 +49,6 @@ KILL_S = 10.0
 """For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Errors of the coordinator that pass."""
-UPLOAD_S = 1.0
-"""Between two durable snapshots of a slot, if its size allows."""
-UPLOAD_BYTES_PER_S = 4 << 20
-"""Of one slot's durable snapshots: larger ones are sent less often."""
 MEMORY_S = 1.0
 """Between two looks at a runner's memory, where it is limited."""
 MEMORY_SHARE = 0.02
@@ -76,6 +73,18 @@ class Trust:
     exact: bool | None = None
 
 
+@dataclass(frozen=True)
+class Share:
+    """Of a slot in the fleet's durable snapshots, as the coordinator says: its budget is of calls and of bytes."""
+
+    every_s: float
+    bytes_per_s: float
+
+    def pause_s(self, size: int) -> float:
+        """After a snapshot of so many bytes."""
+        return max(self.every_s, size / self.bytes_per_s)
+
+
 class Host(ScratchHost, Protocol):
     """What a slot needs of its daemon."""
 
@@ -83,6 +92,7 @@ class Host(ScratchHost, Protocol):
     coordinator: AsyncCoordinatorClient
     runner_memory: int
     """Bytes that a runner may hold; 0 = any."""
+    share: Share
 
     def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust: ...
     def trust_found(self, assignment: records_pb2.WorkerAssignment) -> None: ...
@@ -353,13 +363,15 @@ class Slot:
 
     async def _upload(self) -> None:
         await self.ready.wait()
+        # The slots of a job start together: each begins at a moment of its own.
+        await asyncio.sleep(random.random() * self.host.share.every_s)
         while True:
             newest = next((base for base in reversed(self.store) if self.usable(base)), None)
             size = 0
             if newest is not None and not newest.durable:
                 size = len(newest.data)
                 await self._make_durable(newest)
-            await asyncio.sleep(max(UPLOAD_S, size / UPLOAD_BYTES_PER_S))
+            await asyncio.sleep(self.host.share.pause_s(size))
 
     async def _make_durable(self, base: Kept) -> None:
         run, attempt, box, slot, generation = key_of(self.assignment)

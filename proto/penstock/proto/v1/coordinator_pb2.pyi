@@ -10,6 +10,11 @@ Order. All calls are idempotent: they may be repeated, delayed or reordered with
 belongs to (run, attempt, box; worker session; slot generation) and replies carry whole states, not changes. A call
 of a superseded attempt or an old generation is refused and changes nothing. What a reply says is in the journal
 before it is sent.
+
+Pace. Replies tell how long the next long poll should be held (beat_s) and the lease that goes with it (lease_s): in a
+large fleet both are longer. A caller asks with what it was last told, and says so in its own lease_s; the lease that
+the coordinator keeps is never shorter than that. A poll may be answered earlier than asked for: the coordinator
+spreads the polls of a fleet over the beat.
 """
 
 from collections import abc as _abc
@@ -139,11 +144,14 @@ class OpenRunReply(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    BEAT_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     seed: _builtins.int
     lease_s: _builtins.float
     version: _builtins.str
+    beat_s: _builtins.float
+    """hold of the first watch"""
     def __init__(
         self,
         *,
@@ -152,10 +160,11 @@ class OpenRunReply(_message.Message):
         seed: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         version: _builtins.str = ...,
+        beat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_s", b"lease_s", "run", b"run", "seed", b"seed", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beat_s", b"beat_s", "lease_s", b"lease_s", "run", b"run", "seed", b"seed", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,6 +256,7 @@ class WatchRunRequest(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     PASS_ENDED_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -261,6 +271,8 @@ class WatchRunRequest(_message.Message):
     """total time the loop waited for data"""
     pass_ended: _builtins.bool
     """the executor's one pass is over: this box takes no further step for now"""
+    lease_s: _builtins.float
+    """that the box was last told"""
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
         """what the training loop was handed; empty before the first step. As it stood right"""
@@ -283,10 +295,11 @@ class WatchRunRequest(_message.Message):
         waited_s: _builtins.float = ...,
         pass_ended: _builtins.bool = ...,
         cuts: _abc.Iterable[Global___Cut] | None = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,10 +364,15 @@ class WatchRunReply(_message.Message):
     MISSING_SLOTS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    BEAT_S_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     missing_slots: _builtins.int
     """slots of this box that no worker has"""
     wall_s: _builtins.float
+    beat_s: _builtins.float
+    """hold of the next watch"""
+    lease_s: _builtins.float
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     @_builtins.property
@@ -369,10 +387,12 @@ class WatchRunReply(_message.Message):
         missing_slots: _builtins.int = ...,
         ended: _abc.Iterable[Global___BoxEnd] | None = ...,
         wall_s: _builtins.float = ...,
+        beat_s: _builtins.float = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "ended", b"ended", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,17 +628,21 @@ class RegisterWorkerReply(_message.Message):
 
     LEASE_S_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    BEAT_S_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     version: _builtins.str
+    beat_s: _builtins.float
+    """hold of the first heartbeat"""
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
         version: _builtins.str = ...,
+        beat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "lease_s", b"lease_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -710,10 +734,13 @@ class HeartbeatRequest(_message.Message):
     SEEN_VERSION_FIELD_NUMBER: _builtins.int
     HOLD_S_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     session: _builtins.str
     seen_version: _builtins.int
     hold_s: _builtins.float
+    lease_s: _builtins.float
+    """that the worker was last told"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotReport]: ...
     def __init__(
@@ -724,10 +751,11 @@ class HeartbeatRequest(_message.Message):
         seen_version: _builtins.int = ...,
         hold_s: _builtins.float = ...,
         slots: _abc.Iterable[Global___SlotReport] | None = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_s", b"hold_s", "seen_version", b"seen_version", "session", b"session", "slots", b"slots", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_s", b"hold_s", "lease_s", b"lease_s", "seen_version", b"seen_version", "session", b"session", "slots", b"slots", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -799,11 +827,25 @@ class HeartbeatReply(_message.Message):
     STATE_REQUESTS_FIELD_NUMBER: _builtins.int
     REGISTER_AGAIN_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
+    BEAT_S_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_EVERY_S_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     register_again: _builtins.bool
     """the coordinator does not know this session"""
     wall_s: _builtins.float
     """the coordinator's clock, by which tickets expire"""
+    unchanged: _builtins.bool
+    """`version` is the one seen: assignments and requests are left out"""
+    beat_s: _builtins.float
+    """hold of the next heartbeat"""
+    lease_s: _builtins.float
+    snapshot_every_s: _builtins.float
+    """a slot's share of the fleet's snapshots: one in so many seconds,"""
+    snapshot_bytes_per_s: _builtins.float
+    """and so many bytes a second. A slot's first one is exempt"""
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.WorkerAssignment]:
         """all that this worker should run; others are to be stopped"""
@@ -820,10 +862,15 @@ class HeartbeatReply(_message.Message):
         state_requests: _abc.Iterable[Global___StateRequest] | None = ...,
         register_again: _builtins.bool = ...,
         wall_s: _builtins.float = ...,
+        unchanged: _builtins.bool = ...,
+        beat_s: _builtins.float = ...,
+        lease_s: _builtins.float = ...,
+        snapshot_every_s: _builtins.float = ...,
+        snapshot_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "register_again", b"register_again", "state_requests", b"state_requests", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beat_s", b"beat_s", "lease_s", b"lease_s", "register_again", b"register_again", "snapshot_bytes_per_s", b"snapshot_bytes_per_s", "snapshot_every_s", b"snapshot_every_s", "state_requests", b"state_requests", "unchanged", b"unchanged", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,8 +113,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or after hold_s.
-        Renews the box's lease and reports its progress.
+        """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or when the hold is
+        over; then `slots` is empty. Renews the box's lease and reports its progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,7 +130,8 @@ class CoordinatorServicer(object):
 
     def FetchState(self, request, context):
         """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
-        part with `record` set followed by its state in parts with `data`.
+        part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
+        complete: an error may follow some of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,14 +146,14 @@ class CoordinatorServicer(object):
 
     def Heartbeat(self, request, context):
         """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-        not the worker's version, else when it changes or after hold_s. Renews the worker's lease.
+        not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutSnapshot(self, request_iterator, context):
-        """Makes a snapshot durable: `header` first, then data.
+        """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,7 +168,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutState(self, request_iterator, context):
-        """Answers a state request: `answer` first, then data.
+        """Answers a state request: `answer` first, with data or before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -10,6 +10,11 @@ Order. All calls are idempotent: they may be repeated, delayed or reordered with
 belongs to (run, attempt, box; worker session; slot generation) and replies carry whole states, not changes. A call
 of a superseded attempt or an old generation is refused and changes nothing. What a reply says is in the journal
 before it is sent.
+
+Pace. Replies tell how long the next long poll should be held (beat_s) and the lease that goes with it (lease_s): in a
+large fleet both are longer. A caller asks with what it was last told, and says so in its own lease_s; the lease that
+the coordinator keeps is never shorter than that. A poll may be answered earlier than asked for: the coordinator
+spreads the polls of a fleet over the beat.
 """
 
 from collections import abc as _abc
@@ -45,8 +50,8 @@ class CoordinatorStub:
     Takes a box's place in the run's attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
     """
     WatchRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunReply]
-    """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or after hold_s.
-    Renews the box's lease and reports its progress.
+    """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or when the hold is
+    over; then `slots` is empty. Renews the box's lease and reports its progress.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]
     """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
@@ -54,22 +59,23 @@ class CoordinatorStub:
     """
     FetchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
-    part with `record` set followed by its state in parts with `data`.
+    part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
+    complete: an error may follow some of them.
     """
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]
     """---- workers"""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-    not the worker's version, else when it changes or after hold_s. Renews the worker's lease.
+    not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
     """
     PutSnapshot: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotPart, _coordinator_pb2.PutSnapshotReply]
-    """Makes a snapshot durable: `header` first, then data."""
+    """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply."""
     GetSnapshots: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetSnapshotsRequest, _coordinator_pb2.SnapshotPart]
     """The durable snapshots of a slot that the coordinator keeps for its recovery, oldest first: for each a part with
     `header`, then data.
     """
     PutState: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.AnswerPart, _coordinator_pb2.PutStateReply]
-    """Answers a state request: `answer` first, then data."""
+    """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]
     """A worker that drains: takes no new slots, hands its own on."""
     PutBlob: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]
@@ -86,8 +92,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Takes a box's place in the run's attempt, or opens the next attempt (see OpenRunRequest.attempt_key).
     """
     WatchRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunReply]  # type: ignore[assignment]
-    """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or after hold_s.
-    Renews the box's lease and reports its progress.
+    """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or when the hold is
+    over; then `slots` is empty. Renews the box's lease and reports its progress.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CloseRunRequest, _coordinator_pb2.CloseRunReply]  # type: ignore[assignment]
     """Gives the box's place back. The last box's close ends the attempt; until then, for a while, its workers stay for
@@ -95,22 +101,23 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     FetchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]  # type: ignore[assignment]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
-    part with `record` set followed by its state in parts with `data`.
+    part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
+    complete: an error may follow some of them.
     """
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]  # type: ignore[assignment]
     """---- workers"""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-    not the worker's version, else when it changes or after hold_s. Renews the worker's lease.
+    not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
     """
     PutSnapshot: _aio.StreamUnaryMultiCallable[_coordinator_pb2.SnapshotPart, _coordinator_pb2.PutSnapshotReply]  # type: ignore[assignment]
-    """Makes a snapshot durable: `header` first, then data."""
+    """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply."""
     GetSnapshots: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetSnapshotsRequest, _coordinator_pb2.SnapshotPart]  # type: ignore[assignment]
     """The durable snapshots of a slot that the coordinator keeps for its recovery, oldest first: for each a part with
     `header`, then data.
     """
     PutState: _aio.StreamUnaryMultiCallable[_coordinator_pb2.AnswerPart, _coordinator_pb2.PutStateReply]  # type: ignore[assignment]
-    """Answers a state request: `answer` first, then data."""
+    """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]  # type: ignore[assignment]
     """A worker that drains: takes no new slots, hands its own on."""
     PutBlob: _aio.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]  # type: ignore[assignment]
@@ -136,8 +143,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.WatchRunReply, _abc.Awaitable[_coordinator_pb2.WatchRunReply]]:
-        """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or after hold_s.
-        Renews the box's lease and reports its progress.
+        """Long poll: returns at once when the run's version is not `seen_version`, else when it changes or when the hold is
+        over; then `slots` is empty. Renews the box's lease and reports its progress.
         """
 
     @_abc_1.abstractmethod
@@ -157,7 +164,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.StatePart], _abc.AsyncIterator[_coordinator_pb2.StatePart]]:
         """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
-        part with `record` set followed by its state in parts with `data`.
+        part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
+        complete: an error may follow some of them.
         """
 
     @_abc_1.abstractmethod
@@ -175,7 +183,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.HeartbeatReply, _abc.Awaitable[_coordinator_pb2.HeartbeatReply]]:
         """Long poll: reports the slots, returns the whole set of assignments and open state requests when `seen_version` is
-        not the worker's version, else when it changes or after hold_s. Renews the worker's lease.
+        not the worker's version, else when it changes, or `unchanged` when the hold is over. Renews the worker's lease.
         """
 
     @_abc_1.abstractmethod
@@ -184,7 +192,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.SnapshotPart],
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PutSnapshotReply, _abc.Awaitable[_coordinator_pb2.PutSnapshotReply]]:
-        """Makes a snapshot durable: `header` first, then data."""
+        """Makes a snapshot durable: `header` first, with data or before it. How often, and how large: see HeartbeatReply."""
 
     @_abc_1.abstractmethod
     def GetSnapshots(
@@ -202,7 +210,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.AnswerPart],
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PutStateReply, _abc.Awaitable[_coordinator_pb2.PutStateReply]]:
-        """Answers a state request: `answer` first, then data."""
+        """Answers a state request: `answer` first, with data or before it."""
 
     @_abc_1.abstractmethod
     def DeregisterWorker(

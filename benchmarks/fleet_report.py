@@ -1,0 +1,219 @@
+"""A fleet's figures as a table, against what was promised, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: there is no screen
+
+from benchmarks.report import table
+from benchmarks.targets import Verdict
+from matplotlib import pyplot as plt
+
+__all__ = ["BEGIN", "END", "draw", "judge", "markdown"]
+
+BEGIN = "<!-- fleet: begin (written by benchmarks/fleet.py --write) -->"
+END = "<!-- fleet: end -->"
+FULL = 10_000
+"""Workers of the fleet that the targets are about."""
+
+Record = dict[str, Any]
+"""What benchmarks/fleet_load.py says of one size."""
+
+
+def find(record: Record | None, *path: str) -> float | None:
+    """A figure, None where it was not measured."""
+    here: Any = record
+    for name in path:
+        here = here.get(name) if isinstance(here, dict) else None
+    return None if here is None else float(here)
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    path: tuple[str, ...]
+    shape: str
+    times: float = 1.0
+
+
+MS, MIB, PER_S, SECONDS = "{:,.1f} ms", "{:,.0f} MiB", "{:,.0f}/s", "{:,.2f} s"
+
+ROWS = (
+    Row("all registered after", ("register", "span_s"), SECONDS),
+    Row("open to assignment, p50", ("open", "to_assignment_s", "p50"), SECONDS),
+    Row("open to assignment, p99", ("open", "to_assignment_s", "p99"), SECONDS),
+    Row("all assignments out after", ("open", "assigned_s"), SECONDS),
+    Row("all boxes see all slots READY after", ("open", "settled_s"), SECONDS),
+    Row("steady: heartbeats", ("steady", "beats_per_s"), PER_S),
+    Row("steady: watches of boxes", ("steady", "watches_per_s"), PER_S),
+    Row("steady: a heartbeat takes, p50", ("steady", "heartbeat_s", "p50"), MS, 1e3),
+    Row("steady: a heartbeat takes, p99", ("steady", "heartbeat_s", "p99"), MS, 1e3),
+    Row("steady: longest time between two of a worker", ("steady", "longest_gap_s"), SECONDS),
+    Row("steady: coordinator, cores", ("steady", "cores"), "{:.2f}"),
+    Row("steady: generator, cores", ("steady", "generator_cores"), "{:.2f}"),
+    Row("steady: coordinator's memory", ("steady", "rss_mib"), MIB),
+    Row("a slot that moves: to assignment, p50", ("moves", "to_assignment_s", "p50"), MS, 1e3),
+    Row("a slot that moves: to assignment, p99", ("moves", "to_assignment_s", "p99"), MS, 1e3),
+    Row("`penstock status`, p50", ("status", "took_s", "p50"), MS, 1e3),
+    Row("state of all, 1 KiB each: first record, p50", ("state_small", "first_s", "p50"), SECONDS),
+    Row("state of all, 1 KiB each: last record, p50", ("state_small", "last_s", "p50"), SECONDS),
+    Row("state of all, 1 KiB each: last record, p99", ("state_small", "last_s", "p99"), SECONDS),
+    Row("meanwhile a heartbeat takes, p99", ("state_small", "heartbeat_s", "p99"), MS, 1e3),
+    Row("state of all, 76 kB each: first record, p50", ("state_large", "first_s", "p50"), SECONDS),
+    Row("state of all, 76 kB each: last record, p50", ("state_large", "last_s", "p50"), SECONDS),
+    Row("state of all, 76 kB each: last record, p99", ("state_large", "last_s", "p99"), SECONDS),
+    Row("meanwhile a heartbeat takes, p99", ("state_large", "heartbeat_s", "p99"), MS, 1e3),
+    Row("meanwhile the coordinator's memory at most", ("state_large", "peak_mib"), MIB),
+    Row("snapshots of 76 kB: a second", ("snapshots", "snapshots_per_s"), PER_S),
+    Row("snapshots of 76 kB: bytes a second", ("snapshots", "bytes_per_s"), "{:,.1f} MB/s", 1e-6),
+    Row("meanwhile a heartbeat takes, p50", ("snapshots", "heartbeat_s", "p50"), MS, 1e3),
+    Row("meanwhile a heartbeat takes, p99", ("snapshots", "heartbeat_s", "p99"), MS, 1e3),
+    Row("meanwhile the coordinator's memory at most", ("snapshots", "peak_mib"), MIB),
+    Row("restart: takes calls after", ("restart", "ready_s"), SECONDS),
+    Row("restart: all workers are back after", ("restart", "all_back_s"), SECONDS),
+    Row("restart: slots that were moved by it", ("restart", "lost"), "{:,.0f}"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    what: str
+    wanted: float
+    path: tuple[str, ...]
+    shape: str
+    times: float = 1.0
+    at_least: bool = False
+
+
+TARGETS = (
+    Target("10,000 workers: heartbeats held", FULL / 5, ("steady", "beats_per_s"), PER_S, at_least=True),
+    Target("10,000 workers: a heartbeat, p99", 100, ("steady", "heartbeat_s", "p99"), MS, 1e3),
+    Target("the same while states of 76 kB are gathered", 100, ("state_large", "heartbeat_s", "p99"), MS, 1e3),
+    Target("the same while snapshots of 76 kB come in", 100, ("snapshots", "heartbeat_s", "p99"), MS, 1e3),
+    Target("memory, steady", 1024, ("steady", "rss_mib"), MIB),
+    Target("memory at most, states of 76 kB", 1024, ("state_large", "peak_mib"), MIB),
+    Target("memory at most, snapshots of 76 kB", 1024, ("snapshots", "peak_mib"), MIB),
+    Target("slots lost without a fault", 0, ("lost",), "{:,.0f}"),
+)
+
+
+def judge(results: dict[str, Any]) -> list[Verdict]:
+    """Of the full fleet."""
+    record = next((found for found in results["sizes"] if found["workers"] == FULL), None)
+    verdicts = []
+    for target in TARGETS:
+        value = find(record, *target.path)
+        found = None if value is None else value * target.times
+        met = None if found is None else found >= target.wanted if target.at_least else found <= target.wanted
+        bound = "at least" if target.at_least else "at most"
+        wanted = f"{bound} {target.shape.format(target.wanted)}"
+        told = "-" if found is None else target.shape.format(found)
+        verdicts.append(Verdict("fleet", target.what, wanted, told, met))
+    return verdicts
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Everything but the picture."""
+    machine, noise = results["machine"], results["noise"]
+    where = (
+        f"Machine: {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, Linux "
+        f"{machine['kernel']}, Python {machine['python']}; coordinator, generator and probe share it."
+    )
+    others = (
+        f"Others: {noise['busy_before']:.2f} cores were busy before the run began (load {noise['load_before']:.1f}); "
+        f"other programs used {noise['others']:.2f} cores meanwhile."
+    )
+    lines = [
+        where,
+        f"Command: `{results['command']}`, {results['date']}, commit {results['commit'] or 'unknown'}.",
+        others,
+    ]
+    if max(noise["busy_before"], noise["others"]) > 0.2:
+        lines.append("**The machine was not idle: times are those of a machine with less than two cores.**")
+    lines += [f"Failed: {failure}." for failure in results["failures"]]
+    head = ("", *(f"{record['workers']:,} workers" for record in results["sizes"]))
+    rows = []
+    for row in ROWS:
+        values = [find(record, *row.path) for record in results["sizes"]]
+        rows.append([row.what, *("-" if v is None else row.shape.format(v * row.times) for v in values)])
+    verdicts = [[v.what, v.wanted, v.found, v.word] for v in judge(results)]
+    connection = results["connection"]
+    parts = ["\n".join(f"- {line}" for line in lines), table(head, rows)]
+    if connection is not None:
+        parts.append(
+            f"A connection of its own, with a long poll open on it, costs the coordinator "
+            f"{connection['kib_each']:.0f} KiB (measured over {connection['connections']:,})."
+        )
+    parts.append(table(("target", "wanted", "found", ""), verdicts))
+    return "\n\n".join(parts)
+
+
+def draw(results: dict[str, Any], file: Path) -> None:
+    """Four pictures of growth, as PNG."""
+    sizes = results["sizes"]
+    counts = [record["workers"] for record in sizes]
+    groups: list[tuple[str, list[tuple[str, Callable[[Record], float | None]]]]] = [
+        (
+            "a heartbeat, p99, ms",
+            [
+                (name, lambda r, p=phase: _times(find(r, p, "heartbeat_s", "p99"), 1e3))  # type: ignore[misc]
+                for name, phase in (
+                    ("steady", "steady"),
+                    ("snapshots of 76 kB", "snapshots"),
+                    ("states of 76 kB", "state_large"),
+                )
+            ],
+        ),
+        (
+            "seconds",
+            [
+                ("all assignments of a start", lambda r: find(r, "open", "assigned_s")),
+                ("state of all, 1 KiB", lambda r: find(r, "state_small", "last_s", "p50")),
+                ("state of all, 76 kB", lambda r: find(r, "state_large", "last_s", "p50")),
+                ("all back after a restart", lambda r: find(r, "restart", "all_back_s")),
+            ],
+        ),
+        (
+            "coordinator's memory, MiB",
+            [
+                ("steady", lambda r: find(r, "steady", "rss_mib")),
+                ("at most, states of 76 kB", lambda r: find(r, "state_large", "peak_mib")),
+                ("at most, snapshots of 76 kB", lambda r: find(r, "snapshots", "peak_mib")),
+            ],
+        ),
+        (
+            "steady: cores",
+            [
+                ("coordinator", lambda r: find(r, "steady", "cores")),
+                ("generator", lambda r: find(r, "steady", "generator_cores")),
+            ],
+        ),
+    ]
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    for axis, (title, lines) in zip(axes.flat, groups, strict=True):
+        for name, of in lines:
+            points = [(count, of(record)) for count, record in zip(counts, sizes, strict=True)]
+            there = [(count, value) for count, value in points if value]
+            if there:
+                axis.plot(*zip(*there, strict=True), marker="o", label=name)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("workers")
+        axis.set_ylabel(title)
+        axis.grid(True, which="major", alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    machine = results["machine"]
+    figure.suptitle(f"A fleet of workers, {machine['cores']} cores of {machine['processor']}, {results['date']}")
+    figure.savefig(file, dpi=100)
+    plt.close(figure)
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

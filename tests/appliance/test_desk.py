@@ -1,0 +1,179 @@
+"""State queries of a fleet: box by box, so many at once, in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from queries import ask, respond, values
+
+from penstock.appliance.desk import ROOM
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import Attempt
+from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def fleet(limits: Limits, boxes: int) -> tuple[World, list[FakeBox], FakeWorker]:
+    """Boxes of two slots, all on one worker, four steps done."""
+    world = World(limits)
+    opened = [world.open(number, num_boxes=boxes) for number in range(boxes)]
+    worker = world.worker("w", 2 * boxes)
+    worker.ready()
+    for box in opened:
+        box.deliver(4)
+    return world, opened, worker
+
+
+def asked(worker: FakeWorker) -> set[int]:
+    """The boxes that the worker is asked for now."""
+    return {request.box for request in worker.beat().state_requests}
+
+
+def answer_of(worker: FakeWorker, box: int, slot: int, size: int) -> pb.StateAnswer:
+    (request,) = (r for r in worker.beat().state_requests if (r.box, r.slot) == (box, slot))
+    return pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session, state_bytes=size)
+
+
+def test_so_many_slots_are_asked_at_once_and_the_next_when_a_box_is_complete() -> None:
+    _, boxes, worker = fleet(replace(Limits(), asked_at_once=4), 5)
+    gathering = ask(boxes[0], 4)
+    assert asked(worker) == {0, 1}
+    assert "3 boxes that are asked after these" in gathering.waits_for()
+    respond(worker, box=1)
+    assert (gathering.complete, asked(worker)) == (1, {0, 2})
+    respond(worker, box=0, only=0)
+    assert asked(worker) == {0, 2}  # three slots, and the next box has two
+    for _ in range(4):
+        respond(worker)
+    assert values(gathering) == [f"{box}.{slot}:0.2" for box in range(5) for slot in range(2)]
+    assert asked(worker) == set()
+
+
+def test_a_box_larger_than_the_number_is_asked_whole() -> None:
+    _, boxes, worker = fleet(replace(Limits(), asked_at_once=1), 2)
+    gathering = ask(boxes[0], 4)
+    assert len(worker.beat().state_requests) == 2
+    respond(worker)
+    respond(worker)
+    assert gathering.done
+
+
+def test_a_box_is_announced_when_it_is_complete() -> None:
+    world, boxes, worker = fleet(Limits(), 2)
+    gathering = ask(boxes[0], 4)
+    world.topics.clear()
+    respond(worker, box=1)
+    assert gathering.topic(1) in world.topics
+    assert gathering.topic(0) not in world.topics
+    assert [record.local_worker_id for record, _ in gathering.boxes[1].records] == [0, 1]
+
+
+def test_a_box_that_has_not_opened_keeps_the_others_from_nothing() -> None:
+    world = World()
+    box = world.open(0, num_boxes=2, num_workers_per_box=1)
+    worker = world.worker("w")
+    worker.ready()
+    box.deliver(2)
+    gathering = ask(box, 2)
+    respond(worker)
+    assert (list(gathering.boxes), gathering.done) == ([0], False)
+    world.open(1, num_boxes=2, num_workers_per_box=1)
+    worker.ready()
+    respond(worker)
+    assert gathering.done
+
+
+def test_what_all_askers_were_sent_is_let_go_when_room_is_short() -> None:
+    world, boxes, worker = fleet(replace(Limits(), answers_max=20, asked_at_once=2), 4)  # 14 bytes a box
+    first, second = ask(boxes[0], 4), ask(boxes[1], 4)
+    assert first is second
+    for _ in range(2):
+        respond(worker)
+    world.registry.sent_state(first, 0)
+    assert sorted(first.boxes) == [0, 1]  # one asker has not been sent it
+    for _ in range(2):
+        world.registry.sent_state(first, 1)
+    assert sorted(first.boxes) == [0]
+    world.registry.sent_state(first, 0)
+    assert sorted(first.boxes) == []
+    late = ask(boxes[2], 4)
+    assert late is not first  # it could not be told all any more
+    for _ in range(8):
+        respond(worker)
+    assert first.done
+    assert sorted(first.boxes) == [2, 3]
+    assert late.done
+    assert len(values(late)) == 8
+
+
+def test_an_asker_that_leaves_holds_nothing_back() -> None:
+    world, boxes, worker = fleet(replace(Limits(), answers_max=50, asked_at_once=2), 4)
+    gathering = ask(boxes[0], 4)
+    ask(boxes[1], 4)
+    for _ in range(2):
+        respond(worker)
+    for box in (0, 1):
+        world.registry.sent_state(gathering, box)
+    world.registry.end_state(gathering, 0)
+    world.registry.sent_state(gathering, 1)
+    assert 1 not in gathering.boxes
+
+
+def test_answers_wait_at_the_door_and_those_of_the_next_box_do_not() -> None:
+    world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
+    gathering = ask(boxes[0], 4)
+    registry = world.registry
+    assert registry.admit_state(answer_of(worker, 1, 0, 80)) is None
+    late = answer_of(worker, 2, 0, 80)
+    assert registry.admit_state(late) == 30
+    assert registry.admit_state(answer_of(worker, 0, 0, 80)) is None  # else nothing would ever be sent
+    assert gathering.held == 160
+    world.topics.clear()
+    registry.answer_lost(answer_of(worker, 1, 0, 80))
+    assert ROOM in world.topics
+    assert registry.admit_state(late) == 30
+    registry.answer_lost(answer_of(worker, 0, 0, 80))
+    assert registry.admit_state(late) is None
+    assert gathering.held == 80
+    registry.answer_state(late, bytes(80))
+    assert gathering.held == 80
+    registry.end_state(gathering)
+    assert registry._desk.held == 0
+
+
+def test_nobody_waits_with_an_answer_that_is_not_wanted() -> None:
+    world, boxes, worker = fleet(replace(Limits(), answers_max=1), 1)
+    gathering = ask(boxes[0], 4)
+    answer = answer_of(worker, 0, 0, 80)
+    assert world.registry.answer_wanted(answer)
+    world.registry.end_state(gathering)
+    assert not world.registry.answer_wanted(answer)
+    assert world.registry.admit_state(answer) is None
+
+
+@pytest.mark.parametrize("boxes", [30, 300])
+def test_the_work_for_an_answer_does_not_grow_with_the_fleet(boxes: int) -> None:
+    """Counted, not timed: an answer plans its own box and no other."""
+    _, opened, worker = fleet(replace(Limits(), asked_at_once=1 << 20), boxes)
+    gathering = ask(opened[0], 4)
+    planned: list[int] = []
+    plan = gathering._refresh
+
+    def counted(attempt: Attempt, number: int) -> None:
+        planned.append(number)
+        plan(attempt, number)
+
+    gathering._refresh = counted  # type: ignore[method-assign]
+    respond(worker, box=7)
+    assert planned == [7, 7]
+
+
+def test_a_question_that_is_asked_again_is_a_new_one() -> None:
+    """A worker answers each request once, and may not have seen that it was closed meanwhile."""
+    world, boxes, worker = fleet(Limits(), 1)
+    first = ask(boxes[0], 4)
+    before = {request.request for request in worker.beat().state_requests}
+    world.registry.end_state(first)
+    ask(boxes[0], 4)
+    assert before.isdisjoint(request.request for request in worker.beat().state_requests)

@@ -1,0 +1,118 @@
+"""The choice of a worker: what it is for, and that the fast way finds what the plain one does."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.appliance.model import Loss, Slot, SlotKey, Worker
+from penstock.appliance.placement import Room, cost
+from penstock.proto.allow import under
+
+HOSTS = ["host-a", "host-b", "host-c"]
+
+
+ALLOWED = [(), ("m",), ("m.n", "other"), ("other",)]
+
+
+def worker(
+    name: str, host: str, capacity: int, used: int, *, draining: bool = False, allow: tuple[str, ...] = ()
+) -> Worker:
+    made = Worker(name, "s", host, capacity, "", "", True, 0.0, 0.0, 1, draining, allow)
+    made.slots = {SlotKey("other", 1, 0, number) for number in range(used)}
+    return made
+
+
+def plainly(slot: Slot, host_id: str, input_fn: str, workers: dict[str, Worker]) -> Worker | None:
+    """All workers, one after the other."""
+    module = input_fn.partition(":")[0]
+    fitting = [w for w in workers.values() if w.free > 0 and (not w.allow or under(module, w.allow))]
+    return min(fitting, key=lambda w: cost(slot, host_id, w), default=None)
+
+
+def slot(*lost_at: str) -> Slot:
+    made = Slot(SlotKey("run", 1, 0, 0), 1)
+    made.losses = [Loss(1.0, name, "", 0) for name in lost_at]
+    return made
+
+
+WORKERS = st.dictionaries(
+    st.sampled_from([f"w{number}" for number in range(12)]),
+    st.tuples(st.sampled_from(HOSTS), st.integers(1, 4), st.integers(0, 4), st.booleans(), st.sampled_from(ALLOWED)),
+    max_size=12,
+)
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(["choose", "take", "give back", "remove", "replace", "drain"]),
+        st.sampled_from([f"w{number}" for number in range(12)]),
+        st.sampled_from(HOSTS),
+        st.lists(st.sampled_from([f"w{number}" for number in range(12)]), max_size=4),
+        st.sampled_from(["m:f", "m.n:f", "other:f"]),
+    ),
+    max_size=60,
+)
+
+
+@given(fleet=WORKERS, changes=CHANGES)
+def test_the_choice_is_that_of_the_plain_rule_whatever_has_happened(
+    fleet: dict[str, tuple[str, int, int, bool, tuple[str, ...]]],
+    changes: list[tuple[str, str, str, list[str], str]],
+) -> None:
+    workers = {
+        name: worker(name, host, capacity, min(used, capacity), draining=draining, allow=allow)
+        for name, (host, capacity, used, draining, allow) in fleet.items()
+    }
+    room = Room(workers)
+    for each in workers.values():
+        room.offer(each)
+    for number, (what, name, host, lost_at, input_fn) in enumerate(changes):
+        known = workers.get(name)
+        if what == "choose":
+            asked = slot(*lost_at)
+            found = room.choose(asked, host, input_fn)
+            assert found is plainly(asked, host, input_fn, workers)
+            if found is not None:
+                found.slots.add(SlotKey("run", 1, number, 0))
+                room.offer(found)
+        elif what == "replace":
+            workers[name] = worker(name, host, 1 + number % 4, 0, allow=ALLOWED[number % 3])
+            room.offer(workers[name])
+        elif known is None:
+            continue
+        elif what == "take" and known.free > 0:
+            known.slots.add(SlotKey("run", 2, number, 0))
+            room.offer(known)
+        elif what == "give back" and known.slots:
+            known.slots.discard(min(known.slots))
+            room.offer(known)
+        elif what == "remove":
+            del workers[name]
+        elif what == "drain":
+            known.draining = True
+        assert room.is_full == all(each.free <= 0 for each in workers.values())
+    for host in HOSTS:
+        assert room.choose(slot(), host, "m:f") is plainly(slot(), host, "m:f", workers)
+
+
+def test_one_loss_counts_against_nobody_and_two_do() -> None:
+    workers = {"a": worker("a", "host-a", 4, 0), "b": worker("b", "host-b", 4, 0)}
+    room = Room(workers)
+    for each in workers.values():
+        room.offer(each)
+    assert room.choose(slot("a"), "host-a", "m:f") is workers["a"]
+    assert room.choose(slot("a", "a"), "host-a", "m:f") is workers["b"]
+    assert room.choose(slot("a", "a", "b", "b", "b"), "host-b", "m:f") is workers["a"]
+    del workers["b"]
+    assert room.choose(slot("a", "a", "a"), "host-a", "m:f") is workers["a"]  # better there than nowhere
+
+
+def test_a_fleet_that_changes_for_ever_takes_no_memory_for_ever() -> None:
+    workers = {f"w{number}": worker(f"w{number}", "host-a", 2, 0) for number in range(20)}
+    room = Room(workers)
+    for _ in range(10_000):
+        for each in workers.values():
+            room.offer(each)
+    (heaps,) = room._heaps.values()
+    assert len(heaps.everywhere) <= 64 + 5 * 20
+    assert len(heaps.by_host["host-a"]) <= 64 + 5 * 20
+    assert room.choose(slot(), "host-a", "m:f") is workers["w0"]

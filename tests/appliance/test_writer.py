@@ -1,0 +1,287 @@
+"""The ways to the disk: the bound on what comes in, commits that are shared, pieces, and what happens when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.appliance.journal import Journal, Rows, StateDir
+from penstock.appliance.ledger import Drop, DropAttempt
+from penstock.appliance.store import PIECE, Store
+from penstock.appliance.syncing import Syncing
+from penstock.appliance.writer import COMMIT_BYTES, Inflow, Writer
+from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[StateDir]:
+    directory = StateDir(tmp_path / "state")
+    yield directory
+    directory.close()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, DEADLINE_S))
+
+
+def header(total: int, attempt: int = 1) -> pb.SnapshotHeader:
+    return pb.SnapshotHeader(run="job/0", attempt=attempt, total=total)
+
+
+async def turn() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+# ---- inflow
+
+
+def test_values_are_let_in_in_order_as_far_as_there_is_room() -> None:
+    async def body() -> None:
+        inflow, came = Inflow(100), list[str]()
+        gates = {name: asyncio.Event() for name in "abcd"}
+
+        async def one(name: str, size: int) -> None:
+            async with inflow.taken(size):
+                came.append(name)
+                await gates[name].wait()
+
+        tasks = [asyncio.create_task(one(*each)) for each in (("a", 60), ("b", 500), ("c", 10), ("d", 10))]
+        await turn()
+        assert came == ["a"]  # b is too large to come beside a, and c does not overtake it
+        gates["a"].set()
+        await turn()
+        assert came == ["a", "b"]
+        gates["b"].set()
+        await turn()
+        assert came == ["a", "b", "c", "d"]
+        gates["c"].set()
+        gates["d"].set()
+        await asyncio.gather(*tasks)
+        assert inflow._used == 0
+
+    run(body())
+
+
+def test_one_that_gives_up_takes_no_room() -> None:
+    async def body() -> None:
+        inflow = Inflow(100)
+        async with inflow.taken(100):
+
+            async def one() -> None:
+                async with inflow.taken(50):
+                    raise AssertionError("it was let in")
+
+            waiting = asyncio.create_task(one())
+            await turn()
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+        async with inflow.taken(100):
+            pass
+        assert inflow._used == 0
+
+    run(body())
+
+
+# ---- snapshots
+
+
+class Gated:
+    """A store whose thread stands still until it may go on, and that counts commits."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.go, self.commits = store, threading.Event(), list[int]()
+        self.drop = store.drop
+
+    def put_snapshots(self, snapshots: list[tuple[pb.SnapshotHeader, bytes]]) -> None:
+        assert self.go.wait(DEADLINE_S)
+        self.commits.append(len(snapshots))
+        self.store.put_snapshots(snapshots)
+
+
+def test_snapshots_that_wait_share_a_commit_up_to_its_size(state: StateDir) -> None:
+    async def body() -> None:
+        gated = Gated(Store(state))
+        writer = Writer(gated)  # type: ignore[arg-type]
+        data = bytes(COMMIT_BYTES // 8)
+        puts = [asyncio.create_task(writer.put_snapshot(header(total), data)) for total in range(20)]
+        await turn()
+        gated.go.set()
+        await asyncio.gather(*puts)
+        assert gated.commits == [8, 8, 4]
+        kept, _ = gated.store.index()
+        assert sorted(one.total for _, one in kept) == list(range(20))
+        writer.close()
+        gated.store.close()
+
+    run(body())
+
+
+def test_a_commit_that_fails_is_told_to_all_and_the_next_one_works(state: StateDir) -> None:
+    async def body() -> None:
+        store = Store(state)
+        writer = Writer(store)
+        store._db.execute("PRAGMA max_page_count=10")
+        results = await asyncio.gather(
+            *(writer.put_snapshot(header(n), bytes(100_000)) for n in range(3)), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [JournalError] * 3
+        assert store.index() == ([], [])
+        store._db.execute("PRAGMA max_page_count=100000")
+        await writer.put_snapshot(header(7), b"x")
+        writer.close()
+        store.close()
+
+    run(body())
+
+
+def test_an_attempt_is_dropped_in_pieces(state: StateDir) -> None:
+    store = Store(state)
+    store.put_snapshots([(header(total), b"x") for total in range(2 * PIECE + 10)])
+    store.put_snapshots([(header(1, attempt=2), b"y")])
+    left: list[Drop] = [DropAttempt("job/0", 1), DropAttempt("job/0", 3)]
+    sizes = []
+    while left:
+        left = store.drop(left)
+        sizes.append(len(store.index()[0]))
+    assert sizes == [PIECE + 11, 11, 1]
+    store.close()
+
+
+def test_what_is_written_while_an_attempt_is_dropped_does_not_wait_for_all_of_it(state: StateDir) -> None:
+    async def body() -> None:
+        store = Store(state)
+        store.put_snapshots([(header(total), b"x") for total in range(10 * PIECE)])
+        writer = Writer(store)
+        writer.drop([DropAttempt("job/0", 1)], lambda *_: None)
+        await turn()
+        await writer.put_snapshot(header(1, attempt=2), b"y")
+        assert writer.is_dropping
+        while writer.is_dropping:
+            await asyncio.sleep(0.001)
+        assert len(store.index()[0]) == 1
+        writer.close()
+        store.close()
+
+    run(body())
+
+
+# ---- the journal
+
+
+def attempt(number: int) -> dict[str, object]:
+    return {"run": "job/0", "attempt": number, "key": "", "opened_by": "", "state": "open", "why": ""}
+
+
+def test_many_calls_share_a_commit_and_each_returns_when_its_rows_are_there(state: StateDir) -> None:
+    async def body() -> None:
+        journal = Journal(state)
+        syncing = Syncing(journal)
+        written: list[int] = []
+        write = journal.write
+
+        def counted(rows: Rows) -> None:
+            written.append(len(rows))
+            write(rows)
+
+        journal.write = counted  # type: ignore[method-assign]
+
+        async def call(number: int) -> None:
+            async with syncing.synced():
+                journal.put("attempts", attempt(number))
+                journal.commit()
+            assert number in {row["attempt"] for row in journal.rows("attempts")}
+
+        await asyncio.gather(*(call(number) for number in range(50)))
+        assert sum(written) == 50
+        assert len(written) <= 2
+        await syncing.sync()  # nothing to write
+        assert len(written) <= 2
+        syncing.close()
+        journal.close()
+
+    run(body())
+
+
+def test_a_reply_waits_for_what_another_call_has_put(state: StateDir) -> None:
+    async def body() -> None:
+        journal = Journal(state)
+        syncing = Syncing(journal)
+        go, write = threading.Event(), journal.write
+
+        def gated(rows: Rows) -> None:
+            assert go.wait(DEADLINE_S)
+            write(rows)
+
+        journal.write = gated  # type: ignore[method-assign]
+        journal.put("attempts", attempt(1))
+        first = asyncio.create_task(syncing.sync())
+        await turn()
+        second = asyncio.create_task(syncing.sync())  # has put nothing, but may speak of the attempt
+        await turn()
+        assert not first.done()
+        assert not second.done()
+        go.set()
+        await asyncio.gather(first, second)
+        syncing.close()
+        journal.close()
+
+    run(body())
+
+
+def test_rows_that_could_not_be_written_are_tried_again_in_their_order(state: StateDir) -> None:
+    async def body() -> None:
+        journal = Journal(state)
+        syncing = Syncing(journal)
+        journal._db.execute("PRAGMA max_page_count=1")
+        journal.put("attempts", attempt(1) | {"why": "x" * 100_000})
+        with pytest.raises(JournalError, match="1 rows of 100017 bytes wait"):
+            await syncing.sync()
+        journal._db.execute("PRAGMA max_page_count=100000")
+        journal.put("attempts", attempt(1) | {"why": "newer"})
+        await syncing.sync()
+        assert [row["why"] for row in journal.rows("attempts")] == ["newer"]
+        syncing.close()
+        journal.close()
+
+    run(body())
+
+
+def test_what_was_put_while_a_write_failed_counts_more(state: StateDir) -> None:
+    journal = Journal(state)
+    journal.put("attempts", attempt(1) | {"why": "older"})
+    rows = journal.take()
+    journal.put("attempts", attempt(1) | {"why": "newer"})
+    journal.put_back(rows)
+    journal.commit()
+    assert [row["why"] for row in journal.rows("attempts")] == ["newer"]
+    journal.close()
+
+
+def test_an_error_leaves_after_what_it_speaks_of(state: StateDir) -> None:
+    async def body() -> None:
+        journal = Journal(state)
+        syncing = Syncing(journal)
+
+        async def refused() -> None:
+            async with syncing.synced():
+                journal.put("attempts", attempt(2))
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            await refused()
+        assert [row["attempt"] for row in journal.rows("attempts")] == [2]
+        syncing.close()
+        journal.close()
+
+    run(body())

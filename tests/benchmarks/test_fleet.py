@@ -1,0 +1,118 @@
+"""The fleet's generator against a real coordinator, in the small; and what is told of its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.fleet import main
+from benchmarks.fleet_load import Fleet, percentile, spread
+from benchmarks.fleet_report import BEGIN, END, FULL, TARGETS, draw, judge, markdown
+from benchmarks.report import between
+
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "benchmarks.md"
+DEADLINE_S = 60.0
+
+
+def test_a_small_fleet_goes_through_all_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TOKEN", "a-token-for-tests-only")
+
+    async def body() -> None:
+        async with Fleet(8, 2, 0.3) as fleet:
+            await fleet.register()
+            opened = await fleet.open()
+            assert (opened["assignments"], opened["settled"]) == (8, 2)
+            assert 0 < opened["to_assignment_s"]["p50"] <= opened["assigned_s"]
+            steady = await fleet.steady()
+            assert steady["heartbeat_s"]["samples"] > 0
+            assert steady["coordinator_cpu_s"] > 0
+            assert steady["rss_mib"] > 10
+            moved = await fleet.moves()
+            assert moved["to_assignment_s"]["samples"] == 7
+            state = await fleet.states(5000, 1)
+            assert (state["records"], state["bytes"]) == (8, 40_000)
+            assert 0 < state["first_s"]["p50"] <= state["last_s"]["p50"]
+            status = await fleet.status()
+            assert status["bytes"] > 500
+            back = await fleet.restart()
+            assert (back["live"], back["lost"]) == (10, 0)
+            assert fleet.tally.failures == []
+
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+
+
+def test_percentiles() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3, 1, 2], 0.5) == 2
+    assert spread(list(range(1, 201))) == {"p50": 101, "p99": 199, "max": 200, "samples": 200}
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    beats = {"p50": 0.002, "p99": 0.05, "max": 0.2, "samples": 100}
+    phase = {"span_s": 10.0, "heartbeat_s": beats, "rss_mib": 300.0, "peak_mib": 400.0, "cores": 0.4}
+    sizes = [
+        {
+            "workers": count,
+            "lost": 0,
+            "steady": phase | {"beats_per_s": count / 5},
+            "state_large": copy.deepcopy(phase),
+            "snapshots": copy.deepcopy(phase),
+        }
+        for count in (100, 1000, FULL)
+    ]
+    machine = {"cores": 2, "processor": "P", "memory_gib": 8, "kernel": "6", "python": "3.11"}
+    noise = {"busy_before": 0.1, "load_before": 0.2, "others": 0.1}
+    return {
+        "date": "2026-01-01",
+        "command": "c",
+        "commit": "",
+        "machine": machine,
+        "noise": noise,
+        "sizes": sizes,
+        "connection": {"connections": 100, "kib_each": 55.5},
+        "failures": [],
+    }
+
+
+def test_targets_are_judged_by_the_full_fleet(results: dict[str, Any]) -> None:
+    assert [verdict.met for verdict in judge(results)] == [True] * len(TARGETS)
+    results["sizes"][2]["snapshots"]["heartbeat_s"]["p99"] = 0.3
+    results["sizes"][2]["lost"] = 1
+    del results["sizes"][2]["state_large"]
+    words = {verdict.what: verdict.word for verdict in judge(results)}
+    assert words["the same while snapshots of 76 kB come in"] == "MISSED"
+    assert words["slots lost without a fault"] == "MISSED"
+    assert words["memory at most, states of 76 kB"] == "not measured"
+    results["sizes"].pop()
+    assert {verdict.met for verdict in judge(results)} == {None}
+
+
+def test_the_table_has_a_column_for_each_size_and_tells_of_a_busy_machine(results: dict[str, Any]) -> None:
+    text = markdown(results)
+    assert "| steady: a heartbeat takes, p99 | 50.0 ms | 50.0 ms | 50.0 ms |" in text
+    assert "56 KiB" in text
+    assert "not idle" not in text
+    results["noise"]["others"] = 1.4
+    results["failures"] = ["10000 workers: no result within 900 s"]
+    text = markdown(results)
+    assert "**The machine was not idle" in text
+    assert "- Failed: 10000 workers: no result within 900 s." in text
+
+
+def test_a_picture_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
+    draw(results, tmp_path / "fleet.png")
+    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_our_document_has_the_marks() -> None:
+    assert "marked" in between(DOCUMENT.read_text(), "marked", BEGIN, END)
+
+
+def test_a_size_must_be_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--workers", "many"])
+    assert "invalid int value" in capsys.readouterr().err

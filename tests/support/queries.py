@@ -1,0 +1,59 @@
+"""State queries as a box makes them, and answers as a worker gives them, in a world without processes."""
+
+from __future__ import annotations
+
+from penstock.appliance.states import Gathering
+from penstock.appliance.testing import FakeBox, FakeWorker
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def ask(box: FakeBox, step: int, **fields: object) -> Gathering:
+    """As the box itself, with its progress."""
+    request = pb.FetchStateRequest(run=box.reply.run, attempt=box.reply.attempt, step=step, deadline_s=30)
+    request.progress.CopyFrom(box.progress())
+    request.MergeFrom(pb.FetchStateRequest(**fields))  # type: ignore[arg-type]
+    return box.world.registry.begin_state(request)
+
+
+def respond(
+    worker: FakeWorker,
+    *,
+    starts: dict[tuple[int, int], int] | None = None,
+    only: int | None = None,
+    box: int | None = None,
+    tells_all: bool = True,
+) -> None:
+    """Answers the worker's open requests, as a worker does that knows its own passes and nothing else.
+
+    `starts`: (slot, epoch) -> the slot's total when that pass began, which is where the one before ended.
+    """
+    starts = starts or {}
+    for request in worker.beat().state_requests:
+        if (only is not None and request.slot != only) or (box is not None and request.box != box):
+            continue
+        if request.request in worker.answered:
+            continue
+        worker.answered.add(request.request)
+        answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
+        epoch, total = request.epoch, request.position.total
+        began = starts.get((request.slot, epoch))
+        over = starts.get((request.slot, epoch + 1))
+        data = b""
+        if tells_all:
+            ends = {epoch - 1: total for (slot, epoch), total in starts.items() if slot == request.slot and epoch}
+            answer.ends.extend(pb.PassEnd(epoch=epoch, total=total) for epoch, total in ends.items())
+        if began is not None and began != total - request.position.delivered:
+            answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, began
+        elif over is not None and over < total:
+            answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, over
+        else:
+            del answer.ends[:]
+            answer.samples_streamed, answer.digest = total * 4, 99
+            data = f"{request.box}.{request.slot}:{epoch}.{total}".encode()
+        worker.world.registry.answer_state(answer, data)
+
+
+def values(gathering: Gathering) -> list[str]:
+    assert gathering.failure is None
+    assert gathering.result is not None
+    return [data.decode() for _, data in gathering.result.records]

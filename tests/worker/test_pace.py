@@ -1,0 +1,75 @@
+"""What the daemon does with the pace that replies tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.worker.daemon import HOLD_S, Daemon, Settings
+from penstock.worker.slot import Share
+
+
+def with_daemon(body: Any) -> None:
+    async def run() -> None:
+        daemon = Daemon(Settings("127.0.0.1:1", "token", 1, ["streams"]))
+        made: list[pb.HeartbeatReply] = []
+        daemon._make_it_so = made.append  # type: ignore[method-assign, assignment]
+        try:
+            result = body(daemon, made)
+            if isinstance(result, Coroutine):
+                await result
+        finally:
+            await daemon.coordinator.close()
+
+    asyncio.run(run())
+
+
+def reply(version: int, **fields: Any) -> pb.HeartbeatReply:
+    return pb.HeartbeatReply(version=version, beat_s=5, lease_s=15, **fields)
+
+
+def test_the_next_heartbeat_is_held_as_long_as_the_last_reply_said() -> None:
+    def body(daemon: Daemon, _: list[pb.HeartbeatReply]) -> None:
+        assert daemon._hold_s == HOLD_S
+        daemon._take(reply(7, snapshot_every_s=25, snapshot_bytes_per_s=3000))
+        request = daemon._heartbeat(daemon._hold_s)
+        assert (request.hold_s, request.lease_s, request.seen_version) == (5, 15, 7)
+        assert daemon.share == Share(25, 3000)
+
+    with_daemon(body)
+
+
+def test_a_reply_that_was_overtaken_changes_nothing() -> None:
+    """The long poll and the report of a change are under way together; the older answer may come last."""
+
+    def body(daemon: Daemon, made: list[pb.HeartbeatReply]) -> None:
+        newer, older = reply(8), reply(7)
+        daemon._take(newer)
+        daemon._take(older)
+        assert made == [newer]
+        daemon._take(reply(8, unchanged=True))
+        assert made == [newer]
+        daemon._take(reply(9))
+        assert len(made) == 2
+
+    with_daemon(body)
+
+
+def test_a_request_that_could_not_be_answered_is_asked_for_again() -> None:
+    async def body(daemon: Daemon, made: list[pb.HeartbeatReply]) -> None:
+        daemon._take(reply(8))
+        daemon._answered.add("r")
+        await daemon._answer(pb.StateRequest(request="r"))  # of a slot that is not here
+        assert daemon._answered == set()
+        assert daemon._heartbeat(1.0).seen_version == 0
+
+    with_daemon(body)
+
+
+@pytest.mark.parametrize(("size", "pause_s"), [(0, 25), (1000, 25), (76_000, 76_000 / 3000), (10**6, 10**6 / 3000)])
+def test_the_pause_after_a_snapshot_keeps_calls_and_bytes_within_the_share(size: int, pause_s: float) -> None:
+    assert Share(25, 3000).pause_s(size) == pytest.approx(pause_s)
