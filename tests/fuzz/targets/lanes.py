@@ -25,6 +25,7 @@ from penstock.proto.ring import PAGE, Ring
 from penstock.proto.structure import MAX_LEAVES, MAX_RANK
 from penstock.proto.tcp import read_hello
 from penstock.proto.tensors import Flattener
+from penstock.proto.tls import host_of
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.worker.lanes import check_hello
 from penstock.worker.pump import Pump
@@ -308,7 +309,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self.watched: dict[int, int] = {}
-        self.address = ("", 0)
+        self.address = "nobody:0"
 
     def watch(self, lane: object, fd: int, mask: int) -> None:
         self.watched[fd] = mask
@@ -316,7 +317,7 @@ class _Loop:
     def forget(self, lane: object, *fds: int) -> None:
         self.watched.clear()
 
-    def connect(self, address: tuple[str, int], then: Callable[[socket.socket | OSError], None]) -> None:
+    def connect(self, address: str, then: Callable[[socket.socket | OSError], None]) -> None:
         self.address, self.then = address, then
 
 
@@ -335,7 +336,7 @@ def _lander(data: bytes) -> None:
         lane.on_event(fd, select.EPOLLIN)
         if lane.over:
             return
-        assert 0 <= loop.address[1] <= 65535
+        assert 0 <= host_of(loop.address)[1] <= 65535
         loop.then(near)
         for what, piece in steps[1:]:
             try:

@@ -13,7 +13,7 @@ from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.books import Books
-from penstock.appliance.journal import Journal
+from penstock.appliance.journal import TABLES, Journal
 from penstock.appliance.ledger import Ledger as Snapshots
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
@@ -31,7 +31,6 @@ __all__ = ["TARGETS"]
 
 HEAD = struct.Struct("<IQB")
 """Of a control message: bytes of text, bytes of payload, descriptors."""
-TABLES = ("runs", "attempts", "boxes", "slots")
 
 
 # ---- children
@@ -196,7 +195,7 @@ def _journal(data: bytes) -> None:
         _whole.update(_rows())
     rows = {table: [dict(row) for row in found] for table, found in _whole.items()}
     for what, piece in pieces(data, 4):
-        table = list(rows)[what % 4]
+        table = list(rows)[what % len(rows)]
         if not rows[table]:
             continue
         number, form, value = piece[0] if piece else 0, piece[1] if len(piece) > 1 else 0, piece[2:]

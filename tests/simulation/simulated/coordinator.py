@@ -6,6 +6,7 @@ starts from what the disk holds.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
@@ -97,13 +98,28 @@ class Coordinator:
         truth, handler = self._truth, getattr(self.service, method)
         truth.arrived(method, request)
         if method in _STREAMED:
-            reply = await handler(_stream(request), None)
+            reply = await handler(_stream(request), _PEER)
         elif method in _STREAMS:
-            reply = [part async for part in handler(request, None)]
+            reply = [part async for part in handler(request, _PEER)]
         else:
-            reply = await handler(request, None)
+            try:
+                reply = await handler(request, _PEER)
+            except asyncio.CancelledError:
+                if method == "Heartbeat":
+                    truth.before.hung_up.add(request.worker)
+                raise
         truth.replies(method, request, reply)
         return reply
+
+
+class _Peer:
+    """What handlers ask of a call's context."""
+
+    def peer(self) -> str:
+        return "unix-abstract:simulated"
+
+
+_PEER = _Peer()
 
 
 async def _stream(parts: Iterable[_Part]) -> AsyncIterator[_Part]:

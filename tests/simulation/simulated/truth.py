@@ -184,6 +184,7 @@ class Truth:
             worker = self.registry.books.workers.get(request.worker)
             if worker is not None and worker.session == request.session and worker.registered:
                 self.before.heard[request.worker] = self.before.awake(self.world.now)
+                self.before.hung_up.discard(request.worker)
         elif method in ("WatchRun", "OpenRun"):
             run = request.run if method == "WatchRun" else f"{request.job}/{request.ordinal}"
             self.before.heard_box[run, request.box, request.client_id] = self.before.awake(self.world.now)
@@ -224,6 +225,7 @@ class Truth:
                 self._told(a.run, a.box, a.slot, a.generation)
         elif method == "RegisterWorker":
             self.before.heard[request.worker] = self.before.awake(self.world.now)
+            self.before.hung_up.discard(request.worker)
         elif method == "PutSnapshot" and not reply.refused:
             header = request[0].header
             key = SlotKey(header.run, header.attempt, header.box, header.slot)
