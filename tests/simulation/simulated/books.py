@@ -1,4 +1,5 @@
-"""The promises that can be read from the coordinator's books and its disk alone, checked after every commit."""
+"""The promises that can be read from the coordinator's books alone, checked after every event, and those that compare
+them with its disk, checked whenever nothing more waits to be written."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from penstock.appliance.model import Place, Slot, SlotKey, Worker
 from penstock.appliance.registry import Registry
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["Before", "check_books", "check_moves"]
+__all__ = ["Before", "check_books", "check_disk", "check_moves"]
 
 Fail = Callable[[str, str], None]
 """Told the promise that is broken, and how."""
@@ -52,8 +53,8 @@ class Before:
         self.slots.clear()
 
 
-def check_books(fail: Fail, registry: Registry, disk: Disk) -> None:
-    """The books in themselves, and against the disk."""
+def check_books(fail: Fail, registry: Registry) -> None:
+    """The books in themselves."""
     books = registry.books
     held: dict[SlotKey, str] = {}
     for name, worker in books.workers.items():
@@ -65,19 +66,13 @@ def check_books(fail: Fail, registry: Registry, disk: Disk) -> None:
             held[key] = name
             if books.slot(key) is None:
                 fail("who is superseded owns nothing", f"{name} holds {key}")
-    slots = 0
     for attempt in books.open_attempts():
         if attempt.number != books.runs[attempt.run].attempt:
             fail("who is superseded owns nothing", f"attempt {attempt.number} of {attempt.run} is open")
         for box in attempt.boxes.values():
-            row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
-            if row.get("client_id") != box.client_id or row.get("place") != box.place.value:
-                fail(_JOURNAL, f"box {box.number} is {box.place.value} for {box.client_id}, on disk {row}")
-            slots += len(box.slots)
             for slot in box.slots:
                 if held.get(slot.key, "") != slot.worker:
                     fail("one owner per slot and generation", f"{slot.key}: {slot.worker}, {held.get(slot.key)}")
-                _check_slot(fail, slot, disk)
                 if slot.phase in (pb.STARTING, pb.READY) and not slot.worker:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
                 if box.lingers_until > 0:
@@ -87,12 +82,25 @@ def check_books(fail: Fail, registry: Registry, disk: Disk) -> None:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)}, and waits in line: {waiting}")
                 if not live and slot.worker:
                     fail("who is superseded owns nothing", f"{slot.key} of a box that is gone is with {slot.worker}")
-    if len(disk.tables["slots"]) != slots:
-        fail(_JOURNAL, f"{len(disk.tables['slots'])} slots on disk, {slots} in the books")
     if books.waiting:
         free = [worker.name for worker in books.workers.values() if worker.free > 0]
         if free:
             fail(_WAITS, f"{next(iter(books.waiting))} waits although {free} have room")
+
+
+def check_disk(fail: Fail, registry: Registry, disk: Disk) -> None:
+    """The books against the disk, when all has been written."""
+    books, slots = registry.books, 0
+    for attempt in books.open_attempts():
+        for box in attempt.boxes.values():
+            row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
+            if row.get("client_id") != box.client_id or row.get("place") != box.place.value:
+                fail(_JOURNAL, f"box {box.number} is {box.place.value} for {box.client_id}, on disk {row}")
+            slots += len(box.slots)
+            for slot in box.slots:
+                _check_slot(fail, slot, disk)
+    if len(disk.tables["slots"]) != slots:
+        fail(_JOURNAL, f"{len(disk.tables['slots'])} slots on disk, {slots} in the books")
     for run in books.runs.values():
         row = disk.tables["runs"].get((run.name,), {})
         if (row.get("attempt"), row.get("generation")) != (run.attempt, run.generation):

@@ -48,7 +48,7 @@ class Coordinator:
         world, disk = self.world, self.disk
         process = self.process = world.process(NAME)
         world.note(NAME, f"boots, number {disk.boots + 1}")
-        journal = SimulatedJournal(disk, self._fate, process.kill, self._truth.committed)
+        journal = SimulatedJournal(disk, self._fate, process.kill, self._truth.changed, self._truth.written)
         store = SimulatedStore(disk, self._fate, process.kill)
         process.on_death.append(journal.close)
         process.on_death.append(store.close)

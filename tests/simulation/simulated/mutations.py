@@ -21,6 +21,7 @@ from penstock.appliance.ledger import Ledger
 from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service
 from penstock.appliance.states import Gathering
+from penstock.appliance.syncing import Syncing
 
 __all__ = ["MUTATIONS", "Mutation", "applied"]
 
@@ -42,7 +43,9 @@ MUTATIONS = (
     Mutation(
         "a superseded attempt is not ended", Registry, "_next_attempt", "if run.current is not None:", "if False:"
     ),
-    Mutation("the reply goes before the commit", Registry, "_settle", "books.journal.commit()", "pass"),
+    Mutation("the reply goes before the commit", Syncing, "sync", "await written", "pass"),
+    Mutation("what is put while a write is under way is taken for written", Syncing, "sync", "not busy", "busy"),
+    Mutation("rows that could not be written are forgotten", Syncing, "_write", "self._journal.put_back(rows)", "pass"),
     Mutation(
         "a late report of an old generation counts",
         Registry,
@@ -53,15 +56,13 @@ MUTATIONS = (
     Mutation(
         "a heartbeat does not renew the lease",
         Registry,
-        "heartbeat",
-        "worker.lease_until, worker.seen_at = now + self.limits.worker_lease_s, now",
+        "report_worker",
         "worker.seen_at = now",
+        "return",
     ),
-    Mutation("a watch does not renew the lease", Registry, "_renew", "now + self.limits.client_lease_s", "now"),
-    Mutation(
-        "leases are not whole after a restart", restore, "_slot", "now + books.limits.worker_lease_s", "now + 0.5"
-    ),
-    Mutation("what it slept through is others' silence", Registry, "tick", "if gap > limits.stall_s:", "if False:"),
+    Mutation("a watch does not renew the lease", Registry, "_renew", "box.reported_at = now", "box.lease_until = now"),
+    Mutation("leases are not whole after a restart", restore, "_fill", "now + worker_lease_s", "now + 0.5"),
+    Mutation("what it slept through is others' silence", Registry, "tick", "if late > 0:", "if False:"),
     Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[below[-1] :]", "kept[: below[-1]]"),
     Mutation(
         "the window of states is not kept",
@@ -74,7 +75,7 @@ MUTATIONS = (
         "a snapshot is acknowledged before it is written",
         Service,
         "PutSnapshot",
-        "await self._on_disk(self._store.put_snapshot, header, transfer.all())",
+        "await self._disk.put_snapshot(header, transfer.all())",
         "pass",
     ),
     Mutation(

@@ -52,6 +52,7 @@ class Box:
         self._cuts: list[tuple[int, int]] = []
         self._waiting_for = 0
         self._pass_ended = False
+        self._lease_s = 0.0
         self._views: dict[int, pb.SlotView] = {}
         self._changed = asyncio.Event()
         self.process.on_death.append(lambda: self._end("killed"))
@@ -122,16 +123,17 @@ class Box:
         request.client_id, request.seen_version, request.hold_s = self.process.name, seen, hold_s
         if self._record is not None:
             request.delivered.CopyFrom(self._record.to_proto())
+        request.lease_s = self._lease_s
         request.waiting_for, request.pass_ended = self._waiting_for, self._pass_ended
         for epoch, step in self._cuts:
             request.cuts.add(epoch=epoch, step=step)
         return request
 
     async def _watch(self) -> None:
-        seen, backoff = 0, 0.1
+        seen, backoff, hold_s = 0, 0.1, HOLD_S
         while True:
             try:
-                reply = await self._call("WatchRun", self._progress(seen, HOLD_S), HOLD_S + CALL_S)
+                reply = await self._call("WatchRun", self._progress(seen, hold_s), hold_s + CALL_S)
             except AWAY:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, 2.0)
@@ -140,7 +142,7 @@ class Box:
                 self._end(f"{type(error).__name__}: {error.message}")
                 self.process.kill()
                 return
-            backoff = 0.1
+            backoff, hold_s, self._lease_s = 0.1, reply.beat_s, reply.lease_s
             if seen != reply.version:
                 seen = reply.version
                 self.job.truth.viewed(self.job.plan.name, self.attempt, self.plan.number, reply.slots)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulated.books import Before, check_books, check_moves
+from simulated.books import Before, check_books, check_disk, check_moves
 from simulated.disk import Disk
 from simulated.reference import Batch, BoxPlan, RunPlan
 from simulated.virtual import World
@@ -121,8 +121,8 @@ class Truth:
             self._must(known, "generations and attempts only rise", f"attempt {number} of {name} is forgotten")
         self._ledger_used = -1
 
-    def committed(self, wrote: bool) -> None:
-        """After every event at the coordinator."""
+    def changed(self, wrote: bool) -> None:
+        """After every event at the coordinator. `wrote`: something is to be written."""
         registry = self.registry
         if registry is None:
             return  # it is booting
@@ -133,7 +133,7 @@ class Truth:
             return
         self.stirred = False
         fail = self.world.violated
-        check_books(fail, registry, self.disk)
+        check_books(fail, registry)
         check_moves(fail, registry, self.before, self._lost, self.limits, self.world.now)
         for attempt in registry.books.open_attempts():
             for box in attempt.boxes.values():
@@ -143,6 +143,11 @@ class Truth:
                     told = self._generations.get((slot.key.run, slot.key.box, slot.key.slot), 0)
                     if slot.generation < told:
                         fail("generations and attempts only rise", f"{slot.key}: {slot.generation} after {told}")
+
+    def written(self) -> None:
+        """All that was put is on disk."""
+        if self.registry is not None:
+            check_disk(self.world.violated, self.registry, self.disk)
 
     def _check_snapshots(self, registry: Registry) -> None:
         """What was acknowledged can be had, or something that serves as well for every place that may be asked for."""
@@ -208,20 +213,13 @@ class Truth:
         elif method == "WatchRun":
             self._not_superseded(request.run, request.attempt, f"box {request.box} is answered")
             for view in reply.slots:
-                row = tables["slots"].get((request.run, request.attempt, request.box, view.slot))
-                said = (view.generation, view.phase, view.worker)
-                there = None if row is None else (row["generation"], row["phase"], row["worker"])
-                if said != there:
-                    self.world.violated(promise, f"box {request.box} slot {view.slot} as {said}, not {there}")
+                key = SlotKey(request.run, request.attempt, request.box, view.slot)
+                self._said(key, view.generation, view.phase, view.worker)
                 self._told(request.run, request.box, view.slot, view.generation)
         elif method == "Heartbeat":
             for a in reply.assignments:
                 self._not_superseded(a.run, a.attempt, f"worker {request.worker} is given work")
-                row = tables["slots"].get((a.run, a.attempt, a.box, a.slot))
-                said = (a.generation, request.worker, request.session)
-                there = None if row is None else (row["generation"], row["worker"], row["session"])
-                if said != there:
-                    self.world.violated(promise, f"box {a.box} slot {a.slot} as {said}, not {there}")
+                self._said(SlotKey(a.run, a.attempt, a.box, a.slot), a.generation, pb.STARTING, request.worker)
                 self._told(a.run, a.box, a.slot, a.generation)
         elif method == "RegisterWorker":
             self.before.heard[request.worker] = self.before.awake(self.world.now)
@@ -231,6 +229,22 @@ class Truth:
             key = SlotKey(header.run, header.attempt, header.box, header.slot)
             stored = (key, header.total, header.epoch) in self.disk.snapshots
             must(stored, promise, f"snapshot {header.epoch}.{header.total} of {key}")
+
+    def _said(self, key: SlotKey, generation: int, phase: pb.SlotPhase.ValueType, worker: str) -> None:
+        """Of a slot, to anybody. What was said when the write began may have been overtaken by more that it wrote; a
+        coordinator that begins from there goes on from what was said, or from later."""
+        row = self.disk.tables["slots"].get(tuple(key))
+        if row is None:
+            there = self.disk.tables["attempts"].get((key.run, key.attempt))
+            holds = there is not None and there["state"] != "open"
+        else:
+            there = row
+            later = row["generation"] > generation
+            same = row["generation"] == generation and (not worker or row["worker"] in ("", worker))
+            holds = later or (same and row["phase"] >= phase)
+        if not holds:
+            said = f"generation {generation}, {pb.SlotPhase.Name(phase)}, {worker!r}"
+            self.world.violated("what is said is on disk", f"{key} as {said}; there is {there}")
 
     def _told(self, run: str, box: int, slot: int, generation: int) -> None:
         where = (run, box, slot)

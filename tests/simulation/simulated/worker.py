@@ -327,8 +327,10 @@ class Daemon:
         self.superseded = False
         self.runners: dict[Key, Runner] = {}
         self._network = network
-        self._newest = 0
-        """Version of the newest reply that was obeyed: an older one was overtaken."""
+        self._made = self._seen = 0
+        """Version of the newest reply that was obeyed: an older one was overtaken. And what heartbeats say of it: 0 to
+        be told everything again."""
+        self._hold_s, self._lease_s = HOLD_S, 0.0
         self._registrations = 0
         self._answered: set[str] = set()
         self.process.spawn(self._run())
@@ -353,29 +355,26 @@ class Daemon:
     async def _run(self) -> None:
         await self._register()
         self.process.spawn(self._report_changes())
-        version = 0
         while True:
-            registration = self._registrations
+            registration, hold_s = self._registrations, self._hold_s
             try:
-                reply = await self.call("Heartbeat", self._heartbeat(version, HOLD_S), HOLD_S + CALL_S)
+                reply = await self.call("Heartbeat", self._heartbeat(hold_s), hold_s + CALL_S)
             except AWAY:
                 await asyncio.sleep(RETRY_S)
-                version = 0
                 continue
             if reply.register_again:
                 await self._register()
-                version = 0
                 continue
-            version = reply.version
-            self._make_it_so(reply, registration)
+            self._take(reply, registration)
 
     async def _register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host, slots=self.slots)
         request.local_address, request.tcp_address = f"@{self.name}", f"{self.name}:1"
         try:
-            await self.patiently("RegisterWorker", request)
+            reply = await self.patiently("RegisterWorker", request)
             self._registrations += 1
-            self._newest = 0
+            self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
+            self._made = self._seen = 0
         except SupersededError:
             self.superseded = True  # another process has this name, as far as the coordinator knows
             self.process.kill()
@@ -387,16 +386,17 @@ class Daemon:
             self.dirty.clear()
             registration = self._registrations
             try:
-                reply = await self.call("Heartbeat", self._heartbeat(0, 0.0))
+                reply = await self.call("Heartbeat", self._heartbeat(0.0))
             except AWAY:
                 await asyncio.sleep(RETRY_S)
                 self.dirty.set()
                 continue
             if not reply.register_again:
-                self._make_it_so(reply, registration)
+                self._take(reply, registration)
 
-    def _heartbeat(self, version: int, hold_s: float) -> pb.HeartbeatRequest:
-        request = pb.HeartbeatRequest(worker=self.name, session=self.session, seen_version=version, hold_s=hold_s)
+    def _heartbeat(self, hold_s: float) -> pb.HeartbeatRequest:
+        request = pb.HeartbeatRequest(worker=self.name, session=self.session, seen_version=self._seen, hold_s=hold_s)
+        request.lease_s = self._lease_s
         for (run, attempt, box, slot, generation), runner in self.runners.items():
             request.slots.add(
                 run=run,
@@ -410,10 +410,14 @@ class Daemon:
             )
         return request
 
-    def _make_it_so(self, reply: pb.HeartbeatReply, registration: int) -> None:
-        if self.leaving or registration != self._registrations or reply.version < self._newest:
-            return
-        self._newest = reply.version
+    def _take(self, reply: pb.HeartbeatReply, registration: int) -> None:
+        self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
+        stale = registration != self._registrations or reply.version < self._made
+        if not (self.leaving or stale or reply.unchanged):
+            self._made = self._seen = reply.version
+            self._make_it_so(reply)
+
+    def _make_it_so(self, reply: pb.HeartbeatReply) -> None:
         wanted = {(a.run, a.attempt, a.box, a.slot, a.generation): a for a in reply.assignments}
         for key in [key for key in self.runners if key not in wanted]:
             self.runners.pop(key).stop()
@@ -431,7 +435,7 @@ class Daemon:
     async def _answer(self, request: pb.StateRequest) -> None:
         runner = self.runners.get((request.run, request.attempt, request.box, request.slot, request.generation))
         if runner is None:
-            self._answered.discard(request.request)
+            self._not_answered(request.request)
             return
         answer = pb.StateAnswer(request=request.request, worker=self.name, session=self.session)
         data = b""
@@ -447,7 +451,11 @@ class Daemon:
         try:
             await self.call("PutState", list(answer_parts(answer, data)))
         except PenstockError:
-            self._answered.discard(request.request)
+            self._not_answered(request.request)
+
+    def _not_answered(self, request: str) -> None:
+        self._answered.discard(request)
+        self._seen = 0
 
     # ---- lanes
 
