@@ -44,7 +44,6 @@ MUTATIONS = (
         "a superseded attempt is not ended", Registry, "_next_attempt", "if run.current is not None:", "if False:"
     ),
     Mutation("the reply goes before the commit", Syncing, "sync", "await written", "pass"),
-    Mutation("what is put while a write is under way is taken for written", Syncing, "sync", "not busy", "busy"),
     Mutation("rows that could not be written are forgotten", Syncing, "_write", "self._journal.put_back(rows)", "pass"),
     Mutation(
         "a late report of an old generation counts",
@@ -60,7 +59,14 @@ MUTATIONS = (
         "worker.seen_at = now",
         "return",
     ),
-    Mutation("a watch does not renew the lease", Registry, "_renew", "box.reported_at = now", "box.lease_until = now"),
+    Mutation(
+        "a watch does not renew the lease",
+        Registry,
+        "_renew",
+        "box.lease_until = now + self.books.box_pace().promised(known_s, self.limits.lease_max_s)\n"
+        "    box.reported_at = now",
+        "pass",
+    ),
     Mutation("leases are not whole after a restart", restore, "_fill", "now + worker_lease_s", "now + 0.5"),
     Mutation("what it slept through is others' silence", Registry, "tick", "if late > 0:", "if False:"),
     Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[below[-1] :]", "kept[: below[-1]]"),

@@ -128,12 +128,10 @@ class Process(asyncio.AbstractEventLoop):
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task that ends with the process. An exception that leaves it is a bug, and ends the simulation."""
         task = self.create_task(work)
-        self._tasks[task] = None
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Crash | Violation) and not self.world.broken:
             text = "".join(traceback.format_exception(error))
@@ -214,7 +212,13 @@ class Process(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, context=context)
+        task = asyncio.Task(coro, loop=self, context=context)
+        self._tasks[task] = None
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
