@@ -1,8 +1,8 @@
 """A coordinator that is killed once at each of some exact points: python -m dying_coordinator, arguments as ever.
 
-TRAPS names the points, "method before" or "method after", of the registry's methods: before, nothing has happened;
-after, all of it is on disk and nobody has been told. TRAPS_IN is the folder where each point that was reached leaves a
-file.
+TRAPS names the points, "method before" or "method after", of the service's calls and the registry's methods: before,
+nothing has happened; after, nobody has been told, and of a call all is on disk. TRAPS_IN is the folder where each point
+that was reached leaves a file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from typing import Any
 
 from penstock.appliance.__main__ import main
 from penstock.appliance.registry import Registry
+from penstock.appliance.service import Service
 
 
 def _set(point: str, marker: str) -> None:
     name, _, when = point.rpartition(" ")
+    if hasattr(Service, name):
+        _set_call(name, when, marker)
+        return
     inner = getattr(Registry, name)
 
     @functools.wraps(inner)
@@ -30,6 +34,20 @@ def _set(point: str, marker: str) -> None:
         return result
 
     setattr(Registry, name, trap)
+
+
+def _set_call(name: str, when: str, marker: str) -> None:
+    inner = getattr(Service, name)
+
+    @functools.wraps(inner)
+    async def trap(*args: Any) -> Any:
+        if when == "before":
+            _die(marker)
+        reply = await inner(*args)
+        _die(marker)
+        return reply
+
+    setattr(Service, name, trap)
 
 
 def _die(marker: str) -> None:

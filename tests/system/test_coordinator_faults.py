@@ -22,20 +22,20 @@ from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
 
 CALLS = [
-    "register_worker before",
-    "register_worker after",
-    "open_run before",
-    "open_run after",
-    "heartbeat after",
-    "watch_run after",
+    "RegisterWorker before",
+    "RegisterWorker after",
+    "OpenRun before",
+    "OpenRun after",
+    "Heartbeat after",
+    "WatchRun after",
     "snapshot_stored before",
     "snapshot_stored after",
     "begin_state after",
     "answer_state before",
     "answer_state after",
-    "close_run after",
+    "CloseRun after",
     "blob_stored after",
-    "close_run before",
+    "CloseRun before",
 ]
 ROUNDS = 3
 

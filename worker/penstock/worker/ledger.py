@@ -155,6 +155,11 @@ class Ledger:
         epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
         return epoch, skipped
 
+    @property
+    def begun(self) -> int:
+        """The newest pass that the runner has begun."""
+        return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
+
     def entry(self, total: int) -> Entry | None:
         """The batch with this count, if it is still kept."""
         for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):

@@ -117,9 +117,18 @@ class States:
         while True:
             self._slot.ledger.refresh()
             ends = self._slot.ledger.ends()
-            if ends.get(epoch - 1, began) != began:
-                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, ends[epoch - 1]
+            end = ends.get(epoch - 1, began)
+            # More than the asker thought: the loop left that pass, and the runner, which was ahead, has not heard of
+            # it. If the asker is wrong instead, another slot has less, and says so. What has begun is settled.
+            unheard = end > began and self._slot.ledger.begun < epoch
+            if end != began and not unheard:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
                 return False
+            if unheard:
+                if self._slot.phase == coordinator_pb2.FAILED:
+                    raise StateUnavailableError(f"{self._slot.name}: it failed before pass {epoch}")
+                await asyncio.sleep(POLL_S)
+                continue
             if ends.get(epoch, total) < total:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
                 return False
