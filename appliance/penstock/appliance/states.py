@@ -260,7 +260,7 @@ class Gathering:
         """The chain of each box, from its last report and the workers' digests since."""
         digests: dict[int, dict[tuple[int, int], int]] = {number: {} for number in positions}
         for (number, k), have in self._answers.items():
-            first = have.want.digests_after + 1
+            first = have.answer.digests_after + 1
             digests[number] |= {(k, first + index): digest for index, digest in enumerate(have.answer.digests)}
         for number, position in positions.items():
             box = attempt.boxes[number]
