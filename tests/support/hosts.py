@@ -104,7 +104,7 @@ class HostCluster(Cluster):
     def add_host(self, host: str, slots: int, allow: str) -> subprocess.Popen[bytes]:
         """A worker on a host; its name is the host's."""
         arguments = ["--coordinator", self.address, "--slots", str(slots), "--allow", allow, "--name", host]
-        listen = ["--listen", f"{self.network.addresses[host]}:0"]
+        listen = ["--listen", f"{self.network.addresses[host]}:0", "--insecure"]
         worker, _ = self._start("penstock.worker", *arguments, *listen, before=self.network.inside(host))
         self.workers.append(worker)
         return worker

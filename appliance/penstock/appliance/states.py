@@ -376,7 +376,7 @@ class Gathering:
             digests: dict[tuple[int, int], int] = {}
             for slot in box.slots:
                 have = self._answers[box.number, slot.key.slot]
-                first = have.want.digests_after + 1
+                first = have.answer.digests_after + 1
                 told = enumerate(have.answer.digests, first)
                 digests |= {(slot.key.slot, total): digest for total, digest in told}
             position.chain = chain_at(anchor, position.step, box.ends, box.cuts, digests)

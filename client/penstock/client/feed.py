@@ -417,6 +417,7 @@ class Feed:
         for lane in self._lanes:
             lane.cuts += 1
             lane.cut_epoch = epoch
+            lane.left.append((epoch, position.total[lane.slot]))
             lane.unsettled = True
             lane.ack(position.total[lane.slot])
             if lane.consumer is not None:

@@ -25,6 +25,8 @@ __all__ = ["RingView", "SlotLane"]
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
+LEFT_KEPT = 256
+"""Passes left: a runner that dies starts from a base of the last seconds, in which a loop leaves no more."""
 
 
 class RingView:
@@ -60,6 +62,7 @@ class SlotLane:
         "generation",
         "group",
         "last_digest",
+        "left",
         "name",
         "poll",
         "release",
@@ -95,6 +98,8 @@ class SlotLane:
         """Passes left so far, over all generations."""
         self.cut_epoch = -1
         """The pass left last."""
+        self.left: deque[tuple[int, int]] = deque(maxlen=LEFT_KEPT)
+        """(epoch, the slot's last batch of it) of the passes left."""
         self.unsettled = False
         """Nothing has come since the lane was opened or a pass was left."""
         self.unused = 0
@@ -115,6 +120,7 @@ class SlotLane:
         """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
         after = self._another(generation, name)
         after.cuts, after.cut_epoch, after.unsettled = self.cuts, self.cut_epoch, self.unsettled
+        after.left = self.left
         after.last_digest, after.wanted, after.copies = self.last_digest, self.wanted, self.copies
         return after
 
@@ -132,6 +138,7 @@ class SlotLane:
             hello.held.extend(lane_pb2.Slot(ring=ring_id, slot=slot) for slot in ring.held)
         hello.cuts = self.cuts
         hello.last_digest = self.last_digest
+        hello.left.extend(lane_pb2.Left(epoch=epoch, total=total) for epoch, total in self.left)
         hello.ack.wanted.extend(self.wanted)
         if self.cuts and self.unsettled:
             # The producer may not have heard of the last cut. One that has, knows so by the count.

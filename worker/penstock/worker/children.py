@@ -40,6 +40,8 @@ STATUS_S = 0.25
 """For the zygote to tell a child's exit status after the kernel told its end, before we look ourselves."""
 LAST_STATUS_S = 2.5
 """For a zygote that has collected the child and not told it yet."""
+ORPHANS_LOOK_S = 0.03
+ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
 """For what a dead zygote had to end; at a daemon's end, too."""
 END_S = 5.0
@@ -274,11 +276,14 @@ _zygotes: set[asyncio.subprocess.Process] = set()
 """This process's own children: whatever else is below it is an orphan."""
 
 
-async def end_orphans() -> None:
-    """Kill what came to this process because the zygote above it died."""
-    orphans, until = Orphans(), time.monotonic() + ORPHANS_S
-    while orphans.end([zygote.pid for zygote in _zygotes]) and time.monotonic() < until:
-        await asyncio.sleep(0.02)
+async def end_orphans(least_s: float = 0.0) -> None:
+    """Kill what came to this process because the zygote above it died. `least_s`: look for so long, for runners die a
+    little later than their zygote, and what is below them comes here only then."""
+    orphans, begun = Orphans(), time.monotonic()
+    while orphans.end([zygote.pid for zygote in _zygotes]) or time.monotonic() < begun + least_s:
+        if time.monotonic() > begun + ORPHANS_S:
+            return
+        await asyncio.sleep(ORPHANS_LOOK_S)
 
 
 class Zygote:
@@ -421,4 +426,4 @@ class Zygote:
         for child in list(self._children.values()):
             child.kill()  # it dies with its zygote, at once
             child.gone(-int(signal.SIGKILL))
-        self._ending = asyncio.ensure_future(end_orphans())
+        self._ending = asyncio.ensure_future(end_orphans(ORPHANS_LEAST_S))

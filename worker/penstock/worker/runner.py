@@ -187,14 +187,16 @@ class _Runner:
             self._serve(None)
         hello = self._hello
         delivered, epoch = hello.next_total - 1, hello.epoch
+        left = {pass_left.epoch: pass_left.total for pass_left in hello.left}
         usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
+        # What was taken of a pass beyond the place where the loop left it is not on the way.
+        usable = [base for base in usable if base.place.total <= left.get(base.place.epoch, base.place.total)]
         if self.source.traits.own_workers and not self._trusted:
             usable = [base for base in usable if base.rng_before is not None]
         # Strictly before the last delivered batch if there is one, so that at least that one is compared.
         before = [base for base in usable if base.place.total < delivered] or usable
         if not before:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
-        # A pass that the loop left early cannot be replayed across: prefer a base of the epoch that is wanted.
         nearest = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
         # A loader that begins a pass in its first next() could not say so in the pass's origin, and ends at once when
         # it is restored from there: then from a base of the pass before. The last delivered batch is compared anyway.
@@ -203,6 +205,8 @@ class _Runner:
         for base in ways:
             self.source.restore(base)
             try:
+                for earlier in sorted(known for known in left if base.place.epoch <= known < epoch):
+                    self._leave_again(earlier, left[earlier])
                 self._seek(delivered, epoch, hello.last_digest)
                 break
             except ReplayMismatchError:
@@ -211,6 +215,18 @@ class _Runner:
         self._keep(base, origin=base.rng_before is not None)
         if self.source.place.epoch < epoch:
             self.source.reach_end()
+
+    def _leave_again(self, epoch: int, total: int) -> None:
+        """Leave a pass where the loop left it, on the way from a base before that."""
+        source = self.source
+        self._seek(total, epoch, 0)
+        if source.place.epoch < epoch:
+            source.reach_end()
+        if not source.is_open:
+            source.open_pass()
+        if not source.saves_state:
+            source.reseed("left", epoch, total)
+        source.leave_pass()
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
         source, offprint = self.source, Offprint(self._flattener, full_digest=self._full_digest)

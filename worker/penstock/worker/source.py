@@ -199,10 +199,7 @@ class Source:
     def build(self) -> None:
         """Seed, tell the user's code who it is, call input_fn, and find out what came back."""
         a = self.assignment
-        reshaped = a.base.step > 0 and not a.resume.same_shape
-        # The same seeds whenever the slot starts over; others after a change of shape, or randomness would repeat.
-        path = ("slot", a.box, a.slot, a.base.step) if reshaped else ("slot", a.box, a.slot)
-        seed_rng(derive_seed(a.seed, *path))
+        self._seed()
         place_of.set_assignment(
             place_of.Assignment(a.box, a.num_boxes, a.slot, a.num_workers_per_box, a.seed, a.base.step + 1)
         )
@@ -225,6 +222,13 @@ class Source:
                 traits.length = len(loader)
             except (TypeError, NotImplementedError):
                 traits.length = -1
+
+    def _seed(self) -> None:
+        """As before input_fn is called: the same whenever the slot starts over; after a change of shape another way, or
+        randomness would repeat."""
+        a = self.assignment
+        reshaped = a.base.step > 0 and not a.resume.same_shape
+        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.base.step] if reshaped else [])))
 
     def _call(self) -> None:
         assert self._fn is not None
@@ -339,16 +343,20 @@ class Source:
     def restore(self, base: Base) -> None:
         """Go to the place of a base, also in the middle of a life.
 
-        Where the attempt began with a new loader, and this one is as new, its state is not loaded: a loader that begins
-        a pass in its first next() could not say in it that it had been asked to.
+        Where the attempt began with a new loader it is made anew, and the state not loaded: a loader that begins a pass
+        in its first next() could not say in it that it had been asked to.
         """
         self.learn_skips(base)
         self._iterator = None
+        as_made = base.rng_before is not None and self._began_at(base.place)
+        if as_made and not self._unused and not self.traits.is_iterator:
+            self._seed()
+            self._call()
         if base.rng_before is not None:
             self._restore_rng(base.rng_before)
         if self.traits.is_iterator:
             self._call()
-        if base.state is not None and not (base.rng_before is not None and self._stands_at(base.place)):
+        if base.state is not None and not as_made:
             if self.traits.state_methods == 0:
                 raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
             self._load(base.state, True)
@@ -360,12 +368,11 @@ class Source:
         self._restore_rng(base.rng)
         self.place, self.digest = base.place.copy(), base.digest
 
-    def _stands_at(self, place: Place) -> bool:
-        """The attempt began here with a loader as input_fn made it, and the present one is untouched."""
+    def _began_at(self, place: Place) -> bool:
+        """The attempt began here, with a loader as input_fn made it."""
         start = self.assignment.base
         total = start.slots[self.assignment.slot].total if len(start.slots) > self.assignment.slot else 0
-        as_made = self._unused and not self.assignment.resume.blob
-        return as_made and (place.epoch, place.total) == (start.epoch, total)
+        return not self.assignment.resume.blob and (place.epoch, place.total) == (start.epoch, total)
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
         """A four-method loader takes its part of an aggregated state; the pass is opened after."""

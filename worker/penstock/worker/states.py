@@ -57,6 +57,7 @@ class States:
             answer.error.CopyFrom(detail_of(late))
         for epoch, total in self._slot.ledger.ends().items():
             answer.ends.add(epoch=epoch, total=total)
+        answer.digests_after = request.digests_after
         answer.digests.extend(self._digests(request))
         answer.traits.CopyFrom(self._slot.traits)
         answer.state_bytes = len(data)

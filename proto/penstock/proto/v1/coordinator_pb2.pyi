@@ -1049,6 +1049,7 @@ class StateAnswer(_message.Message):
     TRAITS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     worker: _builtins.str
@@ -1060,6 +1061,8 @@ class StateAnswer(_message.Message):
     samples_streamed: _builtins.int
     state_bytes: _builtins.int
     digest: _builtins.int
+    digests_after: _builtins.int
+    """of the request that is answered: the same may be asked again from another place"""
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail: ...
     @_builtins.property
@@ -1087,11 +1090,12 @@ class StateAnswer(_message.Message):
         traits: _records_pb2.LoaderTraits | None = ...,
         digest: _builtins.int = ...,
         digests: _abc.Iterable[_builtins.int] | None = ...,
+        digests_after: _builtins.int = ...,
         ends: _abc.Iterable[Global___PassEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

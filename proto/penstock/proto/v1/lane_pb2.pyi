@@ -113,6 +113,7 @@ class Hello(_message.Message):
     CUTS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """lane protocol version; another one is refused with both named"""
     run: _builtins.str
@@ -144,6 +145,12 @@ class Hello(_message.Message):
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___Codec.ValueType]:
         """over TCP: what payloads may be compressed with, none = nothing. The pump uses the first"""
 
+    @_builtins.property
+    def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___Left]:
+        """that it has, or none; each BATCH frame says what became of its payload
+        passes that the loop left by `break`, oldest first, the newest of them: a new runner that
+        """
+
     def __init__(
         self,
         *,
@@ -162,14 +169,39 @@ class Hello(_message.Message):
         cuts: _builtins.int = ...,
         epoch: _builtins.int = ...,
         codecs: _abc.Iterable[Global___Codec.ValueType] | None = ...,
+        left: _abc.Iterable[Global___Left] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "cuts", b"cuts", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "next_total", b"next_total", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "cuts", b"cuts", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "left", b"left", "next_total", b"next_total", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class Left(_message.Message):
+    """A pass that the loop left, and the slot's last batch of it (counted over the run)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    total: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Left: _TypeAlias = Left  # noqa: Y015
 
 @_typing.final
 class Slot(_message.Message):
