@@ -81,6 +81,10 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
             )
 
     epoch, total = fields["epoch"], fields["total"]
+    first, pass_of_base = base.place.total + 1, base.place.epoch
+    if fields["doubting"] and first <= total and not source.seek(first, pass_of_base, seen):
+        channel.send("done", at_once=True)
+        return
     if not source.seek(total, epoch, seen):
         channel.send("done", ended=True, epoch=epoch, total=source.place.total)
         return

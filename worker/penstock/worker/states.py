@@ -153,6 +153,7 @@ class States:
         else:
             origins_only = self._slot.origins_only()
         base = self._slot.store.nearest(epoch, total, origins_only=origins_only)
+        doubting = True
         while True:
             if base is None:
                 raise StateUnavailableError(
@@ -172,15 +173,15 @@ class States:
                 step=request.step,
                 from_origin=origins_only,
                 digests=digests,
+                doubting=doubting and base.origin,
             )
             # A loader that begins a pass in its first next() could not say in the pass's origin that it had been asked
-            # to: restored from there it ends the pass before. From a base of that one it goes the right way.
-            if not (done.fields["ended"] and base.origin and done.fields["total"] == base.total):
+            # to: restored from there it ends the pass before, at once, and whatever it yields then is a pass too early.
+            # From a base of that one it goes the right way. If there is none, the pass is taken to be empty.
+            if "at_once" not in done.fields:
                 break
             older = self._slot.store.nearest(base.epoch - 1, base.total, origins_only=origins_only)
-            if older is None:
-                break
-            base = older
+            base, doubting = older or base, older is not None
         if done.fields["ended"]:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
             return b""
