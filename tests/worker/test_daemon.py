@@ -33,8 +33,12 @@ def test_a_reply_that_was_overtaken_changes_nothing(monkeypatch: pytest.MonkeyPa
 
     async def hear() -> None:
         daemon = Daemon(Settings("127.0.0.1:1", "token", 2, ["*"]))
-        for message in (reply(3, 1), reply(5, 1, 2), reply(4, 1), reply(5, 1, 2), reply(6)):
-            daemon._make_it_so(message)
+        nothing_new = coordinator_pb2.HeartbeatReply(version=5, unchanged=True)
+        for message in (reply(3, 1), reply(5, 1, 2), reply(4, 1), nothing_new, reply(5, 1, 2)):
+            daemon._take(message)
+        daemon._not_answered("a request")  # asks for everything again, and a late reply is late all the same
+        for message in (reply(4, 1), reply(6)):
+            daemon._take(message)
         await daemon.coordinator.close()
 
     asyncio.run(hear())
