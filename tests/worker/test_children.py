@@ -35,3 +35,37 @@ def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
         return took
 
     assert asyncio.run(asyncio.wait_for(stop(), 10)) < 2
+
+
+STARTED = """
+import asyncio
+from penstock.worker import children
+from penstock.worker.tempdirs import TempDirs
+
+start = asyncio.create_subprocess_exec
+
+
+async def slowly(*args, **kwargs):
+    process = await start(*args, **kwargs)
+    await asyncio.sleep(0.3)  # the event loop does other things before it goes on here
+    return process
+
+
+async def main():
+    asyncio.create_subprocess_exec = slowly
+    ending = asyncio.ensure_future(children.end_orphans(1.0))
+    zygote = children.Zygote(TempDirs())
+    await zygote.start(1, main_script=False)
+    await ending
+    print("up", zygote.dead)
+    zygote.close()
+    await zygote.wait()
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_zygote_that_is_being_started_is_no_orphan() -> None:
+    run = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.returncode) == ("up False\n", 0), run.stderr

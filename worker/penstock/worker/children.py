@@ -272,15 +272,23 @@ def _status_of_zombie(pid: int) -> tuple[bool, int | None]:
         return False, None
 
 
-_zygotes: set[asyncio.subprocess.Process] = set()
-"""This process's own children: whatever else is below it is an orphan."""
+class _Own:
+    """This process's own children: whatever else is below it is an orphan."""
+
+    def __init__(self) -> None:
+        self.zygotes: set[asyncio.subprocess.Process] = set()
+        self.starting = 0
+        """Zygotes that may have been forked and are in no set yet."""
+
+
+_own = _Own()
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
     """Kill what came to this process because the zygote above it died. `least_s`: look for so long, for runners die a
     little later than their zygote, and what is below them comes here only then."""
     orphans, begun = Orphans(), time.monotonic()
-    while orphans.end([zygote.pid for zygote in _zygotes]) or time.monotonic() < begun + least_s:
+    while _own.starting or orphans.end([zygote.pid for zygote in _own.zygotes]) or time.monotonic() < begun + least_s:
         if time.monotonic() > begun + ORPHANS_S:
             return
         await asyncio.sleep(ORPHANS_LOOK_S)
@@ -305,21 +313,25 @@ class Zygote:
         """Start it; returns when it can fork. main_script: for an input_fn that is defined in the trainer's script."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                # Not -m: the package would be imported twice, once as __main__.
-                "from penstock.worker.zygote import main; main()",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                *(["main"] if main_script else []),
-                pass_fds=[theirs.fileno()],
-                env=child_environment(seed),
-                stdin=asyncio.subprocess.DEVNULL,
-                process_group=0,
-            )
-        _zygotes.add(self._process)
+        _own.starting += 1
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-c",
+                    # Not -m: the package would be imported twice, once as __main__.
+                    "from penstock.worker.zygote import main; main()",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    *(["main"] if main_script else []),
+                    pass_fds=[theirs.fileno()],
+                    env=child_environment(seed),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    process_group=0,
+                )
+            _own.zygotes.add(self._process)
+        finally:
+            _own.starting -= 1
         self._reaping = asyncio.ensure_future(self._reaped(self._process))
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
         try:
@@ -329,7 +341,7 @@ class Zygote:
 
     async def _reaped(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
-        _zygotes.discard(process)
+        _own.zygotes.discard(process)
 
     async def fork(self, role: str, name: str, ledger: Ledger, on_message: Callable[[Message], None]) -> Child:
         """A new child, whose messages go to `on_message` in order."""
