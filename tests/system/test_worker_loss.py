@@ -142,6 +142,24 @@ def test_runners_killed_right_behind_a_break(appliance: Appliance, input_fn: Any
     assert passes(kill=True) == passes(kill=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_a_loader_that_does_not_reproduce_its_batches_is_an_error_and_not_silence(appliance: Appliance) -> None:
+    before, got = runners(), 0
+    executor = DataExecutor(DataLoader(streams.unrepeatable), num_steps=400, appliance=appliance)
+
+    def train() -> None:
+        nonlocal got
+        for _ in executor:
+            got += 1
+            if got == 20:
+                for victim in runners() - before:
+                    os.kill(victim, signal.SIGKILL)
+
+    with pytest.raises(errors.ReplayMismatchError, match="does not reproduce its batches"):
+        train()
+    assert got >= 20
+
+
 def test_a_loader_whose_runner_always_dies_is_given_up_with_a_name(appliance: Appliance) -> None:
     with pytest.warns(UserWarning, match="recovered"), pytest.raises(errors.WorkerLostError, match="SIGKILL"):
         list(DataExecutor(DataLoader(streams.dies_at, 5, "/nonexistent/marker"), appliance=appliance))
