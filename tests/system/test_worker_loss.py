@@ -116,7 +116,6 @@ def test_a_state_taken_after_a_recovery_is_as_good(appliance: Appliance, tmp_pat
         (streams.shuffled, (80, 0, True)),
         (streams.stateful, (80, 0, True)),
         (streams.stateful, (80, 2, True)),
-        (streams.fresh, (20,)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*was recovered")
