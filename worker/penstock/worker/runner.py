@@ -460,7 +460,7 @@ class _Runner:
             self._leave_unsaved(epoch, delivered)
         elif place.epoch == epoch and not source.is_open:
             # Left before it was opened here, by a loop that was quick to leave two passes. Others had opened it.
-            self._keep(source.open_pass(step=self._step_of(place.total)), origin=True)
+            self._open_pass()
         elif not (place.epoch == epoch and place.total == delivered and source.is_open):
             self._return_to(epoch, delivered)
         source.leave_pass()
