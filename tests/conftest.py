@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
+
 HERE = Path(__file__).parent
 # inputs: users' modules, which workers import too. support: what several test modules need.
 # simulation: `simulated`, which `make simulate` runs too. fuzz: the targets, which `make fuzz` runs too.
@@ -13,3 +15,7 @@ sys.path[:0] = [str(HERE / folder) for folder in ("inputs", "support", "simulati
 
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]
+
+# A deadline of 200 ms for each example is a timed test: it fails on a machine that others use.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")

@@ -454,3 +454,62 @@ def test_no_result_outlives_its_attempt(world: World) -> None:
     world.registry.end_state(gathering)
     world.open(client_id="b")
     assert world.registry._desk._finished == {}
+
+
+def digest_of(box: int, slot: int, total: int) -> int:
+    return 10_000 * box + 1_000 * slot + total
+
+
+def fly(box: FakeBox, steps: int) -> None:
+    """The loop takes batches whose digests it sees, and reports."""
+    if box.position is None:
+        box.position = Position.start(box.request.num_workers_per_box)
+    for _ in range(steps):
+        slot = box.position.turn
+        box.position.deliver(digest_of(box.request.box, slot, box.position.total[slot] + 1))
+    box.watch()
+
+
+def answer_with_digests(worker: FakeWorker, requests: list[pb.StateRequest]) -> None:
+    for request in requests:
+        answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
+        answer.digests_after = request.digests_after
+        totals = range(request.digests_after + 1, request.position.total + 1)
+        answer.digests.extend(digest_of(request.box, request.slot, total) for total in totals)
+        worker.world.registry.answer_state(answer, b"")
+
+
+@pytest.mark.parametrize("meanwhile", [0, 2, 5, 9])
+def test_a_state_has_the_flight_record_of_every_box(world: World, meanwhile: int) -> None:
+    """Box 1 has not come to the step when it is asked for, and goes on while the workers answer."""
+    boxes = [world.open(number, num_boxes=2) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    fly(boxes[0], 8)
+    fly(boxes[1], 3)
+    gathering = ask(boxes[0], 8)
+    requests = list(worker.beat().state_requests)
+    fly(boxes[1], meanwhile)
+    answer_with_digests(worker, requests)
+    truth = [Position.start(2), Position.start(2)]
+    for number, position in enumerate(truth):
+        for _ in range(8):
+            position.deliver(digest_of(number, position.turn, position.total[position.turn] + 1))
+    assert gathering.result is not None
+    assert [gathering.result.positions[number].chain for number in range(2)] == [at.chain for at in truth]
+
+
+def test_a_flight_record_with_a_gap_is_unknown(world: World) -> None:
+    boxes = [world.open(number, num_boxes=2) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    fly(boxes[0], 8)
+    fly(boxes[1], 3)
+    gathering = ask(boxes[0], 8)
+    for request in worker.beat().state_requests:
+        answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
+        answer.digests_after = request.digests_after
+        worker.world.registry.answer_state(answer, b"")
+    assert gathering.result is not None
+    assert gathering.result.positions[0].HasField("chain")
+    assert not gathering.result.positions[1].HasField("chain")

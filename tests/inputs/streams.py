@@ -519,3 +519,10 @@ def large(batches: int = 6, flip: int = -1) -> Iterator[torch.Tensor]:
         if flip >= 0 and number == 1 and place.slot == 0:
             batch[flip] += 1
         yield batch
+
+
+def unrepeatable(batches: int = 1000) -> Iterator[torch.Tensor]:
+    """Other data whenever it is asked."""
+    current_assignment()
+    for _ in range(batches):
+        yield torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)

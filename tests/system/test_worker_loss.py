@@ -116,7 +116,6 @@ def test_a_state_taken_after_a_recovery_is_as_good(appliance: Appliance, tmp_pat
         (streams.shuffled, (80, 0, True)),
         (streams.stateful, (80, 0, True)),
         (streams.stateful, (80, 2, True)),
-        (streams.fresh, (20,)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*was recovered")
@@ -140,6 +139,24 @@ def test_runners_killed_right_behind_a_break(appliance: Appliance, input_fn: Any
         return seen, executor.digest
 
     assert passes(kill=True) == passes(kill=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_a_loader_that_does_not_reproduce_its_batches_is_an_error_and_not_silence(appliance: Appliance) -> None:
+    before, got = runners(), 0
+    executor = DataExecutor(DataLoader(streams.unrepeatable), num_steps=400, appliance=appliance)
+
+    def train() -> None:
+        nonlocal got
+        for _ in executor:
+            got += 1
+            if got == 20:
+                for victim in runners() - before:
+                    os.kill(victim, signal.SIGKILL)
+
+    with pytest.raises(errors.ReplayMismatchError, match="does not reproduce its batches"):
+        train()
+    assert got >= 20
 
 
 def test_a_loader_whose_runner_always_dies_is_given_up_with_a_name(appliance: Appliance) -> None:

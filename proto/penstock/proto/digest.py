@@ -2,8 +2,8 @@
 
 It tells a wrong batch from the right one; it is no checksum of every byte. It covers the structure, all shapes, and
 of the data everything up to 64 KiB, above that the first and last 4 KiB and from 64 to 127 words of 8 bytes spread
-between: a batch of other samples differs in nearly all of them, and it costs about 1 us at any size, where all of
-1 MiB takes 10 to 18. Up to 64 KiB, right after they were written, all bytes cost no more than the sample. The words
+between: a batch of other samples differs in nearly all of them, and it costs 1 to 2 us at any size, where all of
+1 MiB takes 9 to 18. Up to 64 KiB, right after they were written, all bytes cost no more than the sample. The words
 lie an odd number of words apart, so that with rows of a power of two (images, padded sequences) they do not all fall
 on one column. `full` covers every byte of any batch.
 

@@ -270,7 +270,10 @@ def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsE
         if tls is None:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         try:
-            with context.wrap_socket(sock, server_hostname=(tls.name if tls else "") or host) as wrapped:
+            sock.getpeername()  # of a connection that was reset already ssl would lose the descriptor
+            name = (tls.name if tls else "") or host
+            with context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False) as wrapped:
+                wrapped.do_handshake()
                 if tls is None:
                     return no_tls_here(what)
                 # A gRPC server opens with its settings as soon as it is content with us.

@@ -129,7 +129,8 @@ class Channel:
         raise DescriptorsClosedError(f"descriptor {fd} was closed")
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
-        """Raises UnsupportedStateError for a payload that the other side would not take."""
+        """Raises UnsupportedStateError for a payload that the other side would not take, LaneLostError when that is
+        gone."""
         if len(payload) > MAX_PAYLOAD:
             raise UnsupportedStateError(
                 f"a state of {len(payload)} bytes is above the {MAX_PAYLOAD} that can be kept; leave out of "
@@ -137,8 +138,10 @@ class Channel:
             )
         try:
             self._send(Message(kind, fields, payload, fds or []))
-        except OSError:
+        except OSError as error:
             self._check_own()
+            if isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise LaneLostError("the other end of the control socket is gone") from error
             raise
 
     def _send(self, message: Message) -> None:

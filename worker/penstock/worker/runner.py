@@ -216,6 +216,11 @@ class _Runner:
         if self.source.place.epoch < epoch:
             self.source.reach_end()
 
+    def _open_pass(self) -> None:
+        """Open the next pass, and keep its origin."""
+        source = self.source
+        self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
+
     def _leave_again(self, epoch: int, total: int) -> None:
         """Leave a pass where the loop left it, on the way from a base before that."""
         source = self.source
@@ -239,7 +244,7 @@ class _Runner:
             self._poll_now()
 
         replayed = source.place.total < total
-        if not source.seek(total, epoch, seen):
+        if not source.seek(total, epoch, seen, self._open_pass):
             raise ReplayMismatchError(
                 f"{source.name}: pass {epoch} ended after batch {source.place.total} of the slot, but batch {total} "
                 "had been delivered: its data are not what they were"
@@ -264,7 +269,7 @@ class _Runner:
                     self._go_back()
                 if not source.is_open:
                     self._await_epoch()
-                    self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
+                    self._open_pass()
                 self._stream_pass()
         except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
@@ -455,7 +460,7 @@ class _Runner:
             self._leave_unsaved(epoch, delivered)
         elif place.epoch == epoch and not source.is_open:
             # Left before it was opened here, by a loop that was quick to leave two passes. Others had opened it.
-            self._keep(source.open_pass(step=self._step_of(place.total)), origin=True)
+            self._open_pass()
         elif not (place.epoch == epoch and place.total == delivered and source.is_open):
             self._return_to(epoch, delivered)
         source.leave_pass()

@@ -391,15 +391,18 @@ class Source:
         with self._user("load_state_dict()", activity="load_state_dict"):
             self._loader.load_state_dict(state, **arguments)
 
-    def seek(self, total: int, epoch: int, seen: Callable[[Any], None]) -> bool:
+    def seek(
+        self, total: int, epoch: int, seen: Callable[[Any], None], open_pass: Callable[[], object] | None = None
+    ) -> bool:
         """Replay until `total` batches, in the pass `epoch` if that is not beyond; `seen` gets each batch.
+        `open_pass` is called to open the passes on the way.
 
         Returns False if pass `epoch` ended before; `place` then says after how many batches.
         """
         self._doing("replay")
         while self.place.total < total:
             if not self.is_open:
-                self.open_pass()
+                (open_pass or self.open_pass)()
             at_epoch = self.place.epoch
             batch = self.next()
             if batch is not END:

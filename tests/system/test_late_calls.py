@@ -1,0 +1,90 @@
+"""Calls of who has been replaced, repeated or out of order, against a living run: refused, or without effect."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import streams
+from census import runners
+from cluster import TOKEN, Cluster, running
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(4, name="w1")
+        yield cluster
+
+
+def train(cluster: Cluster, job: str, at: dict[int, Any]) -> tuple[list[int], Any]:
+    with Appliance(
+        cluster.address, num_workers_per_box=2, job=job, seed=5, token=TOKEN, timeout_s=60, box=0, num_boxes=1
+    ) as appliance:
+        loader = DataLoader(streams.stateful, 400)
+        executor = DataExecutor(loader, num_steps=STEPS, appliance=appliance)
+        digests = []
+        for _ in executor:
+            digests.append(executor.digest)
+            at.get(executor.step, lambda: None)()
+        return digests, loader.state_dict()
+
+
+async def say_late_things(address: str) -> list[str]:
+    """Everything that a dead worker, an older attempt, or another client could still have under way; what each met."""
+    met: list[str] = []
+
+    async def call(work: Any) -> None:
+        try:
+            reply = await work
+            met.append("register again" if getattr(reply, "register_again", False) else "taken")
+        except errors.PenstockError as error:
+            met.append(type(error).__name__)
+
+    lost = pb.SlotReport(run="late/0", attempt=1, box=0, slot=0, generation=1, phase=pb.FAILED, lost=True)
+    lost.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message="killed, long ago"))
+    failed = pb.SlotReport(run="late/0", attempt=1, box=0, slot=1, generation=1, phase=pb.FAILED)
+    header = pb.SnapshotHeader(run="late/0", attempt=1, box=0, slot=0, generation=1, total=1, size=4)
+    progress = pb.WatchRunRequest(run="late/0", attempt=1, box=0, client_id="another")
+    older = pb.WatchRunRequest(run="late/0", attempt=7, box=0, client_id="another")
+    async with AsyncCoordinatorClient(address, TOKEN) as client:
+        for _ in range(2):  # and each of them twice
+            await call(client.heartbeat(pb.HeartbeatRequest(worker="w1", session="of old", slots=[lost, failed])))
+            await call(client.deregister(pb.DeregisterWorkerRequest(worker="w1", session="of old")))
+            await call(client.put_snapshot(header, b"late"))
+            await call(client.watch_run(progress))
+            await call(client.watch_run(older))
+            await call(client.close_run(pb.CloseRunRequest(run="late/0", attempt=1, box=0, client_id="another")))
+    return met
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_late_calls_change_nothing(cluster: Cluster) -> None:
+    whole, state = train(cluster, "whole", {})
+    met: list[str] = []
+
+    def kill() -> None:
+        for runner in runners(cluster.workers[0].pid):
+            os.kill(runner, signal.SIGKILL)
+
+    def late() -> None:
+        met.extend(asyncio.run(say_late_things(cluster.address)))
+
+    # At step 150 the loop has long had to wait for the new runners: a ring holds 32 batches.
+    digests, saved = train(cluster, "late", {10: kill, 150: late})
+    assert digests == whole
+    assert saved == state
+    once = ["register again", "taken", "SupersededError", "BoxTakenError", "UnknownRunError", "BoxTakenError"]
+    assert met == 2 * once

@@ -1,0 +1,84 @@
+"""Peers of another release: agreed or refused at their first words, never in mid-run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import streams
+from cluster import TOKEN, Cluster, running
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.version import PROTOCOL, VERSION
+
+OTHER = """
+import sys
+import penstock.proto.version as version
+version.VERSION, version.PROTOCOL = "{version}", {protocol}
+from penstock.{package}.__main__ import main
+sys.argv[0] = "penstock.{package}"
+sys.exit(main())
+"""
+TRAINER = """
+import penstock.proto.version as version
+version.VERSION, version.PROTOCOL = "0.99.0", 99
+import streams
+from penstock.client import Appliance, DataLoader
+with Appliance("{address}", job="newer", token="{token}", timeout_s=20) as appliance:
+    next(iter(DataLoader(streams.counter, 3)))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        yield cluster
+
+
+def test_a_worker_one_minor_apart_serves(cluster: Cluster) -> None:
+    major, minor, *rest = VERSION.split(".")
+    program = OTHER.format(version=".".join([major, str(int(minor) + 1), *rest]), protocol=PROTOCOL, package="worker")
+    arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams", "--name", "newer"]
+    worker = subprocess.Popen([sys.executable, "-c", program, *arguments], env=cluster.environment)
+    cluster.workers.append(worker)
+    with Appliance(
+        cluster.address, num_workers_per_box=2, job="apart", token=TOKEN, timeout_s=30, box=0, num_boxes=1
+    ) as appliance:
+        batches = list(DataExecutor(DataLoader(streams.counter, 3), appliance=appliance))
+    assert len(batches) == 6
+
+
+def test_a_worker_of_another_protocol_is_refused_at_its_start(cluster: Cluster) -> None:
+    program = OTHER.format(version="0.99.0", protocol=PROTOCOL + 1, package="worker")
+    arguments = ["--coordinator", cluster.address, "--slots", "2", "--allow", "streams"]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode != 0
+    (line,) = ended.stderr.strip().splitlines()
+    for said in ("0.99.0", VERSION, str(PROTOCOL), str(PROTOCOL + 1), "install the same release"):
+        assert said in line
+
+
+def test_a_training_job_of_another_protocol_is_refused_at_its_first_call(cluster: Cluster) -> None:
+    program = TRAINER.format(address=cluster.address, token=TOKEN)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode != 0
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "VersionSkewError" in last
+    for said in ("0.99.0", VERSION, "99"):
+        assert said in last
