@@ -117,21 +117,20 @@ def test_a_journal_of_a_release_without_quarantine_is_read(tmp_path: Path) -> No
     directory.close()
 
 
-@pytest.mark.parametrize("delivered", [False, True])
-def test_a_recycled_runner_costs_no_loss_and_twice_without_progress_is_an_error(delivered: bool) -> None:
+@pytest.mark.parametrize("outgrown", [False, True])
+def test_a_recycled_runner_costs_no_loss_and_two_that_begin_above_the_limit_are_an_error(outgrown: bool) -> None:
     worker, box = opened(World(), skip=False)
     for number in range(6):
         report = worker.tell(worker.of(0), pb.FAILED)
         report.lost = report.recycle = True
+        report.outgrown = outgrown and number != 1
         report.error.CopyFrom(records_pb2.ErrorDetail(name="WorkerLostError", message="it held 9 GiB, limit 4 GiB"))
         worker.beat(report)
         view = box.watch().slots[0]
-        if number == 0 or delivered:
+        if number < 3 or not outgrown:
             assert (view.phase, view.note) == (pb.STARTING, "it held 9 GiB, limit 4 GiB")
         else:
             assert view.error.name == "MemoryLimitError"
             assert "9 GiB" in view.error.message
             assert "--runner-memory" in view.error.message
             break
-        if delivered:
-            box.deliver(2)

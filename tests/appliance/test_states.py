@@ -11,7 +11,7 @@ from queries import ask, respond, values
 from penstock.appliance.journal import StateDir
 from penstock.appliance.limits import Limits
 from penstock.appliance.states import Gathering
-from penstock.appliance.testing import World
+from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import (
     InputFnError,
     InvalidArgumentError,

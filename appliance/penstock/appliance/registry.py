@@ -408,16 +408,14 @@ class Registry:
 
     def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
         """Its runner held too much memory and ended at a snapshot: another one goes on, unless that gained nothing."""
-        _, box = self.books.box_of(slot)
-        delivered = max(report.delivered, box.total(slot.key.slot))
-        if delivered == slot.recycled_at:
+        if report.outgrown and slot.outgrown:
             error = MemoryLimitError(
-                f"{report.error.message}; it had been recycled for the same at batch {delivered} and has delivered "
-                "nothing since: raise the limit (--runner-memory), or make smaller batches"
+                f"{report.error.message}; it held that much before its second batch, and so did the runner before: "
+                "raise the limit (--runner-memory), or make smaller batches"
             )
             self.books.fail(slot, detail_of(error))
             return
-        slot.recycled_at = delivered
+        slot.outgrown = report.outgrown
         self.books.move(slot, report.error.message, None)
 
     def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:

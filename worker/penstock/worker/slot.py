@@ -8,6 +8,7 @@ answered in states.py, early snapshots checked in checks.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -119,13 +120,13 @@ class Slot:
         self._stall = Stall(since=time.monotonic())
         self._doing = ""
         self._stack = ""
-        self._recycle = False
+        self._recycle = self._outgrown = False
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
         self._stopping = False
         self.attached = False
-        self._begun = False
+        self._begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._rate_from = (time.monotonic(), 0)
@@ -264,18 +265,26 @@ class Slot:
     async def _watch_memory(self, limit: int) -> None:
         """A runner that holds too much ends at a snapshot, and another one goes on from there."""
         assert self._child is not None
-        took = 0.0
+        took, begun = 0.0, False
         while self.phase != coordinator_pb2.FAILED:
-            await asyncio.sleep(max(MEMORY_S, took / MEMORY_SHARE))
+            period = max(MEMORY_S, took / MEMORY_SHARE)
+            if begun:
+                await asyncio.sleep(period)
+            else:  # one look is right behind the first batch
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._begun.wait(), period)
+            young, begun = not begun, self._begun.is_set()
             held, took = await asyncio.to_thread(_looked_at, self._child.pid, limit)
             what = f"it held {_mib(held)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
-            if held > HARD_LIMIT * limit:
+            far = held > HARD_LIMIT * limit
+            if far and not (
+                young and begun
+            ):  # its loader, or a batch: that counts as a loss, and a batch as its culprit
                 self._lose(f"the runner of {self.name} was killed at batch {self.ledger.total}, for {what}")
-            elif held > limit and self.ready.is_set():
-                newest = next((base for base in reversed(self.store) if self.usable(base)), None)
-                if newest is not None and not newest.durable:
-                    await self._make_durable(newest)
-                self._recycle = True
+            elif far or (held > limit and self.ready.is_set()):
+                if not far:
+                    await self._hand_over()
+                self._recycle, self._outgrown = True, young
                 self._lose(f"the runner of {self.name} was recycled at batch {self.ledger.total}, for {what}")
 
     def report(self) -> coordinator_pb2.SlotReport:
@@ -287,7 +296,7 @@ class Slot:
             self._rate_from = (now, self.ledger.total)
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
-        self.traits.looked_at_assignment = bool(self.ledger.looked) or not self._begun
+        self.traits.looked_at_assignment = bool(self.ledger.looked) or not self._begun.is_set()
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,
@@ -304,6 +313,7 @@ class Slot:
             doing=self._doing,
             stack=self._stack,
             recycle=self._recycle,
+            outgrown=self._outgrown,
             making=self._making,
         )
 
@@ -327,7 +337,7 @@ class Slot:
             self.unsaved = records_pb2.ErrorDetail(**fields["error"])
             _log.warning("%s: its state cannot be saved: %s", self.name, self.unsaved.message)
         elif message.kind == "begun":
-            self._begun = True
+            self._begun.set()
         elif message.kind == "left":
             epoch, total = counts(message, "epoch", "total")
             self.store.forget_after(epoch, total)
@@ -372,6 +382,16 @@ class Slot:
                 size = len(newest.data)
                 await self._make_durable(newest)
             await asyncio.sleep(self.host.share.pause_s(size))
+
+    async def _hand_over(self) -> None:
+        """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
+        loop took, which is somewhere between what the runner has heard of and all that it has made."""
+        self.ledger.refresh()
+        usable = [base for base in reversed(self.store) if self.usable(base)]
+        heard_of = [base for base in usable if base.total < self.ledger.delivered]
+        for base in heard_of[:1] + usable[:1]:
+            if not base.durable:
+                await self._make_durable(base)
 
     async def _make_durable(self, base: Kept) -> None:
         run, attempt, box, slot, generation = key_of(self.assignment)

@@ -668,6 +668,7 @@ class SlotReport(_message.Message):
     STACK_FIELD_NUMBER: _builtins.int
     RECYCLE_FIELD_NUMBER: _builtins.int
     MAKING_FIELD_NUMBER: _builtins.int
+    OUTGROWN_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -687,6 +688,10 @@ class SlotReport(_message.Message):
     """its Python stack, with `doing`"""
     recycle: _builtins.bool
     """with `lost`: its memory went over the limit; it ended in good order at a snapshot"""
+    outgrown: _builtins.bool
+    """before; absent = it was making none
+    with `recycle`: it held that much before its second batch
+    """
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
@@ -716,10 +721,11 @@ class SlotReport(_message.Message):
         stack: _builtins.str = ...,
         recycle: _builtins.bool = ...,
         making: _records_pb2.Skip | None = ...,
+        outgrown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "making", b"making", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "traits", b"traits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "traits", b"traits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
