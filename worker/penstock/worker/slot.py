@@ -277,9 +277,8 @@ class Slot:
             held, took = await asyncio.to_thread(_looked_at, self._child.pid, limit)
             what = f"it held {_mib(held)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
-            if far and not (
-                young and begun
-            ):  # its loader, or a batch: that counts as a loss, and a batch as its culprit
+            if far and not (young and begun):
+                # The loader, or a batch: a loss, with the batch that it was making.
                 self._lose(f"the runner of {self.name} was killed at batch {self.ledger.total}, for {what}")
             elif far or (held > limit and self.ready.is_set()):
                 if not far:
