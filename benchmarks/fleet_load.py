@@ -405,8 +405,8 @@ def main(given: Sequence[str] | None = None) -> int:
         asyncio.run(probe(options.probe, options.workers))
         return 0
     result = asyncio.run(connections(options.connections) if options.connections else measure(options))
-    print(json.dumps(result))
-    return 0
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # gRPC waits for ever for calls that were cancelled while they were being sent
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class Limits:
     """Between two calls of a peer with nothing to say, in a small fleet: so old may be what `penstock status` tells."""
     heartbeats_per_s: float = 2000.0
     """Of the whole fleet: above 2,000 workers beat and lease grow. See docs/benchmarks.md for what a call costs."""
-    watches_per_s: float = 500.0
-    """Of all boxes."""
+    watches_per_s: float = 200.0
+    """Of all boxes: above 200 their beat grows, above 660 their lease."""
     shrinks_after_s: float = 60.0
     """The pace follows a fleet that has become smaller after so long."""
     lease_max_s: float = 300.0

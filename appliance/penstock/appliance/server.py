@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
 
+from penstock.appliance.collecting import paced
 from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
@@ -58,16 +59,19 @@ async def serve(
         lifeline_pid: our parent; when it ends, so does this.
         ready: told the address that it listens on, once calls are taken.
         limits: leases, budgets and so on.
-        stop: set it to stop.
+        stop: set it to stop; None: the process is the coordinator's own, and signals stop it.
 
     Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
     """
     loop = asyncio.get_running_loop()
+    own_process = stop is None
     stop = stop or asyncio.Event()
     in_memory = os.fspath(state_dir) == IN_MEMORY
     if limits is None:
         limits = replace(Limits(), budget=MEMORY_BUDGET) if in_memory else Limits()
     with contextlib.ExitStack() as closing:
+        if own_process:
+            closing.enter_context(paced(loop))
         _stop_by_signal(loop, stop, closing, leave_interrupt=lifeline_pid is not None)
         if lifeline_pid is not None and not _stop_with(lifeline_pid, loop, stop, closing):
             return
