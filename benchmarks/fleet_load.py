@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import bisect
+import gc
 import json
 import os
 import random
@@ -404,6 +405,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.probe:
         asyncio.run(probe(options.probe, options.workers))
         return 0
+    gc.disable()  # it would look through all of the fleet every few seconds, and keep heartbeats back meanwhile
     result = asyncio.run(connections(options.connections) if options.connections else measure(options))
     print(json.dumps(result), flush=True)
     os._exit(0)  # gRPC waits for ever for calls that were cancelled while they were being sent

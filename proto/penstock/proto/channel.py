@@ -56,13 +56,16 @@ REQUEST_MAX = 4 * 1024 * 1024
 REPLY_MAX = 32 * 1024 * 1024
 """Largest reply that a peer of the coordinator takes: a heartbeat's reply holds a loader's spec per slot."""
 
-# A peer that does not answer a ping for 5 s, 10 s after its last byte, is gone: half-open TCP and SIGSTOP show within
-# 15 s. Leases are shorter and find the same by silence; this one is for the side that holds no lease.
-_KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
-_COMMON = (*_KEEPALIVE, ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0))
+# A coordinator that does not answer a ping for 5 s, 10 s after its last byte, is gone: half-open TCP and SIGSTOP show
+# within 15 s. The coordinator itself has leases, which find the same by silence; its pings only free the connections of
+# those that are gone. A peer that is merely busy must not lose its connection by them, or it would have more to do.
+_FIND_GONE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
+_FREE_GONE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 30_000))
+_COMMON = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0))
 
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     *_COMMON,
+    *_FIND_GONE,
     ("grpc.max_send_message_length", REQUEST_MAX),
     ("grpc.max_receive_message_length", REPLY_MAX),
     ("grpc.max_metadata_size", METADATA_MAX),
@@ -80,6 +83,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON,
+    *_FREE_GONE,
     # The server's side of the bargain: without it a client that pings more often than every 5 minutes is thrown out.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
