@@ -246,7 +246,8 @@ class Fleet:
         """Everybody works."""
         for box in self.boxes:
             box.train()
-        await asyncio.sleep(min(2.0, self.seconds))
+        # What the opening has left to do is done within two beats.
+        await asyncio.sleep(min(2.0, self.seconds) + 2 * max(worker.beat_s for worker in self.workers))
         async with self.measured() as found:
             await asyncio.sleep(self.seconds)
         return found

@@ -90,7 +90,7 @@ class FakeWorker:
         self._ready: set[tuple[int, int, int]] = set()
         self._answered: set[str] = set()
         self._version = 0
-        self._beat_s, self._lease_s = 1.0, 3.0
+        self.beat_s, self._lease_s = 1.0, 3.0
         self._share_s, self._share_bytes_per_s = 1.0, float(4 << 20)
         self._last_beat = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,7 +131,7 @@ class FakeWorker:
     # ---- heartbeats
 
     def _told(self, reply: pb.RegisterWorkerReply | pb.HeartbeatReply) -> None:
-        self._beat_s, self._lease_s = reply.beat_s, reply.lease_s
+        self.beat_s, self._lease_s = reply.beat_s, reply.lease_s
         if isinstance(reply, pb.HeartbeatReply):
             self._share_s, self._share_bytes_per_s = reply.snapshot_every_s, reply.snapshot_bytes_per_s
 
@@ -162,7 +162,7 @@ class FakeWorker:
     async def _heartbeats(self) -> None:
         while True:
             try:
-                reply = await self._beat(self._version, self._beat_s)
+                reply = await self._beat(self._version, self.beat_s)
             except (CoordinatorUnavailableError, DeadlineError) as error:
                 await self._tally.pause(error)
                 continue

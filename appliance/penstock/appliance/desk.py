@@ -166,7 +166,7 @@ class Desk:
         want = gathering.requests[answer.request]
         attempt = self._books.attempt(gathering.run, gathering.attempt)
         gathering.answered(attempt, answer, data)
-        self._announce(gathering)
+        self._announce(gathering, heard=want.id)
         if answer.ended:  # an end that the others can use
             self._books.touch(attempt, attempt.boxes[want.key.box])
 
@@ -194,8 +194,9 @@ class Desk:
             gathering.fail(error)
         self._announce(gathering)
 
-    def _announce(self, gathering: Gathering) -> None:
-        """Wakes the workers whose requests have changed, and the askers of boxes that are complete."""
+    def _announce(self, gathering: Gathering, heard: str = "") -> None:
+        """Wakes the workers whose requests have changed, and the askers of boxes that are complete. Who has answered
+        knows that this request is done (`heard`): to say so costs a call of each worker for each query."""
         changed, gathering.changed = gathering.changed, []
         completed, gathering.completed = gathering.completed, []
         for want in changed:
@@ -203,7 +204,7 @@ class Desk:
                 self._asked[want.id] = gathering
             else:
                 self._asked.pop(want.id, None)
-        for name in sorted({want.worker for want in changed}):
+        for name in sorted({want.worker for want in changed if want.id != heard}):
             worker = self._books.workers.get(name)
             if worker is not None:
                 self._books.bump_worker(worker)

@@ -14,6 +14,7 @@ import errno
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -149,7 +150,7 @@ class Served:
 async def server_aio(
     listen: str,
     tokens: str,
-    register: Callable[[grpc.aio.Server], None],
+    register: Callable[[Any], None],
     *,
     tls: Tls | None = None,
     insecure: bool = False,
@@ -159,7 +160,7 @@ async def server_aio(
     Args:
         listen: address; port 0 takes a free one.
         tokens: what callers must show, and in which role: see penstock.proto.tokens.
-        register: adds the services.
+        register: adds the services to what it is given, which stands for the server.
         tls: what to show; with a CA in it callers must show a certificate too.
         insecure: allows an address that other machines can reach without TLS.
 
@@ -169,10 +170,10 @@ async def server_aio(
     check_address(listen)
     guard = Guard(Tokens(tokens))
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
-    server = grpc.aio.server(interceptors=(guard,), options=_SERVER_OPTIONS)
-    register(server)
+    server = grpc.aio.server(handlers=(guard,), options=_SERVER_OPTIONS)
+    register(guard)
     status = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    health_pb2_grpc.add_HealthServicer_to_server(status, guard)
     await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     try:
         if tls is None:
