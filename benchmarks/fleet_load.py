@@ -159,10 +159,7 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         if self._probe is not None:
             await self._probe.stop()
-        for worker in self.workers:
-            worker.stop()
-        for box in self.boxes:
-            box.stop()
+        await asyncio.gather(*(peer.stop() for peer in (*self.workers, *self.boxes)))
         await asyncio.gather(*(client.close() for client in self._clients))
         if self._coordinator is not None and self._coordinator.returncode is None:
             self._coordinator.kill()
@@ -360,8 +357,7 @@ async def connections(count: int) -> dict[str, Any]:
         await asyncio.gather(*(worker.start() for worker in workers))
         await asyncio.sleep(2.0)
         found = {"connections": count, "kib_each": (memory_mib(fleet.pid, "VmRSS") - before) * 1024 / count}
-        for worker in workers:
-            worker.stop()
+        await asyncio.gather(*(worker.stop() for worker in workers))
         await asyncio.gather(*(client.close() for client in clients))
         return found
 
@@ -408,8 +404,8 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     gc.disable()  # it would look through all of the fleet every few seconds, and keep heartbeats back meanwhile
     result = asyncio.run(connections(options.connections) if options.connections else measure(options))
-    print(json.dumps(result), flush=True)
-    os._exit(0)  # gRPC waits for ever for calls that were cancelled while they were being sent
+    print(json.dumps(result))
+    return 0
 
 
 if __name__ == "__main__":

@@ -75,6 +75,13 @@ class Payload:
     """Snapshots are sent beyond the first of a slot."""
 
 
+async def _cancelled(*tasks: asyncio.Task[None]) -> None:
+    """To their end: gRPC waits for ever for a call that is still being cancelled when its channel closes."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class FakeWorker:
     """One daemon with one slot."""
 
@@ -124,9 +131,8 @@ class FakeWorker:
     async def drain(self) -> None:
         await self._client.deregister(pb.DeregisterWorkerRequest(worker=self.name, session=self.session))
 
-    def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    async def stop(self) -> None:
+        await _cancelled(*self._tasks)
 
     # ---- heartbeats
 
@@ -315,9 +321,9 @@ class FakeBox:
     def train(self) -> None:
         self._trains_since = time.monotonic()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         if self._watching is not None:
-            self._watching.cancel()
+            await _cancelled(self._watching)
 
     @property
     def step(self) -> int:

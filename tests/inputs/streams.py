@@ -48,6 +48,26 @@ def counter(batches: int = 10) -> Counter:
     return Counter(batches, first=1000 * current_assignment().global_worker_id)
 
 
+class Heavy(Counter):
+    """Its state is of `size` bytes, which do not compress and differ from one to the next."""
+
+    def __init__(self, batches: int, size: int) -> None:
+        super().__init__(batches)
+        self.size = size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            time.sleep(0.02)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"filler": random.Random(self.done).randbytes(self.size)}
+
+
+def heavy(batches: int, size: int) -> Heavy:
+    return Heavy(batches, size)
+
+
 class Noting(Counter):
     """Notes in `path` after which batches its state was taken."""
 

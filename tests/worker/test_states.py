@@ -16,7 +16,7 @@ from penstock.worker.control import Channel
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint
 from penstock.worker.scratch import _state
-from penstock.worker.slot import Slot
+from penstock.worker.slot import Host, Slot
 from penstock.worker.snapshots import Kept, SnapshotStore
 from penstock.worker.source import END, Base, Source
 from penstock.worker.states import POLL_S, States
@@ -135,5 +135,23 @@ def test_a_base_of_the_pass_before_is_taken_then_and_without_one_the_pass_is_emp
         states = states_of(ledger, store=store, host=host, traits=traits, scratch=child, origins_only=lambda: False)
         assert await states._materialise(request(2, 4, 20), pb.StateAnswer(), 1e12) == b"state"
         assert tried == [(b"1", True), (b"0", True), (b"0", False)]
+
+    asyncio.run(body())
+
+
+def test_an_answer_that_waits_ends_with_its_slot() -> None:
+    """Its batch is never made, for the slot moves to another worker."""
+
+    async def body() -> None:
+        slot = Slot(cast(Host, SimpleNamespace(name="w")), records_pb2.WorkerAssignment())
+        slot.traits.state_methods = 2
+        slot.ready.set()
+        wanted = request(0, 5, 5)
+        wanted.deadline_s = 60
+        asking = asyncio.ensure_future(slot.answer(wanted))
+        await asyncio.wait([asking], timeout=20 * POLL_S)
+        assert not asking.done()
+        await slot.stop()
+        assert await asyncio.wait_for(asking, DEADLINE_S) is None
 
     asyncio.run(body())

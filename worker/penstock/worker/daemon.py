@@ -308,7 +308,7 @@ class Daemon:
         if slot is None:
             self._not_answered(request.request)
             return
-        answered = await slot.states.answer(request)
+        answered = await slot.answer(request)
         if answered is None:
             self._not_answered(request.request)
             return

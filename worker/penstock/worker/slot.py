@@ -56,6 +56,10 @@ MEMORY_SHARE = 0.02
 """Of a processor that these looks may take; those at a large runner near its limit are rarer."""
 HARD_LIMIT = 2
 """Times the limit: killed at once."""
+_NO_ROOM = (
+    "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
+    "are over, or give this one a coordinator of its own"
+)
 
 SlotKey = tuple[str, int, int, int, int]
 
@@ -125,10 +129,12 @@ class Slot:
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
         self._stopping = False
+        self._refused = ""
+        """Why the coordinator has not kept the last snapshot."""
         self.attached = False
         self._begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._rate_from = (time.monotonic(), 0)
         self._rate = 0.0
         base = assignment.base.slots
@@ -351,6 +357,8 @@ class Slot:
         for base in list(self.store):
             if not base.durable:
                 await self._make_durable(base)
+            if self._refused and not self.assignment.recovery:  # else an older one of the slot is there
+                self.fail(detail_of(JournalError(_NO_ROOM.format(name=self.name, why=self._refused))), lost=False)
         if self.phase == coordinator_pb2.STARTING:
             self.phase = coordinator_pb2.READY
             self.ready.set()
@@ -411,7 +419,11 @@ class Slot:
         told = False
         while True:
             try:
-                await self.host.coordinator.put_snapshot(header, base.data)
+                refused = (await self.host.coordinator.put_snapshot(header, base.data)).refused
+                if refused and not self._refused:
+                    why = "its snapshot is not kept, and a recovery replays from an older one"
+                    _log.warning("%s: %s: %s", self.name, why, refused)
+                self._refused = refused
                 break
             except NOT_OURS as error:
                 if not told:
@@ -452,6 +464,16 @@ class Slot:
         """Hear what the runner has said by now."""
         if self._child is not None:
             self._child.drain()
+
+    async def answer(
+        self, request: coordinator_pb2.StateRequest
+    ) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
+        """See States.answer. None, too, if the slot ends meanwhile."""
+        answering = asyncio.ensure_future(self.states.answer(request))
+        self._tasks.add(answering)
+        answering.add_done_callback(self._tasks.discard)
+        await asyncio.wait((answering,))
+        return None if answering.cancelled() else answering.result()
 
     async def scratch(self, bases: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any) -> Message:
         """Have a scratch child do something with the loader; see run_task."""

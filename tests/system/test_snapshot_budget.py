@@ -1,0 +1,46 @@
+"""A coordinator without room for more snapshots: the stream goes on, and goes on from an older one after a fault; a
+slot whose very first one cannot be kept does not start, for nothing of it could be recovered."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import streams
+from census import runners, until
+from cluster import TOKEN, running
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+
+STATE = 300_000
+"""Bytes of the loader's state, and a little more on disk."""
+
+
+def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with open(log, "wb") as said, running(tmp_path / "state", "small_coordinator", BUDGET=str(3 * STATE)) as cluster:
+        worker = cluster.add_worker(1, stderr=said.fileno())
+        with Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance:
+            executor = DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)
+            got = []
+            with pytest.warns(UserWarning, match="was recovered"):
+                for batch in executor:
+                    got.append(batch["number"])
+                    if len(got) == 100:
+                        until(lambda: b"is not kept" in log.read_bytes(), 20, "no snapshot was refused")
+                        os.kill(runners(worker.pid)[0], signal.SIGKILL)
+            assert got == list(range(1, 201))
+    assert log.read_bytes().count(b"is not kept, and a recovery replays from an older one") >= 1
+
+
+def test_a_slot_whose_first_snapshot_cannot_be_kept_does_not_start(tmp_path: Path) -> None:
+    with running(tmp_path / "state", "small_coordinator", BUDGET=str(STATE // 2)) as cluster:
+        cluster.add_worker(1)
+        with (
+            Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,
+            pytest.raises(errors.JournalError, match=r"first snapshot cannot be kept.* bytes of the snapshot budget"),
+        ):
+            next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))
