@@ -159,7 +159,7 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         if self._probe is not None:
             await self._probe.stop()
-        await asyncio.gather(*(peer.stop() for peer in (*self.workers, *self.boxes)))
+        await asyncio.gather(*(worker.stop() for worker in self.workers), *(box.stop() for box in self.boxes))
         await asyncio.gather(*(client.close() for client in self._clients))
         if self._coordinator is not None and self._coordinator.returncode is None:
             self._coordinator.kill()
@@ -404,8 +404,8 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     gc.disable()  # it would look through all of the fleet every few seconds, and keep heartbeats back meanwhile
     result = asyncio.run(connections(options.connections) if options.connections else measure(options))
-    print(json.dumps(result))
-    return 0
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # gRPC may wait for ever for what is left of calls that were cancelled by the thousand
 
 
 if __name__ == "__main__":

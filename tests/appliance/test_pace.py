@@ -26,7 +26,7 @@ def test_beat_and_lease_of_workers_follow_the_fleet(workers: int, beat_s: float,
     assert [pace.beat_s, pace.lease_s] == pytest.approx([beat_s, lease_s])
 
 
-@pytest.mark.parametrize(("boxes", "beat_s", "lease_s"), [(1, 1, 10), (500, 1, 10), (1_000, 2, 10), (5_000, 10, 30)])
+@pytest.mark.parametrize(("boxes", "beat_s", "lease_s"), [(1, 1, 10), (200, 1, 10), (1_000, 5, 15), (2_000, 10, 30)])
 def test_beat_and_lease_of_boxes_follow_their_number(boxes: int, beat_s: float, lease_s: float) -> None:
     pace = of_boxes(boxes, 1.0, LIMITS)
     assert [pace.beat_s, pace.lease_s] == pytest.approx([beat_s, lease_s])
@@ -66,11 +66,18 @@ def test_polls_of_a_fleet_are_spread_over_the_beat() -> None:
 
 def test_the_share_of_a_slot_keeps_the_fleet_within_its_budget() -> None:
     for slots in (1, 10, 100, 1_000, 10_000):
-        part = share(slots, LIMITS)
+        part = share(slots, 0, LIMITS)
         assert slots * part.bytes_per_s <= LIMITS.snapshot_bytes_per_s
         assert slots / part.every_s <= LIMITS.snapshots_per_s
-    assert (share(1, LIMITS).every_s, share(1, LIMITS).bytes_per_s) == (1.0, 4 * MIB)
-    assert share(10_000, LIMITS).every_s == 25
+    assert (share(1, 0, LIMITS).every_s, share(1, 0, LIMITS).bytes_per_s) == (1.0, 4 * MIB)
+    assert share(10_000, 0, LIMITS).every_s == 25
+
+
+@pytest.mark.parametrize(
+    ("slots", "calls_per_s", "per_s"), [(1_000, 1_100, 400), (10_000, 2_200, 400 / 3), (10_000, 2_600, 50), (10, 0, 10)]
+)
+def test_snapshots_take_what_heartbeats_leave(slots: int, calls_per_s: float, per_s: float) -> None:
+    assert slots / share(slots, calls_per_s, LIMITS).every_s == pytest.approx(per_s)
 
 
 # ---- leases

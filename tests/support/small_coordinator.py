@@ -1,20 +1,21 @@
-"""A coordinator that keeps BUDGET bytes of snapshots at most: python -m small_coordinator, arguments as ever."""
+"""A coordinator that keeps BUDGET bytes of snapshots at most: python -m small_coordinator."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import os
-import sys
 from dataclasses import replace
-from typing import Any
 
-from penstock.appliance import __main__ as program
 from penstock.appliance.limits import Limits
+from penstock.appliance.server import announcer, serve
+from penstock.proto.channel import read_tokens
 
 if __name__ == "__main__":
-
-    def small(**given: Any) -> Limits:
-        return replace(Limits(**given), budget=int(os.environ["BUDGET"]))
-
-    program.Limits = small  # type: ignore[assignment, misc]
-    program.replace = lambda limits, **changes: replace(limits, **(changes | {"budget": limits.budget}))  # type: ignore[assignment]
-    sys.exit(program.main())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--listen")
+    parser.add_argument("--state-dir")
+    parser.add_argument("--ready-fd", type=int)
+    given = parser.parse_args()
+    limits = replace(Limits(), budget=int(os.environ["BUDGET"]))
+    asyncio.run(serve(given.listen, given.state_dir, read_tokens(), ready=announcer(given.ready_fd), limits=limits))

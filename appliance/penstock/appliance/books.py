@@ -25,7 +25,7 @@ from penstock.appliance.model import (
     SlotKey,
     Worker,
 )
-from penstock.appliance.pace import Pace, of_boxes, of_workers
+from penstock.appliance.pace import Pace, Share, of_boxes, of_workers, share
 from penstock.appliance.placement import Room
 from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import SupersededError, UnknownRunError
@@ -91,6 +91,11 @@ class Books:
 
     def box_pace(self) -> Pace:
         return of_boxes(self.live_boxes, self.strain, self.limits)
+
+    def snapshot_share(self) -> Share:
+        """What each slot may send of snapshots."""
+        calls_per_s = len(self.workers) / self.worker_pace().beat_s + self.live_boxes / self.box_pace().beat_s
+        return share(self.placed, calls_per_s, self.limits)
 
     def touch(self, attempt: Attempt, box: Box) -> None:
         self.touched.add((attempt.run, attempt.number, box.number))

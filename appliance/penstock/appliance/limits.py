@@ -77,6 +77,10 @@ class Limits:
     """Of the whole fleet, beyond the first one of each slot. A round of 10,000 slots with 76 kB each takes 23 s."""
     snapshots_per_s: float = 400.0
     """Of the whole fleet: small ones cost the coordinator calls, not bytes."""
+    snapshots_least_per_s: float = 50.0
+    """However many heartbeats there are."""
+    calls_per_s: float = 2600.0
+    """That a coordinator can answer on one core and still be prompt: see docs/benchmarks.md."""
     snapshot_slot_bytes_per_s: float = 4 * MIB
     snapshot_every_s: float = 1.0
     """Of one slot, however small the fleet."""

@@ -121,8 +121,20 @@ class Promise:
         self._journal.note(self._name, repr(lease_s))
 
 
-def share(slots: int, limits: Limits) -> Share:
-    """`slots`: those that workers have."""
+SNAPSHOT_CALLS = 3.0
+"""What a snapshot costs, in heartbeats: a stream, its part of a commit, the thread that writes."""
+
+
+def share(slots: int, calls_per_s: float, limits: Limits) -> Share:
+    """What is left of the coordinator's calls is for snapshots: a fleet that keeps it busy replays more after a fault
+    rather than being heard late.
+
+    Args:
+        slots: those that workers have.
+        calls_per_s: what heartbeats and watches take.
+    """
     count = max(1, slots)
     each = min(limits.snapshot_slot_bytes_per_s, limits.snapshot_bytes_per_s / count)
-    return Share(max(limits.snapshot_every_s, count / limits.snapshots_per_s), each)
+    left = (limits.calls_per_s - calls_per_s) / SNAPSHOT_CALLS
+    per_s = max(limits.snapshots_least_per_s, min(limits.snapshots_per_s, left))
+    return Share(max(limits.snapshot_every_s, count / per_s), each)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
-from penstock.appliance.pace import Pace, share
+from penstock.appliance.pace import Pace
 from penstock.appliance.states import Want
 from penstock.proto.channel import VERSION
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -73,7 +73,7 @@ def heartbeat_reply(
     books: Books, worker: Worker, seen_version: int, pace: Pace, wall_s: float, wants: Iterable[tuple[Want, float]]
 ) -> pb.HeartbeatReply:
     """`wants`: the worker's open state requests, with the seconds that their most patient asker still has."""
-    part = share(books.placed, books.limits)
+    part = books.snapshot_share()
     reply = pb.HeartbeatReply(
         version=worker.version,
         wall_s=wall_s,

@@ -465,9 +465,7 @@ class Slot:
         if self._child is not None:
             self._child.drain()
 
-    async def answer(
-        self, request: coordinator_pb2.StateRequest
-    ) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
+    async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
         """See States.answer. None, too, if the slot ends meanwhile."""
         answering = asyncio.ensure_future(self.states.answer(request))
         self._tasks.add(answering)
