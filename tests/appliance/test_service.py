@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from penstock.appliance.limits import Limits
 from penstock.appliance.server import IN_MEMORY, serve
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
-from penstock.proto.channel import CHUNK
+from penstock.proto.channel import CHUNK, connect_aio, metadata
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     DeadlineError,
@@ -30,6 +31,7 @@ from penstock.proto.errors import (
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 
 TOKEN = "token"
 DEADLINE_S = 20.0
@@ -297,6 +299,27 @@ def test_over_budget_is_refused_politely_and_what_is_there_stays() -> None:
             assert [head.total for head, _ in await client.get_snapshots(query())] == [0]
 
     trial(body, replace(LIMITS, budget=3_000_000))
+
+
+def test_a_transfer_that_stops_in_the_middle_gives_its_room_back() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address), connect_aio(address) as channel:
+            await until_ready(client)
+            begun = header(1)
+            begun.size = 2_000_000
+
+            async def half() -> AsyncIterator[pb.SnapshotPart]:
+                yield pb.SnapshotPart(header=begun, data=b"x" * CHUNK)
+                await asyncio.Event().wait()
+
+            call = CoordinatorStub(channel).PutSnapshot(half(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+            with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: nothing more came for 0\.2 s"):
+                await call
+            reply = await client.put_snapshot(header(1), b"x" * 2_500_000)
+            assert reply.refused == ""
+
+    trial(body, replace(LIMITS, budget=3_000_000, part_s=0.2))
 
 
 def test_what_delivery_has_left_behind_is_dropped_from_disk(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class Limits:
     """A single snapshot, blob or state. SQLite's own cap on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
     """Bytes of snapshots and blobs in memory on their way to the disk; one that is larger comes alone."""
+    part_s: float = 30.0
+    """Between two parts of such a value, of 512 KiB at most."""
     blob_idle_s: float = 3600.0
     """A blob that no open attempt names is dropped so long after it came: boxes send it before they open."""
     snapshot_bytes_per_s: float = 32 * MIB

@@ -48,6 +48,7 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 log = logging.getLogger("penstock.appliance")
 
 _Result = TypeVar("_Result")
+_Part = TypeVar("_Part")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -159,6 +160,18 @@ class Service(CoordinatorServicer):
                     async with asyncio.timeout_at(until):
                         await event.wait()
 
+    async def _coming(self, what: str, parts: AsyncIterator[_Part]) -> AsyncIterator[_Part]:
+        """The parts of a value that is let in. A sender that stops in the middle keeps room from the others."""
+        while True:
+            try:
+                async with asyncio.timeout(self._limits.part_s):
+                    part = await anext(parts, None)
+            except TimeoutError as error:
+                raise DeadlineError(f"{what}: nothing more came for {self._limits.part_s:g} s") from error
+            if part is None:
+                return
+            yield part
+
     # -------------------------------------------------------------------------------------------------------- clients
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
@@ -261,7 +274,7 @@ class Service(CoordinatorServicer):
             with self._ledger.expecting(header.size):
                 async with self._inflow.taken(header.size):
                     transfer.add(first.data)
-                    async for part in parts:
+                    async for part in self._coming("PutSnapshot", parts):
                         transfer.add(part.data)
                     self._registry.slot_of_generation(key, header.generation)
                     await self._disk.put_snapshot(header, transfer.all())
@@ -294,7 +307,7 @@ class Service(CoordinatorServicer):
         transfer = Transfer("PutState", answer.state_bytes)
         try:
             transfer.add(first.data)
-            async for part in parts:
+            async for part in self._coming("PutState", parts):
                 transfer.add(part.data)
             async with self._journal.synced():
                 self._registry.answer_state(answer, transfer.all())
@@ -329,7 +342,7 @@ class Service(CoordinatorServicer):
             transfer = Transfer("PutBlob", size)
             with self._ledger.expecting(size):
                 async with self._inflow.taken(size):
-                    async for part in parts:
+                    async for part in self._coming("PutBlob", parts):
                         transfer.add(part.data)
                     data = transfer.all()
                     if await self._disk.run(blob_name, data) != name:
