@@ -1,16 +1,14 @@
-"""State envelopes: what goes in comes out, exactly; what cannot is refused by its key path; damage is always named."""
+"""State envelopes: what goes in comes out, exactly, and what cannot is refused by its key path."""
 
 from __future__ import annotations
 
 import collections
 import enum
-import json
 import math
 import random
 import struct
 import subprocess
 import sys
-import tracemalloc
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,14 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.proto.errors import StateCorruptError, StateVersionError, UnsupportedStateError
-from penstock.proto.state import FORMAT_VERSION, MAX_DEPTH, decode_state, encode_state
+from penstock.proto.errors import UnsupportedStateError
+from penstock.proto.state import MAX_DEPTH, decode_state, encode_state
 
 # torch says it once a process, at the first complex32 that it allocates; see test_decoding_warns_of_nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -68,12 +65,6 @@ def same(value: Any) -> Any:
     back = decode_state(encode_state(value))
     assert fingerprint(back) == fingerprint(value)
     return back
-
-
-def seal(tree: bytes, blobs: bytes = b"", *, version: int = FORMAT_VERSION, flags: int = 0) -> bytes:
-    """An envelope whose framing and checksum hold, whatever it contains."""
-    body = struct.pack("<8sIIQQ", b"PENSTATE", version, flags, len(tree), len(blobs)) + tree + blobs
-    return body + xxhash.xxh3_64_digest(body)
 
 
 # --- round trips ------------------------------------------------------------------------------------------------------
@@ -593,186 +584,3 @@ def test_depth_is_capped(name: str) -> None:
     assert encode_state(decode_state(data)) == data
     with pytest.raises(UnsupportedStateError, match=rf"nested deeper than {MAX_DEPTH}"):
         encode_state(WRAPPERS[name](value))
-
-
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-SAMPLE = encode_state(
-    {
-        "a": [1, 2.5, None, (True, {3: b"bytes"})],
-        "t": torch.arange(5, dtype=torch.bfloat16),
-        "n": np.arange(3, dtype=">i2"),
-        "r": tuple(range(50)),
-        "s": {1, 2},
-    }
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200))
-@example(b"")
-@example(b"PENSTATE")
-@example(b"PENSTATE" + bytes(100))
-def test_arbitrary_bytes_are_corrupt(data: bytes) -> None:
-    with pytest.raises(StateCorruptError):
-        decode_state(data)
-
-
-def test_every_truncation_is_corrupt() -> None:
-    for size in range(len(SAMPLE)):
-        with pytest.raises(StateCorruptError):
-            decode_state(SAMPLE[:size])
-    with pytest.raises(StateCorruptError, match=f"announces {len(SAMPLE)} bytes, it has {len(SAMPLE) + 1}"):
-        decode_state(SAMPLE + b"\0")
-
-
-def test_every_flipped_bit_is_corrupt() -> None:
-    for position in range(8 * len(SAMPLE)):
-        damaged = bytearray(SAMPLE)
-        damaged[position // 8] ^= 1 << position % 8
-        with pytest.raises(StateCorruptError):  # also in the version field: damage is no newer version
-            decode_state(damaged)
-
-
-def test_a_newer_format_is_named() -> None:
-    with pytest.raises(StateVersionError, match=rf"format {FORMAT_VERSION + 1}, .* up to {FORMAT_VERSION}\b"):
-        decode_state(seal(b"not even JSON", version=FORMAT_VERSION + 1, flags=7))
-
-
-TAGS = ["int", "float", "complex", "bytes", "bytearray", "bytes_", "str_", "numbers", "tuple", "set", "frozenset"]
-TAGS += [
-    "dict",
-    "odict",
-    "slice",
-    "range",
-    "tensor",
-    "size",
-    "dtype",
-    "device",
-    "array",
-    "scalar",
-    "np.dtype",
-    "pickle",
-]
-words = st.sampled_from([*TAGS, "$", "list", "float32", "bool", "uint4", "complex32", "<f8", "<u4", "|O", "|V0", "|S9"])
-numbers = st.one_of(st.integers(0, 9), st.integers(), st.just(2**62), st.floats(), st.booleans(), st.none())
-nodes = st.recursive(
-    words | numbers | st.text(max_size=4),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=5),
-        st.dictionaries(words, inner, max_size=3),
-        st.builds(lambda tag, rest: {"$": [tag, *rest]}, st.sampled_from(TAGS), st.lists(inner, max_size=4)),
-    ),
-    max_leaves=20,
-)
-
-
-@settings(max_examples=1000, deadline=None)
-@given(nodes, st.binary(max_size=64))
-def test_forged_trees_raise_nothing_else(node: object, blobs: bytes) -> None:
-    try:
-        decode_state(seal(json.dumps(node).encode(), blobs))
-    except StateCorruptError:
-        pass
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=40) | st.text('[]{}",:$truefalsn0123456789.eE+-Ni', max_size=20).map(str.encode))
-def test_forged_text_raises_nothing_else(tree: bytes) -> None:
-    try:
-        decode_state(seal(tree))
-    except StateCorruptError:
-        pass
-
-
-HUGE = 2**62
-TOO_LARGE: list[list[object]] = [
-    ["tensor", "float32", HUGE],
-    ["tensor", "float32", HUGE, HUGE],
-    ["tensor", "uint8", 17],
-    ["tensor", "float64", 3],
-    ["array", "<f8", HUGE],
-    ["array", "|V2147483647", 5],
-    ["array", "<f8", 3],
-    ["bytes", HUGE],
-    ["bytes", 17],
-    ["bytearray", 17],
-    ["bytes_", 17],
-    ["numbers", "tuple", "<u4", HUGE],
-    ["numbers", "list", "<i8", 3],
-]
-
-
-@pytest.mark.parametrize("node", TOO_LARGE, ids=str)
-def test_sizes_are_checked_before_anything_is_allocated(node: list[object]) -> None:
-    with pytest.raises(StateCorruptError, match=r"\d bytes announced, 16 left"):
-        decode_state(seal(json.dumps({"$": node}).encode(), bytes(16)))
-
-
-FORGED: list[object] = [
-    {"$": ["tensor", "float32", 0, HUGE, HUGE, HUGE]},
-    {"$": ["tensor", "float32", -1]},
-    {"$": ["tensor", "float32", -1, -4]},
-    {"$": ["tensor", "float32", 1.0]},
-    {"$": ["tensor", "float32", True]},
-    {"$": ["tensor", "qint8", 1]},
-    {"$": ["tensor", "Tensor", 1]},
-    {"$": ["array", "|O", 1]},
-    {"$": ["array", "f8,f8", 1]},
-    {"$": ["array", "<f8", *[1] * 100]},
-    {"$": ["array", "<f8", -1, -2]},
-    {"$": ["array", "<U9999999999", 0]},
-    {"$": ["scalar", "|O", "00" * 8]},
-    {"$": ["scalar", "<f8", "00"]},
-    {"$": ["scalar", "<f8", "00" * 9]},
-    {"$": ["set", "abc"]},
-    {"$": ["frozenset", {"a": 1}]},
-    {"$": ["np.dtype", "|O"]},
-    {"$": ["bytearray", -1]},
-    {"$": ["numbers", "eval", "<u4", 0]},
-    {"$": ["range", 0, 1, 0]},
-    {"$": ["range", 0, 1.5, 1]},
-    {"$": ["set", [[]]]},
-    {"$": ["dict", [1]]},
-    {"$": ["dict", [1, 2, 1, 3]]},
-    {"$": ["dict", [[], 1]]},
-    {"$": ["device", "nowhere:0"]},
-    {"$": ["dtype", "Tensor"]},
-    {"$": ["size", -1]},
-    {"$": ["int", "zz"]},
-    {"$": ["pickle", 1]},
-    {"$": []},
-    {"$": "tuple"},
-    {"$": ["tuple"], "b": 1},
-    math.nan,
-]
-
-
-@pytest.mark.parametrize("node", FORGED, ids=str)
-def test_forged_nodes_are_corrupt(node: object) -> None:
-    with pytest.raises(StateCorruptError):
-        decode_state(seal(json.dumps(node).encode()))
-    with pytest.raises(StateCorruptError):
-        decode_state(seal(json.dumps(node).encode(), bytes(16)))
-
-
-def test_bombs_are_corrupt() -> None:
-    for tree in (b"[" * 100_000, b'{"$":["tuple",' * 100_000, b"[" * 200 + b"]" * 200, b"9" * 10_000):
-        with pytest.raises(StateCorruptError):
-            decode_state(seal(tree))
-    with pytest.raises(StateCorruptError, match="mentioned nowhere"):
-        decode_state(seal(b"1", bytes(16)))
-    with pytest.raises(StateCorruptError, match="framing"):
-        decode_state(seal(b"1", flags=1))
-
-
-def test_a_wide_dtype_without_items_allocates_nothing() -> None:
-    node = {"$": ["array", "|S2147483647", 0, 2**20]}
-    tracemalloc.start()  # numpy reports its allocations there
-    try:
-        back: Any = decode_state(seal(json.dumps(node).encode()))
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    finally:
-        tracemalloc.stop()
-    assert back.shape == (0, 2**20)
-    assert back.dtype == np.dtype("S2147483647")
