@@ -7,6 +7,7 @@ a failing seed prints, and what the table of mutations speaks of.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
 from penstock.proto.calls import FetchedState
-from penstock.proto.errors import PenstockError, StateUnavailableError, WorkerLostError
+from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError, WorkerLostError
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -93,6 +94,8 @@ class Truth:
     """(run, attempt, box) -> the last step that its loop was handed."""
     _reported: dict[tuple[str, int, int], int] = field(default_factory=dict)
     """... that the coordinator was told."""
+    _came: dict[Owner, float] = field(default_factory=dict)
+    """When a registration came. Its lease begins then; whether it was one is known when its reply leaves."""
     _ledger_used: int = -1
 
     def _must(self, holds: bool, promise: str, what: str) -> None:
@@ -190,6 +193,8 @@ class Truth:
             if worker is not None and worker.session == request.session and worker.registered:
                 self.before.heard[request.worker] = self.before.awake(self.world.now)
                 self.before.hung_up.discard(request.worker)
+        elif method == "RegisterWorker":
+            self._came[request.worker, request.session] = self.before.awake(self.world.now)
         elif method in ("WatchRun", "OpenRun"):
             run = request.run if method == "WatchRun" else f"{request.job}/{request.ordinal}"
             self.before.heard_box[run, request.box, request.client_id] = self.before.awake(self.world.now)
@@ -222,7 +227,7 @@ class Truth:
                 self._said(SlotKey(a.run, a.attempt, a.box, a.slot), a.generation, pb.STARTING, request.worker)
                 self._told(a.run, a.box, a.slot, a.generation)
         elif method == "RegisterWorker":
-            self.before.heard[request.worker] = self.before.awake(self.world.now)
+            self.before.heard[request.worker] = self._came[request.worker, request.session]
             self.before.hung_up.discard(request.worker)
         elif method == "PutSnapshot" and not reply.refused:
             header = request[0].header
@@ -370,7 +375,17 @@ class Truth:
             fair = isinstance(error, StateUnavailableError) and (window or "has closed" in error.message)
             fair = fair or type(error).__name__ in ("SupersededError", "UnknownRunError")
             fair = fair or (isinstance(error, WorkerLostError) and "times within" in error.message)
+            fair = fair or (isinstance(error, DeadlineError) and self._all_through(plan, error.message))
             self._must(fair, "a state that cannot be had is named", f"{what}, although nothing was broken")
+
+    def _all_through(self, plan: RunPlan, waited_for: str) -> bool:
+        """It waited for boxes that have not opened the attempt and never will: they were through in an earlier one,
+        whose others were killed and came back when nobody was left in it."""
+        absent = {int(number) for number in re.findall(r"box (\d+) \(it has not opened the run\)", waited_for)}
+        through = {
+            box for (run, _, box), step in self._steps.items() if (run, step) == (plan.name, plan.boxes[box].steps)
+        }
+        return bool(absent) and absent <= through
 
     def heal(self) -> None:
         self.healed_at = self.world.now
