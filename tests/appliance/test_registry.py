@@ -409,6 +409,16 @@ def test_blobs_stay_while_an_open_attempt_names_them() -> None:
     assert not world.ledger.has_blob("named")
 
 
+def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: World) -> None:
+    ledger = world.ledger
+    for kept in (Kept(0, 0, 1, True), Kept(3, 0, 1), Kept(5, 0, 1), Kept(5, 1, 1, True), Kept(9, 1, 1)):
+        ledger.add(KEY, kept)
+    ledger.trim(KEY, 7)
+    assert ledger.snapshots(KEY) == [Kept(5, 0, 1), Kept(5, 1, 1, True), Kept(9, 1, 1)]
+    ledger.trim(KEY, 10)
+    assert ledger.snapshots(KEY) == [Kept(9, 1, 1)]
+
+
 def test_of_a_pass_that_was_left_only_snapshots_on_the_way_serve(world: World) -> None:
     """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the pass."""
     ledger = world.ledger

@@ -33,6 +33,14 @@ def test_an_origin_stays_beside_it_for_loaders_that_are_not_trusted() -> None:
     assert totals(store) == [5, 6, 9]
 
 
+def test_so_does_one_from_which_any_loader_goes_on() -> None:
+    store = SnapshotStore()
+    for kept in (base(0, origin=True), base(4), base(5), base(5, epoch=1, origin=True)):
+        store.add(kept, 0)
+    store.add(base(9, epoch=1), oldest_wanted=8)
+    assert [(kept.epoch, kept.total) for kept in store] == [(0, 5), (1, 5), (1, 9)]
+
+
 def test_exactly_asks_for_the_place_and_the_step_that_a_state_speaks_of() -> None:
     store = SnapshotStore()
     store.add(base(3, step=5), 0)

@@ -25,6 +25,14 @@ class Kept:
     total: int
     epoch: int
     size: int
+    origin: bool = False
+    """Taken where a pass begins, and not after a batch."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Any loader goes on from here. One that begins a pass in its first next() has not begun it in the pass's
+        origin, and ends at once when it is restored from there; only the first pass has nothing before it."""
+        return not self.origin or self.epoch == 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,8 @@ class Ledger:
         self.used += kept.size
 
     def trim(self, key: SlotKey, edge: int) -> None:
-        """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins.
+        """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins, and
+        before the newest sure one.
 
         The newest is that of the latest pass: one of an earlier pass with more batches lies beyond where that was left.
         """
@@ -132,12 +141,12 @@ class Ledger:
         if not kept:
             return
         below = [index for index, snapshot in enumerate(kept) if snapshot.total < edge]
-        if not below or below[-1] == 0:
-            return
-        for old in kept[: below[-1]]:
+        sure = [index for index in below if kept[index].is_sure]
+        first = min((sure or below)[-1:], default=0)
+        for old in kept[:first]:
             self.used -= old.size
             self._drops.append(DropSnapshot(key, old.total, old.epoch))
-        self._snapshots[key] = kept[below[-1] :]
+        self._snapshots[key] = kept[first:]
 
     def discard(self, key: SlotKey, kept: Kept) -> None:
         """It was written, and is not wanted any more."""

@@ -446,7 +446,7 @@ class Registry:
         function of the position. So it is kept, and the writer is told all the same.
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
-        kept = Kept(header.total, header.epoch, header.size)
+        kept = Kept(header.total, header.epoch, header.size, header.origin)
         if self.books.slot(key) is None:
             self.books.ledger.discard(key, kept)
         else:

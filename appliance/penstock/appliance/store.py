@@ -47,9 +47,13 @@ class Store:
     def index(self) -> tuple[list[tuple[SlotKey, Kept]], list[tuple[str, int]]]:
         """All snapshots, and all blobs as (name, size)."""
         with self._errors("cannot be read"):
-            rows = self._db.execute("SELECT run, attempt, box, slot, total, epoch, size FROM snapshots").fetchall()
+            columns = "run, attempt, box, slot, total, epoch, size, header"
+            rows = self._db.execute(f"SELECT {columns} FROM snapshots").fetchall()
             blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
-        return [(SlotKey(*row[:4]), Kept(*row[4:])) for row in rows], blobs
+        kept = []
+        for *key, total, epoch, size, header in rows:
+            kept.append((SlotKey(*key), Kept(total, epoch, size, pb.SnapshotHeader.FromString(header).origin)))
+        return kept, blobs
 
     def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
         self.put_snapshots([(header, data)])

@@ -164,8 +164,9 @@ class SimulatedStore(Store):
         self._disk = disk
 
     def index(self) -> tuple[list[tuple[SlotKey, Kept]], list[tuple[str, int]]]:
-        snapshots = self._disk.snapshots.items()
-        kept = [(key, Kept(total, epoch, len(data))) for (key, total, epoch), (_, data) in snapshots]
+        kept = []
+        for (key, total, epoch), (header, data) in self._disk.snapshots.items():
+            kept.append((key, Kept(total, epoch, len(data), pb.SnapshotHeader.FromString(header).origin)))
         return kept, [(name, len(data)) for name, data in self._disk.blobs.items()]
 
     def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:

@@ -199,9 +199,12 @@ class _Runner:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
         nearest = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
         # A loader that begins a pass in its first next() could not say so in the pass's origin, and ends at once when
-        # it is restored from there: then from a base of the pass before. The last delivered batch is compared anyway.
-        ways = [base for base in nearest[:1] if base.rng_before is not None and base.place.epoch > 0]
-        ways += [base for base in nearest if not ways or base.place.epoch < ways[0].place.epoch][:1]
+        # it is restored from there: then from a base after a batch, or else from the origin of a pass before. The last
+        # delivered batch is compared anyway.
+        ways = nearest[:1]
+        if not ways[0].is_sure:
+            sure = [base for base in nearest if base.is_sure]
+            ways += (sure or [base for base in nearest if base.place.epoch < ways[0].place.epoch])[:1]
         for base in ways:
             self.source.restore(base)
             try:

@@ -383,20 +383,25 @@ class Slot:
         # The slots of a job start together: each begins at a moment of its own.
         await asyncio.sleep(random.random() * self.host.share.every_s)
         while True:
-            newest = next((base for base in reversed(self.store) if self.usable(base)), None)
             size = 0
-            if newest is not None and not newest.durable:
-                size = len(newest.data)
-                await self._make_durable(newest)
+            for base in self._newest():
+                if not base.durable:
+                    size += len(base.data)
+                    await self._make_durable(base)
             await asyncio.sleep(self.host.share.pause_s(size))
+
+    def _newest(self, below: int | None = None) -> list[Kept]:
+        """What a successor needs, of fewer batches than `below`: the newest base that it may rely on and, if that is
+        not a sure one, the newest that is."""
+        usable = [base for base in self.store if self.usable(base) and (below is None or base.total < below)]
+        sure = [base for base in usable if base.is_sure]
+        return usable[-1:] if usable[-1:] == sure[-1:] else sure[-1:] + usable[-1:]
 
     async def _hand_over(self) -> None:
         """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
         loop took, which is somewhere between what the runner has heard of and all that it has made."""
         self.ledger.refresh()
-        usable = [base for base in reversed(self.store) if self.usable(base)]
-        heard_of = [base for base in usable if base.total < self.ledger.delivered]
-        for base in heard_of[:1] + usable[:1]:
+        for base in self._newest(self.ledger.delivered) + self._newest():
             if not base.durable:
                 await self._make_durable(base)
 

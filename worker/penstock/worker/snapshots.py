@@ -36,6 +36,12 @@ class Kept:
         """What it describes."""
         return self.epoch, self.delivered, self.total, self.origin, self.step
 
+    @property
+    def is_sure(self) -> bool:
+        """Any loader goes on from here. One that begins a pass in its first next() has not begun it in the pass's
+        origin, and ends at once when it is restored from there; only the first pass has nothing before it."""
+        return not self.origin or self.epoch == 0
+
 
 class SnapshotStore:
     """The bases of one slot and generation, in the order they were taken."""
@@ -55,8 +61,9 @@ class SnapshotStore:
         `oldest_wanted`: the smallest total that may still be asked for."""
         self._keep_only([*(kept for kept in self._kept if kept.place != base.place), base])
         before = [kept for kept in self._kept if kept.total <= oldest_wanted]
-        # An origin too, for loaders whose snapshots are not trusted.
-        needed = {id(kept) for kept in before[-1:]} | {id(kept) for kept in [k for k in before if k.origin][-1:]}
+        # An origin too, for loaders whose snapshots are not trusted, and one from which any loader goes on.
+        from_origins, sure = [kept for kept in before if kept.origin], [kept for kept in before if kept.is_sure]
+        needed = {id(kept) for kept in (*before[-1:], *from_origins[-1:], *sure[-1:])}
         self._keep_only([kept for kept in self._kept if kept.total > oldest_wanted or id(kept) in needed])
         for share, origins in ((1, False), (MOST, True)):
             if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:

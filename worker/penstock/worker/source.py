@@ -92,6 +92,11 @@ class Base:
     skips: tuple[tuple[int, int, int], ...] = ()
     """(epoch, total, count): batches that are left out, see records.proto; those known when it was taken."""
 
+    @property
+    def is_sure(self) -> bool:
+        """See Kept.is_sure in snapshots.py."""
+        return self.rng_before is None or self.place.epoch == 0
+
     def encode(self) -> bytes:
         """As a slot's restart (docs/ARCHITECTURE.md)."""
         origin = None if self.rng_before is None else {"rng_before": self.rng_before}
