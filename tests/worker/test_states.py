@@ -155,3 +155,26 @@ def test_an_answer_that_waits_ends_with_its_slot() -> None:
         assert await asyncio.wait_for(asking, DEADLINE_S) is None
 
     asyncio.run(body())
+
+
+def test_what_a_successor_needs() -> None:
+    """The newest base; and one from which any loader goes on, where the newest is the origin of a later pass."""
+
+    async def body() -> None:
+        slot = Slot(cast(Host, SimpleNamespace(name="w")), records_pb2.WorkerAssignment())
+        first, inside, last = (
+            Kept(0, 0, 0, 0, True, 0, b""),
+            Kept(0, 3, 3, 0, False, 0, b""),
+            Kept(0, 5, 5, 0, False, 0, b""),
+        )
+        origin, later = Kept(1, 0, 5, 0, True, 0, b""), Kept(1, 2, 7, 0, False, 0, b"")
+        for base in (first, inside, last, origin):
+            slot.store.add(base, 0)
+        assert slot._newest() == [last, origin]
+        assert slot._newest(below=5) == [inside]
+        slot.store.add(later, 0)
+        assert slot._newest() == [later]
+        assert slot._newest(below=1) == [first]
+        await slot.stop()
+
+    asyncio.run(body())
