@@ -2,7 +2,8 @@
 
 Says a line of JSON for each batch: its step, and a fingerprint. With "save" it saves its state every so many steps, in
 files of their own, and says so; with "resume" it starts from such a file. With "lane_proxy" its lanes over TCP go
-through a proxy in this process: SIGUSR1 cuts them, SIGUSR2 silences them, and heals them the next time.
+through a proxy in this process: SIGUSR1 cuts them, SIGUSR2 silences them, SIGRTMIN heals them. (Those that come while the
+process is stopped are handled by number when it goes on, each once: healed comes last.)
 """
 
 from __future__ import annotations
@@ -80,17 +81,18 @@ def put_proxies_between() -> None:
         for proxy in list(proxies.values()):
             proxy.cut()
 
-    silent = False
-
     def silence(number: int, frame: object) -> None:
-        nonlocal silent
-        silent = not silent
         for proxy in list(proxies.values()):
-            proxy.silence() if silent else proxy.heal()
+            proxy.silence()
+
+    def heal(number: int, frame: object) -> None:
+        for proxy in list(proxies.values()):
+            proxy.heal()
 
     Run.dial = through  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, cut)
     signal.signal(signal.SIGUSR2, silence)
+    signal.signal(signal.SIGRTMIN, heal)
 
 
 def fingerprint(batch: Any) -> int:

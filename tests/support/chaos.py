@@ -183,7 +183,7 @@ class World:
                 trainer.process.send_signal(signal.SIGUSR1 if "cut" in what else signal.SIGUSR2)
                 if "silence" in what:
                     pid = trainer.pid
-                    later(lambda: signal_all([pid] if trainer.pid == pid else [], signal.SIGUSR2))
+                    later(lambda: signal_all([pid] if trainer.pid == pid else [], signal.SIGRTMIN))
         elif "trainer" in what:
             if not group.over and what == "kill a trainer":
                 group.restart()
