@@ -2,8 +2,8 @@
 
 Says a line of JSON for each batch: its step, and a fingerprint. With "save" it saves its state every so many steps, in
 files of their own, and says so; with "resume" it starts from such a file. With "lane_proxy" its lanes over TCP go
-through a proxy in this process: SIGUSR1 cuts them, SIGUSR2 silences them, SIGRTMIN heals them. (Those that come while the
-process is stopped are handled by number when it goes on, each once: healed comes last.)
+through a proxy in this process: SIGUSR1 cuts them, SIGUSR2 silences them, SIGRTMIN heals them. (What comes while the
+process is stopped is handled by number when it goes on, each once: healed comes last.)
 """
 
 from __future__ import annotations
