@@ -156,6 +156,8 @@ FORGED: list[object] = [
     {"$": ["set", "abc"]},
     {"$": ["frozenset", {"a": 1}]},
     {"$": ["np.dtype", "|O"]},
+    {"$": ["np.dtype", "<M8[0s]"]},
+    {"$": ["array", "<m8[00D]", 0]},
     {"$": ["bytearray", -1]},
     {"$": ["numbers", "eval", "<u4", 0]},
     {"$": ["range", 0, 1, 0]},

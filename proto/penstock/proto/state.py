@@ -527,7 +527,8 @@ _LEAVES = frozenset({str, bool, type(None), int, float})
 _STR = frozenset({str})
 _SORTED = frozenset({str, int, bool, bytes})
 _NUMBERS = {int: (("I", "<u4"), ("q", "<i8")), float: (("d", "<f8"),)}
-_NUMPY_SPEC = re.compile(r"[<>|](?:[biufcSUV]\d{1,10}|[mM]8(?:\[\d{0,10}[a-zA-Z]{1,2}\])?|[qQ])")
+# Not times in steps of 0 units, "<M8[0s]": numpy takes them, and divides by that 0 (SIGFPE) when they meet others.
+_NUMPY_SPEC = re.compile(r"[<>|](?:[biufcSUV]\d{1,10}|[mM]8(?:\[(?:[1-9]\d{0,9})?[a-zA-Z]{1,2}\])?|[qQ])", re.ASCII)
 
 _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _TENSOR_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith(("qint", "quint"))}

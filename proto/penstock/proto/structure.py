@@ -92,7 +92,10 @@ TORCH_DTYPES: Final[dict[str, int]] = {
     "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 
-_NUMPY_NAME = re.compile(r"[<>|](?:[biufc][0-9]{1,2}|[qQ]|[SU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[a-zA-Z]{1,2}\])?)")
+# Not times in steps of 0 units, "<M8[0s]": numpy takes them, and divides by that 0 (SIGFPE) when they meet others.
+_NUMPY_NAME = re.compile(
+    r"[<>|](?:[biufc][0-9]{1,2}|[qQ]|[SU][0-9]{1,9}|[mM]8(?:\[(?:[1-9][0-9]{0,8})?[a-zA-Z]{1,2}\])?)"
+)
 
 Key = str | int | bool | None
 Path = tuple["Path", str] | None
