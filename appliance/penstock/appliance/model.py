@@ -140,6 +140,20 @@ class Box:
         fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
         return max(fits, key=lambda position: position.step, default=None)
 
+    def is_refuted(self, position: Position) -> bool:
+        """A report of a later step shows that the box cannot have been there: more of a slot than there was later, or
+        another beginning of the same pass. It is a plan made without an end that is not known yet."""
+        later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
+        if later is None:
+            return False
+        slots = range(len(position.total))
+        same_pass = later.epoch == position.epoch
+        return any(
+            position.total[k] > later.total[k]
+            or (same_pass and position.total[k] - position.delivered[k] != later.total[k] - later.delivered[k])
+            for k in slots
+        )
+
     def chain(self, step: int) -> int | None:
         """The flight record at `step`, if a position of just that step was reported with it."""
         return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)

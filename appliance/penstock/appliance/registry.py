@@ -232,8 +232,9 @@ class Registry:
             epochs = sorted({epoch for _, epoch in box.ends})
             newer = epochs[len(epochs) // 2]
             box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}
-        if box.is_fresh(position) and position.epoch - 1 not in box.cuts:
-            box.ends |= {(number, position.epoch - 1): total for number, total in enumerate(position.total)}
+        if position.epoch > box.base.epoch:  # where this pass began, the one before had ended or was left
+            begun = zip(position.total, position.delivered, strict=True)
+            box.ends |= {(k, position.epoch - 1): total - delivered for k, (total, delivered) in enumerate(begun)}
         if box.rate_from == 0.0:
             box.rate_from, box.rate_waited_s = now, box.waited_s
         elif now - box.rate_from >= 0.5:

@@ -321,7 +321,7 @@ class Gathering:
         if anchor is None:
             raise StateUnavailableError(f"{where} has left that step behind its retention window")
         position = advance(anchor, at, box.ends, box.cuts)
-        if sum(position.total) - sum(anchor.total) != at - anchor.step:
+        if sum(position.total) - sum(anchor.total) != at - anchor.step or box.is_refuted(position):
             # Some ends are known and others, of earlier passes, are not: good enough to ask with, never to answer with.
             doubtful.append(f"box {box.number}")
         return anchor, position
