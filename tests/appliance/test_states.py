@@ -460,6 +460,33 @@ def digest_of(box: int, slot: int, total: int) -> int:
     return 10_000 * box + 1_000 * slot + total
 
 
+def test_a_report_of_a_later_pass_tells_where_the_one_before_ended() -> None:
+    """The coordinator has forgotten the ends; slot 2 had ended after 2 batches, the loop left the pass at step 9."""
+    world = World()
+    worker, box = world.worker("w", slots=3), world.open(num_workers_per_box=3)
+    worker.ready()
+    box.cuts[0] = 9
+    box.position = Position(11, 1, [0, 1, 2], 2, [1, 1, 0], [5, 4, 2])
+    box.report()
+    gathering = ask(box, 10)
+    assert [want.total for want in gathering.requests.values()] == [5, 3, 2]
+    respond(worker)
+    assert values(gathering) == ["0.0:1.5", "0.1:1.3", "0.2:1.2"]
+
+
+def test_a_plan_that_a_later_report_refutes_is_no_answer() -> None:
+    """Two passes back nothing tells that slot 1 had no batch at all, and its new worker does not know it."""
+    world = World()
+    worker, box = world.worker("w", slots=2), world.open(num_workers_per_box=2)
+    worker.ready()
+    box.cuts |= {0: 4, 1: 6}
+    box.position = Position(7, 2, [0, 1], 1, [1, 0], [6, 1])
+    box.report()
+    gathering = ask(box, 4)
+    respond(worker, tells_all=False)
+    assert isinstance(gathering.failure, ProtocolError)
+
+
 def fly(box: FakeBox, steps: int) -> None:
     """The loop takes batches whose digests it sees, and reports."""
     if box.position is None:
