@@ -93,6 +93,26 @@ def test_one_that_gives_up_takes_no_room() -> None:
     run(body())
 
 
+def test_one_that_gives_up_as_its_turn_comes_gives_nothing_back() -> None:
+    async def body() -> None:
+        inflow, go = Inflow(100), asyncio.Event()
+
+        async def one(size: int) -> None:
+            async with inflow.taken(size):
+                await go.wait()
+
+        first = asyncio.create_task(one(100))
+        await turn()
+        second = asyncio.create_task(one(50))
+        await turn()
+        go.set()  # the first one's turn is before the second one hears that it was cancelled
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert inflow._used == 0
+
+    run(body())
+
+
 # ---- snapshots
 
 

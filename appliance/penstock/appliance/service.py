@@ -98,6 +98,14 @@ class Transfer:
         return self._data.getvalue()
 
 
+def _parts(state: BoxState) -> Iterator[pb.StatePart]:
+    for index, (record, data) in enumerate(state.records):
+        first, *more = pieces(data) if data else [b""]
+        yield pb.StatePart(record=record, data=first, position=None if index else state.position)
+        for piece in more:
+            yield pb.StatePart(data=piece)
+
+
 class Service(CoordinatorServicer):
     """
     Args:
@@ -183,24 +191,24 @@ class Service(CoordinatorServicer):
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
-        async with self._journal.synced():
-            gathering = self._registry.begin_state(request)
+        gathering: Gathering | None = None
         try:
+            async with self._journal.synced():
+                gathering = self._registry.begin_state(request)
             for number in range(gathering.num_boxes):
                 async with self._journal.synced():
                     state = await self._complete(gathering, number, until, request.deadline_s)
-                began = loop.time()
-                for index, (record, data) in enumerate(state.records):
-                    first, *more = pieces(data) if data else [b""]
-                    yield pb.StatePart(record=record, data=first, position=None if index else state.position)
-                    for piece in more:
-                        yield pb.StatePart(data=piece)
+                before = loop.time()
+                for part in _parts(state):
+                    yield part
+                    # A reader that is slow takes its own time, not the workers'.
+                    until, before = until + loop.time() - before, loop.time()
+                    gathering.deadline = max(gathering.deadline, until)
                 self._registry.sent_state(gathering, number)
                 sent += 1
-                until += loop.time() - began  # a reader that is slow takes its own time, not the workers'
-                gathering.deadline = max(gathering.deadline, until)
         finally:
-            self._registry.end_state(gathering, sent)
+            if gathering is not None:  # an asker from then on, even if that could not be written
+                self._registry.end_state(gathering, sent)
 
     async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
         """The records of one box, once it is complete."""
@@ -291,10 +299,14 @@ class Service(CoordinatorServicer):
         if not self._registry.answer_wanted(answer):
             return pb.PutStateReply()  # late: nobody will look at its bytes
         await self._admitted(answer)
+        if not self._registry.answer_wanted(answer):
+            return pb.PutStateReply()  # its askers left while it waited: its bytes would be in memory, and in no budget
         transfer = Transfer("PutState", answer.state_bytes)
         try:
             transfer.add(first.data)
             async for part in parts:
+                if not self._registry.answer_wanted(answer):
+                    return pb.PutStateReply()
                 transfer.add(part.data)
             async with self._journal.synced():
                 self._registry.answer_state(answer, transfer.all())

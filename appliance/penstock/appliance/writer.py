@@ -47,7 +47,7 @@ class Inflow:
             except asyncio.CancelledError:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
-                else:
+                elif not turn.cancelled():  # let in just before; one that had given up by its turn was passed over
                     self._used -= size
                 self._let_in()
                 raise

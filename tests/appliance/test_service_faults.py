@@ -1,0 +1,138 @@
+"""State queries over real sockets whose askers leave, or whose journal cannot be written, at a bad moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from grpc.aio import EOF
+from served import DEADLINE_S, LIMITS, asking, daemon, opening, trial, until_ready
+
+from penstock.appliance.journal import Journal, Rows
+from penstock.appliance.registry import Registry
+from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> list[Registry]:
+    """Those made in the test."""
+    made: list[Registry] = []
+    init = Registry.__init__
+
+    def noted(self: Registry, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Registry, "__init__", noted)
+    return made
+
+
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not what():
+            await asyncio.sleep(0.005)
+
+
+def test_an_asker_whose_query_could_not_be_written_is_none(
+    registries: list[Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        (registry,) = registries
+        write, full = Journal.write, True
+
+        def limited(self: Journal, rows: Rows) -> None:
+            if full:
+                raise JournalError("no room")
+            write(self, rows)
+
+        monkeypatch.setattr(Journal, "write", limited)
+        registry.books.journal.note("anything", "1")
+        with pytest.raises(JournalError, match="no room"):
+            await client.fetch_state(asking(0, 2))
+        full = False
+        assert registry._desk._open == {}
+
+    trial(body)
+
+
+@pytest.mark.parametrize("where", ["at the door", "on the way"])
+def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Registry], where: str) -> None:
+    """It would be in memory, and in nobody's budget: of a large fleet a thousand at once."""
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        for box in (0, 1):
+            await client.open_run(opening(box, num_boxes=2))
+        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
+        heartbeat = pb.HeartbeatRequest(worker="w", session="s")
+        for a in (await client.heartbeat(heartbeat)).assignments:
+            heartbeat.slots.add(
+                run=a.run, attempt=a.attempt, box=a.box, slot=a.slot, generation=a.generation, phase=pb.READY
+            )
+        await client.heartbeat(heartbeat)
+        (registry,) = registries
+        at_the_door: list[str] = []
+        admit = registry.admit_state
+
+        def admitted(answer: pb.StateAnswer) -> float | None:
+            left_s = admit(answer)
+            if left_s is not None:
+                at_the_door.append(answer.request)
+            return left_s
+
+        registry.admit_state = admitted  # type: ignore[method-assign]
+        asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
+        await until(lambda: len(registry._desk._asked) == 4)
+        requests = (await client.heartbeat(heartbeat)).state_requests
+        of_box = 1 if where == "at the door" else 0  # those of the next box are let in
+        request = next(one for one in requests if one.box == of_box)
+        left = asyncio.Event()
+
+        async def parts() -> AsyncIterator[pb.AnswerPart]:
+            answer = pb.StateAnswer(request=request.request, worker="w", session="s", state_bytes=1000)
+            yield pb.AnswerPart(answer=answer, data=b"x")
+            await left.wait()
+            yield pb.AnswerPart(data=b"x")
+            await asyncio.Event().wait()  # the rest is only sent if somebody takes it
+
+        call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=client._metadata)
+        gathering = next(iter(registry._desk._open.values()))
+        if where == "on the way":
+            await until(lambda: gathering.held == 1000)
+        else:
+            await until(lambda: request.request in at_the_door)
+        asker.cancel()
+        await until(lambda: not registry._desk._open)
+        left.set()
+        assert await call == pb.PutStateReply()
+        assert gathering.held == 0
+
+    trial(body, replace(LIMITS, answers_max=10))
+
+
+def test_the_time_that_a_reader_takes_is_given_back_with_each_part(registries: list[Registry]) -> None:
+    """Not only after the box: workers that still have to answer would be told that nobody waits."""
+
+    def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        return pb.StateAnswer(), bytes(8 << 20)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address, "w", large):
+            await until_ready(client)
+            (registry,) = registries
+            call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=client._metadata)
+            await call.read()
+            (gathering,) = registry._desk._open.values()
+            before = gathering.deadline
+            while gathering.deadline == before:
+                assert await call.read() is not EOF
+            assert gathering.askers == 1
+            call.cancel()
+
+    trial(body)
