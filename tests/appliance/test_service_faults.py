@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 from grpc.aio import EOF
-from served import DEADLINE_S, LIMITS, asking, daemon, opening, trial, until_ready
+from served import DEADLINE_S, LIMITS, TOKEN, asking, daemon, opening, trial, until_ready
 
 from penstock.appliance.journal import Journal, Rows
 from penstock.appliance.registry import Registry
+from penstock.appliance.service import Service
 from penstock.proto.calls import AsyncCoordinatorClient
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
+
+LONG_S = 10_000.0
 
 
 @pytest.fixture
@@ -136,3 +139,48 @@ def test_the_time_that_a_reader_takes_is_given_back_with_each_part(registries: l
             call.cancel()
 
     trial(body)
+
+
+def test_a_connection_that_is_found_lost_after_its_worker_is_back_costs_it_nothing(
+    registries: list[Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new heartbeat may be held for longer than is left to one that has hung up."""
+    ended = 0
+    heartbeat = Service.Heartbeat
+
+    async def told(self: Service, *args: Any) -> pb.HeartbeatReply:
+        nonlocal ended
+        try:
+            return await heartbeat(self, *args)
+        finally:
+            ended += 1
+
+    monkeypatch.setattr(Service, "Heartbeat", told)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
+        (registry,) = registries
+        (worker,) = registry.books.workers.values()
+        held = 0
+        hold = registry.worker_hold
+
+        def counted(request: pb.HeartbeatRequest) -> float:
+            nonlocal held
+            held += 1
+            return hold(request)
+
+        registry.worker_hold = counted  # type: ignore[method-assign]
+        beat = pb.HeartbeatRequest(worker="w", session="s", seen_version=worker.version, hold_s=LONG_S)
+        async with AsyncCoordinatorClient(address, TOKEN) as again:
+            before = asyncio.create_task(client.heartbeat(beat))
+            await until(lambda: held == 1)
+            after = asyncio.create_task(again.heartbeat(beat))
+            await until(lambda: held == 2)
+            lease_until = worker.lease_until
+            before.cancel()
+            await until(lambda: ended == 1)
+            assert worker.lease_until == lease_until
+            after.cancel()
+            await until(lambda: worker.lease_until < lease_until)
+
+    trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S, beat_s=LONG_S))

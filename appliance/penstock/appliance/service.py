@@ -16,6 +16,7 @@ import contextlib
 import io
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -125,6 +126,8 @@ class Service(CoordinatorServicer):
         self._disk = Writer(store)
         self._inflow = Inflow(limits.transfers_max)
         self._drops: list[Drop] = []
+        self._beating: Counter[tuple[str, str]] = Counter()
+        """Heartbeats under way, by name and session of the worker."""
         self._closing = False
 
     async def run_ticker(self) -> None:
@@ -235,7 +238,8 @@ class Service(CoordinatorServicer):
             return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
-        registry = self._registry
+        registry, who = self._registry, (request.worker, request.session)
+        self._beating[who] += 1
         try:
             async with self._journal.synced():
                 registry.report_worker(request)
@@ -243,9 +247,14 @@ class Service(CoordinatorServicer):
                 await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
                 return registry.worker_view(request)
         except asyncio.CancelledError:
-            if not self._closing:
-                registry.worker_hung_up(request.worker, request.session)
+            # Not while another one is held: that it lost a connection is often seen after it is back by a new one.
+            if self._beating[who] == 1 and not self._closing:
+                registry.worker_hung_up(*who)
             raise
+        finally:
+            self._beating[who] -= 1
+            if not self._beating[who]:
+                del self._beating[who]
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context
