@@ -1,9 +1,11 @@
-"""State queries over real sockets whose askers leave, or whose journal cannot be written, at a bad moment."""
+"""Calls over real sockets that fail, or whose peers leave or come back, at a bad moment."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +14,10 @@ from grpc.aio import EOF
 from served import DEADLINE_S, LIMITS, TOKEN, asking, daemon, opening, trial, until_ready
 
 from penstock.appliance.journal import Journal, Rows
+from penstock.appliance.ledger import Drop, DropAttempt, DropBlob
 from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service
+from penstock.appliance.store import Store
 from penstock.proto.calls import AsyncCoordinatorClient
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -184,3 +188,36 @@ def test_a_connection_that_is_found_lost_after_its_worker_is_back_costs_it_nothi
             await until(lambda: worker.lease_until < lease_until)
 
     trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S, beat_s=LONG_S))
+
+
+def test_a_blob_that_comes_again_while_it_waits_to_be_dropped_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    services: list[Service] = []
+    init, drop, go = Service.__init__, Store.drop, threading.Event()
+
+    def noted(self: Service, *args: Any) -> None:
+        init(self, *args)
+        services.append(self)
+
+    def gated(self: Store, drops: Sequence[Drop]) -> list[Drop]:
+        assert go.wait(DEADLINE_S)
+        return drop(self, drops)
+
+    monkeypatch.setattr(Service, "__init__", noted)
+    monkeypatch.setattr(Store, "drop", gated)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        name = await client.put_blob(b"state", "job/0")
+        (service,) = services
+        ledger = service._ledger
+        service._disk.drop([DropAttempt("another", 1)], service._not_dropped)  # which is large
+        ledger.drop_idle_blobs(set(), time.monotonic() + 2 * LIMITS.blob_idle_s)
+        assert not ledger.has_blob(name)
+        await until(lambda: service._drops == [DropBlob(name)])
+        again = asyncio.create_task(client.put_blob(b"state", "job/0"))
+        await until(lambda: ledger.coming > 0)
+        go.set()
+        assert await again == name
+        await until(lambda: not service._drops and not service._disk.is_dropping)
+        assert await client.get_blob(name) == b"state"
+
+    trial(body, replace(LIMITS, worker_lease_s=1.0))

@@ -259,6 +259,17 @@ def test_a_reply_waits_for_what_another_call_has_put(state: StateDir) -> None:
     run(body())
 
 
+def test_a_row_that_sqlite_cannot_take_leaves_no_transaction_open(state: StateDir) -> None:
+    journal = Journal(state)
+    journal.put("attempts", attempt(1) | {"attempt": 1 << 64})
+    with pytest.raises(OverflowError):
+        journal.write(journal.take())
+    journal.put("attempts", attempt(2))
+    journal.commit()
+    assert [row["attempt"] for row in journal.rows("attempts")] == [2]
+    journal.close()
+
+
 def test_rows_that_could_not_be_written_are_tried_again_in_their_order(state: StateDir) -> None:
     async def body() -> None:
         journal = Journal(state)

@@ -26,7 +26,7 @@ from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.checks import check_counts
 from penstock.appliance.desk import ROOM
-from penstock.appliance.ledger import Drop
+from penstock.appliance.ledger import Drop, DropBlob
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
@@ -147,6 +147,12 @@ class Service(CoordinatorServicer):
     def _not_dropped(self, drops: list[Drop], error: Exception) -> None:
         log.error("%s", error)
         self._drops += drops  # the next tick tries again
+
+    def _spare(self, drop: Drop) -> None:
+        """It is written again, and may still be on the list of what goes, behind a large attempt."""
+        self._ledger.spare(drop)
+        self._drops = [other for other in self._drops if other != drop]
+        self._disk.spare(drop)
 
     def wind_down(self) -> None:
         """Answers all long polls now; called before the server stops."""
@@ -355,6 +361,7 @@ class Service(CoordinatorServicer):
                     data = transfer.all()
                     if await self._disk.run(blob_name, data) != name:
                         raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
+                    self._spare(DropBlob(name))
                     await self._disk.run(self._store.put_blob, name, data)
         self._registry.blob_stored(name, size)
         return pb.PutBlobReply(blob=name)
