@@ -177,3 +177,16 @@ def test_a_question_that_is_asked_again_is_a_new_one() -> None:
     world.registry.end_state(first)
     ask(boxes[0], 4)
     assert before.isdisjoint(request.request for request in worker.beat().state_requests)
+
+
+def test_room_that_a_lost_slot_s_answer_took_is_announced() -> None:
+    world, boxes, worker = fleet(replace(Limits(), answers_max=100), 3)
+    gathering = ask(boxes[0], 4)
+    assert world.registry.admit_state(answer_of(worker, 1, 0, 80)) is None
+    late = answer_of(worker, 2, 0, 80)
+    assert world.registry.admit_state(late) == 30
+    world.topics.clear()
+    worker.lose(worker.of(0, box=1))
+    assert gathering.held == 0
+    assert ROOM in world.topics
+    assert world.registry.admit_state(late) is None

@@ -134,3 +134,33 @@ def test_a_recycled_runner_costs_no_loss_and_two_that_begin_above_the_limit_are_
             assert "9 GiB" in view.error.message
             assert "--runner-memory" in view.error.message
             break
+
+
+def test_only_the_runner_right_before_counts_as_outgrown() -> None:
+    worker, box = opened(World(), skip=False)
+
+    def outgrown() -> None:
+        report = worker.tell(worker.of(0), pb.FAILED)
+        report.lost = report.recycle = report.outgrown = True
+        worker.beat(report)
+
+    outgrown()
+    worker.ready()
+    worker.lose(worker.of(0))  # after hours, it may be, of one that held no more than it might
+    outgrown()
+    assert box.phases() == ["STARTING", "READY"]
+    outgrown()
+    assert box.phases() == ["FAILED", "READY"]
+
+
+def test_a_place_that_is_none_is_not_quarantined() -> None:
+    """User code can write into the memory where its runner notes what it makes."""
+    world = World()
+    worker, box = opened(world, skip=True)
+    for _ in range(4):
+        report = worker.tell(worker.of(0), pb.FAILED)
+        report.lost = True
+        report.making.total = (1 << 64) - 1
+        worker.beat(report)
+    assert box.phases() == ["FAILED", "READY"]
+    assert world.journal.pending == {}

@@ -93,6 +93,26 @@ def test_one_that_gives_up_takes_no_room() -> None:
     run(body())
 
 
+def test_one_that_gives_up_as_its_turn_comes_gives_nothing_back() -> None:
+    async def body() -> None:
+        inflow, go = Inflow(100), asyncio.Event()
+
+        async def one(size: int) -> None:
+            async with inflow.taken(size):
+                await go.wait()
+
+        first = asyncio.create_task(one(100))
+        await turn()
+        second = asyncio.create_task(one(50))
+        await turn()
+        go.set()  # the first one's turn is before the second one hears that it was cancelled
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert inflow._used == 0
+
+    run(body())
+
+
 # ---- snapshots
 
 
@@ -237,6 +257,17 @@ def test_a_reply_waits_for_what_another_call_has_put(state: StateDir) -> None:
         journal.close()
 
     run(body())
+
+
+def test_a_row_that_sqlite_cannot_take_leaves_no_transaction_open(state: StateDir) -> None:
+    journal = Journal(state)
+    journal.put("attempts", attempt(1) | {"attempt": 1 << 64})
+    with pytest.raises(OverflowError):
+        journal.write(journal.take())
+    journal.put("attempts", attempt(2))
+    journal.commit()
+    assert [row["attempt"] for row in journal.rows("attempts")] == [2]
+    journal.close()
 
 
 def test_rows_that_could_not_be_written_are_tried_again_in_their_order(state: StateDir) -> None:

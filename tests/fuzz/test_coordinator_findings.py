@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.appliance.test_service import TOKEN, coordinator
+from served import TOKEN, coordinator
 
 from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.limits import Limits

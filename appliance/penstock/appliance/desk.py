@@ -199,11 +199,13 @@ class Desk:
         knows that this request is done (`heard`): to say so costs a call of each worker for each query."""
         changed, gathering.changed = gathering.changed, []
         completed, gathering.completed = gathering.completed, []
+        withdrawn = False
         for want in changed:
             if want.id in gathering.requests:
                 self._asked[want.id] = gathering
             else:
                 self._asked.pop(want.id, None)
+                withdrawn |= want.id != heard  # its answer may have been on the way, or at the door
         for name in sorted({want.worker for want in changed if want.id != heard}):
             worker = self._books.workers.get(name)
             if worker is not None:
@@ -217,7 +219,7 @@ class Desk:
                 self._make_room(0)
         for box in range(gathering.num_boxes) if gathering.failure is not None else completed:
             self._books.changed(gathering.topic(box))
-        if completed or gathering.failure is not None:
+        if completed or withdrawn or gathering.failure is not None:
             self._books.changed(ROOM)
 
     def _forget(self, attempt: Attempt, first: int) -> None:

@@ -249,9 +249,11 @@ class Journal:
             for sql, values in rows.values():
                 self._db.execute(sql, values)
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except BaseException as error:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
+            if not isinstance(error, sqlite3.Error):
+                raise
             raise JournalError(
                 f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: see that "
                 "the disk has room and can be written to, they are tried again with the next call"

@@ -169,6 +169,10 @@ class Ledger:
             return f"{size} bytes: {self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
         return ""
 
+    def spare(self, drop: Drop) -> None:
+        """It is about to be written again."""
+        self._drops = [other for other in self._drops if other != drop]
+
     def add_blob(self, name: str, size: int, now: float) -> None:
         """It is on disk; one that was there already is only younger now."""
         known = self._blobs.get(name)

@@ -72,8 +72,8 @@ class Slot:
     """What its runner is in for long; "" = nothing unusual."""
     stack: str = ""
     """Of the runner: with `doing` now, else when it last died."""
-    outgrown: bool = False
-    """Its last runner was recycled for its memory before its second batch."""
+    outgrown: int = 0
+    """The generation whose runner was recycled for its memory before its second batch; 0 = none was."""
     skips: dict[tuple[int, int], int] = field(default_factory=dict)
     """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -14,11 +14,17 @@ from collections.abc import Sequence
 
 from penstock.appliance.model import Box, Loss, Slot
 from penstock.proto.errors import WorkerLostError
-from penstock.proto.position import Position
+from penstock.proto.position import MOST, Position
 from penstock.proto.v1 import records_pb2
 
 _MOST_STEPS = 100_000
 """That a runner can be ahead of what the box has reported; more is no honest place."""
+
+
+def is_place(making: records_pb2.Skip) -> bool:
+    """False for what can be no batch's. User code can write into the memory where its runner notes what it makes, and
+    what comes of that must not be a row that no journal takes."""
+    return max(making.epoch, making.total, making.count) <= MOST
 
 
 def still_count(losses: Sequence[Loss], latest: Loss, horizon: float) -> list[Loss]:

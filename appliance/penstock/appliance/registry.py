@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.appliance import opening, views
+from penstock.appliance import opening, quarantine, views
 from penstock.appliance.books import Books, Topic
 from penstock.appliance.checks import check_counts, check_measures
 from penstock.appliance.desk import Desk
@@ -396,7 +396,7 @@ class Registry:
             elif report.lost:
                 what = report.error.message or "its runner died"
                 slot.stack = report.error.remote_traceback[:_STACK]
-                making = report.making if report.HasField("making") else None
+                making = report.making if report.HasField("making") and quarantine.is_place(report.making) else None
                 self.books.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
             else:
                 self.books.fail(slot, report.error if report.HasField("error") else _NO_REASON)
@@ -409,14 +409,14 @@ class Registry:
 
     def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
         """Its runner held too much memory and ended at a snapshot: another one goes on, unless that gained nothing."""
-        if report.outgrown and slot.outgrown:
+        if report.outgrown and 0 < slot.outgrown == slot.generation - 1:
             error = MemoryLimitError(
                 f"{report.error.message}; it held that much before its second batch, and so did the runner before: "
                 "raise the limit (--runner-memory), or make smaller batches"
             )
             self.books.fail(slot, detail_of(error))
             return
-        slot.outgrown = report.outgrown
+        slot.outgrown = slot.generation if report.outgrown else 0
         self.books.move(slot, report.error.message, None)
 
     def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:

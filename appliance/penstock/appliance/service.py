@@ -16,6 +16,7 @@ import contextlib
 import io
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.checks import check_counts
 from penstock.appliance.desk import ROOM
-from penstock.appliance.ledger import Drop
+from penstock.appliance.ledger import Drop, DropBlob
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
@@ -99,6 +100,14 @@ class Transfer:
         return self._data.getvalue()
 
 
+def _parts(state: BoxState) -> Iterator[pb.StatePart]:
+    for index, (record, data) in enumerate(state.records):
+        first, *more = pieces(data) if data else [b""]
+        yield pb.StatePart(record=record, data=first, position=None if index else state.position)
+        for piece in more:
+            yield pb.StatePart(data=piece)
+
+
 class Service(CoordinatorServicer):
     """
     Args:
@@ -118,6 +127,8 @@ class Service(CoordinatorServicer):
         self._disk = Writer(store)
         self._inflow = Inflow(limits.transfers_max)
         self._drops: list[Drop] = []
+        self._beating: Counter[tuple[str, str]] = Counter()
+        """Heartbeats under way, by name and session of the worker."""
         self._closing = False
 
     async def run_ticker(self) -> None:
@@ -137,6 +148,12 @@ class Service(CoordinatorServicer):
     def _not_dropped(self, drops: list[Drop], error: Exception) -> None:
         log.error("%s", error)
         self._drops += drops  # the next tick tries again
+
+    def _spare(self, drop: Drop) -> None:
+        """It is written again, and may still be on the list of what goes, behind a large attempt."""
+        self._ledger.spare(drop)
+        self._drops = [other for other in self._drops if other != drop]
+        self._disk.spare(drop)
 
     def wind_down(self) -> None:
         """Answers all long polls now; called before the server stops."""
@@ -196,24 +213,24 @@ class Service(CoordinatorServicer):
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
-        async with self._journal.synced():
-            gathering = self._registry.begin_state(request)
+        gathering: Gathering | None = None
         try:
+            async with self._journal.synced():
+                gathering = self._registry.begin_state(request)
             for number in range(gathering.num_boxes):
                 async with self._journal.synced():
                     state = await self._complete(gathering, number, until, request.deadline_s)
-                began = loop.time()
-                for index, (record, data) in enumerate(state.records):
-                    first, *more = pieces(data) if data else [b""]
-                    yield pb.StatePart(record=record, data=first, position=None if index else state.position)
-                    for piece in more:
-                        yield pb.StatePart(data=piece)
+                before = loop.time()
+                for part in _parts(state):
+                    yield part
+                    # A reader that is slow takes its own time, not the workers'.
+                    until, before = until + loop.time() - before, loop.time()
+                    gathering.deadline = max(gathering.deadline, until)
                 self._registry.sent_state(gathering, number)
                 sent += 1
-                until += loop.time() - began  # a reader that is slow takes its own time, not the workers'
-                gathering.deadline = max(gathering.deadline, until)
         finally:
-            self._registry.end_state(gathering, sent)
+            if gathering is not None:  # an asker from then on, even if that could not be written
+                self._registry.end_state(gathering, sent)
 
     async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
         """The records of one box, once it is complete."""
@@ -240,7 +257,8 @@ class Service(CoordinatorServicer):
             return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
-        registry = self._registry
+        registry, who = self._registry, (request.worker, request.session)
+        self._beating[who] += 1
         try:
             async with self._journal.synced():
                 registry.report_worker(request)
@@ -248,9 +266,14 @@ class Service(CoordinatorServicer):
                 await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
                 return registry.worker_view(request)
         except asyncio.CancelledError:
-            if not self._closing:
-                registry.worker_hung_up(request.worker, request.session)
+            # Not while another one is held: that it lost a connection is often seen after it is back by a new one.
+            if self._beating[who] == 1 and not self._closing:
+                registry.worker_hung_up(*who)
             raise
+        finally:
+            self._beating[who] -= 1
+            if not self._beating[who]:
+                del self._beating[who]
 
     async def DeregisterWorker(
         self, request: pb.DeregisterWorkerRequest, context: _Context
@@ -304,10 +327,14 @@ class Service(CoordinatorServicer):
         if not self._registry.answer_wanted(answer):
             return pb.PutStateReply()  # late: nobody will look at its bytes
         await self._admitted(answer)
+        if not self._registry.answer_wanted(answer):
+            return pb.PutStateReply()  # its askers left while it waited: its bytes would be in memory, and in no budget
         transfer = Transfer("PutState", answer.state_bytes)
         try:
             transfer.add(first.data)
             async for part in self._coming("PutState", parts):
+                if not self._registry.answer_wanted(answer):
+                    return pb.PutStateReply()
                 transfer.add(part.data)
             async with self._journal.synced():
                 self._registry.answer_state(answer, transfer.all())
@@ -347,6 +374,7 @@ class Service(CoordinatorServicer):
                     data = transfer.all()
                     if await self._disk.run(blob_name, data) != name:
                         raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
+                    self._spare(DropBlob(name))
                     await self._disk.run(self._store.put_blob, name, data)
         self._registry.blob_stored(name, size)
         return pb.PutBlobReply(blob=name)

@@ -47,7 +47,7 @@ class Inflow:
             except asyncio.CancelledError:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
-                else:
+                elif not turn.cancelled():  # let in just before; one that had given up by its turn was passed over
                     self._used -= size
                 self._let_in()
                 raise
@@ -79,6 +79,8 @@ class Writer:
         self._queue: deque[tuple[pb.SnapshotHeader, bytes, asyncio.Future[None]]] = deque()
         self._writing: asyncio.Task[None] | None = None
         self._dropping: asyncio.Task[None] | None = None
+        self._spared: set[Drop] = set()
+        """Of what is being dropped: what is wanted again."""
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -122,12 +124,17 @@ class Writer:
     def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
         """Removes from disk, a piece at a time, so that what is written meanwhile does not wait long. Not twice at
         once. `failed` is told what could not be removed."""
+        self._spared = set()
         self._dropping = asyncio.ensure_future(self._drop(drops, failed))
 
+    def spare(self, drop: Drop) -> None:
+        """What is written after this call is not removed by a `drop` before it."""
+        self._spared.add(drop)
+
     async def _drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
-        while drops:
+        while drops := [drop for drop in drops if drop not in self._spared]:
             try:
                 drops = await self.run(self._store.drop, drops)
             except Exception as error:
-                failed(drops, error)
+                failed([drop for drop in drops if drop not in self._spared], error)
                 return

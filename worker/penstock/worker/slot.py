@@ -271,26 +271,32 @@ class Slot:
     async def _watch_memory(self, limit: int) -> None:
         """A runner that holds too much ends at a snapshot, and another one goes on from there."""
         assert self._child is not None
-        took, begun = 0.0, False
+        took, most, begun, young = 0.0, 0, False, True
+        handing: asyncio.Task[None] | None = None
         while self.phase != coordinator_pb2.FAILED:
             period = max(MEMORY_S, took / MEMORY_SHARE)
-            if begun:
+            if handing is not None:  # which lasts while the coordinator is away, and the runner grows on meanwhile
+                await asyncio.wait((handing,), timeout=period)
+            elif begun:
                 await asyncio.sleep(period)
             else:  # one look is right behind the first batch
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._begun.wait(), period)
-            young, begun = not begun, self._begun.is_set()
+            if handing is None:
+                young = not begun
+            begun = self._begun.is_set()
             held, took = await asyncio.to_thread(_looked_at, self._child.pid, limit)
-            what = f"it held {_mib(held)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
+            most = max(most, held)
+            what = f"it held {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
                 # The loader, or a batch: a loss, with the batch that it was making.
                 self._lose(f"the runner of {self.name} was killed at batch {self.ledger.total}, for {what}")
-            elif far or (held > limit and self.ready.is_set()):
-                if not far:
-                    await self._hand_over()
+            elif far or (handing is not None and handing.done()):
                 self._recycle, self._outgrown = True, young
                 self._lose(f"the runner of {self.name} was recycled at batch {self.ledger.total}, for {what}")
+            elif handing is None and held > limit and self.ready.is_set():
+                handing = self._spawn(self._hand_over())
 
     def report(self) -> coordinator_pb2.SlotReport:
         """For the heartbeat."""
@@ -487,10 +493,11 @@ class Slot:
         if self._child is not None:
             await self._child.send("trust")
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(_logged(work, self.name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _logged(work: Awaitable[None], name: str) -> None:

@@ -1,0 +1,223 @@
+"""Calls over real sockets that fail, or whose peers leave or come back, at a bad moment."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from grpc.aio import EOF
+from served import DEADLINE_S, LIMITS, TOKEN, asking, daemon, opening, trial, until_ready
+
+from penstock.appliance.journal import Journal, Rows
+from penstock.appliance.ledger import Drop, DropAttempt, DropBlob
+from penstock.appliance.registry import Registry
+from penstock.appliance.service import Service
+from penstock.appliance.store import Store
+from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+LONG_S = 10_000.0
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> list[Registry]:
+    """Those made in the test."""
+    made: list[Registry] = []
+    init = Registry.__init__
+
+    def noted(self: Registry, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(Registry, "__init__", noted)
+    return made
+
+
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not what():
+            await asyncio.sleep(0.005)
+
+
+def test_an_asker_whose_query_could_not_be_written_is_none(
+    registries: list[Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        (registry,) = registries
+        write, full = Journal.write, True
+
+        def limited(self: Journal, rows: Rows) -> None:
+            if full:
+                raise JournalError("no room")
+            write(self, rows)
+
+        monkeypatch.setattr(Journal, "write", limited)
+        registry.books.journal.note("anything", "1")
+        with pytest.raises(JournalError, match="no room"):
+            await client.fetch_state(asking(0, 2))
+        full = False
+        assert registry._desk._open == {}
+
+    trial(body)
+
+
+@pytest.mark.parametrize("where", ["at the door", "on the way"])
+def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Registry], where: str) -> None:
+    """It would be in memory, and in nobody's budget: of a large fleet a thousand at once."""
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        for box in (0, 1):
+            await client.open_run(opening(box, num_boxes=2))
+        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
+        heartbeat = pb.HeartbeatRequest(worker="w", session="s")
+        for a in (await client.heartbeat(heartbeat)).assignments:
+            heartbeat.slots.add(
+                run=a.run, attempt=a.attempt, box=a.box, slot=a.slot, generation=a.generation, phase=pb.READY
+            )
+        await client.heartbeat(heartbeat)
+        (registry,) = registries
+        at_the_door: list[str] = []
+        admit = registry.admit_state
+
+        def admitted(answer: pb.StateAnswer) -> float | None:
+            left_s = admit(answer)
+            if left_s is not None:
+                at_the_door.append(answer.request)
+            return left_s
+
+        registry.admit_state = admitted  # type: ignore[method-assign]
+        asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
+        await until(lambda: len(registry._desk._asked) == 4)
+        requests = (await client.heartbeat(heartbeat)).state_requests
+        of_box = 1 if where == "at the door" else 0  # those of the next box are let in
+        request = next(one for one in requests if one.box == of_box)
+        left = asyncio.Event()
+
+        async def parts() -> AsyncIterator[pb.AnswerPart]:
+            answer = pb.StateAnswer(request=request.request, worker="w", session="s", state_bytes=1000)
+            yield pb.AnswerPart(answer=answer, data=b"x")
+            await left.wait()
+            yield pb.AnswerPart(data=b"x")
+            await asyncio.Event().wait()  # the rest is only sent if somebody takes it
+
+        call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=client._metadata)
+        gathering = next(iter(registry._desk._open.values()))
+        if where == "on the way":
+            await until(lambda: gathering.held == 1000)
+        else:
+            await until(lambda: request.request in at_the_door)
+        asker.cancel()
+        await until(lambda: not registry._desk._open)
+        left.set()
+        assert await call == pb.PutStateReply()
+        assert gathering.held == 0
+
+    trial(body, replace(LIMITS, answers_max=10))
+
+
+def test_the_time_that_a_reader_takes_is_given_back_with_each_part(registries: list[Registry]) -> None:
+    """Not only after the box: workers that still have to answer would be told that nobody waits."""
+
+    def large(request: pb.StateRequest) -> tuple[pb.StateAnswer, bytes]:
+        return pb.StateAnswer(), bytes(8 << 20)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        async with daemon(address, "w", large):
+            await until_ready(client)
+            (registry,) = registries
+            call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=client._metadata)
+            await call.read()
+            (gathering,) = registry._desk._open.values()
+            before = gathering.deadline
+            while gathering.deadline == before:
+                assert await call.read() is not EOF
+            assert gathering.askers == 1
+            call.cancel()
+
+    trial(body)
+
+
+def test_a_connection_that_is_found_lost_after_its_worker_is_back_costs_it_nothing(
+    registries: list[Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new heartbeat may be held for longer than is left to one that has hung up."""
+    ended = 0
+    heartbeat = Service.Heartbeat
+
+    async def told(self: Service, *args: Any) -> pb.HeartbeatReply:
+        nonlocal ended
+        try:
+            return await heartbeat(self, *args)
+        finally:
+            ended += 1
+
+    monkeypatch.setattr(Service, "Heartbeat", told)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
+        (registry,) = registries
+        (worker,) = registry.books.workers.values()
+        held = 0
+        hold = registry.worker_hold
+
+        def counted(request: pb.HeartbeatRequest) -> float:
+            nonlocal held
+            held += 1
+            return hold(request)
+
+        registry.worker_hold = counted  # type: ignore[method-assign]
+        beat = pb.HeartbeatRequest(worker="w", session="s", seen_version=worker.version, hold_s=LONG_S)
+        async with AsyncCoordinatorClient(address, TOKEN) as again:
+            before = asyncio.create_task(client.heartbeat(beat))
+            await until(lambda: held == 1)
+            after = asyncio.create_task(again.heartbeat(beat))
+            await until(lambda: held == 2)
+            lease_until = worker.lease_until
+            before.cancel()
+            await until(lambda: ended == 1)
+            assert worker.lease_until == lease_until
+            after.cancel()
+            await until(lambda: worker.lease_until < lease_until)
+
+    trial(body, replace(LIMITS, worker_lease_s=3 * LONG_S, beat_s=LONG_S))
+
+
+def test_a_blob_that_comes_again_while_it_waits_to_be_dropped_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    services: list[Service] = []
+    init, drop, go = Service.__init__, Store.drop, threading.Event()
+
+    def noted(self: Service, *args: Any) -> None:
+        init(self, *args)
+        services.append(self)
+
+    def gated(self: Store, drops: Sequence[Drop]) -> list[Drop]:
+        assert go.wait(DEADLINE_S)
+        return drop(self, drops)
+
+    monkeypatch.setattr(Service, "__init__", noted)
+    monkeypatch.setattr(Store, "drop", gated)
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        name = await client.put_blob(b"state", "job/0")
+        (service,) = services
+        ledger = service._ledger
+        service._disk.drop([DropAttempt("another", 1)], service._not_dropped)  # which is large
+        ledger.drop_idle_blobs(set(), time.monotonic() + 2 * LIMITS.blob_idle_s)
+        assert not ledger.has_blob(name)
+        await until(lambda: service._drops == [DropBlob(name)])
+        again = asyncio.create_task(client.put_blob(b"state", "job/0"))
+        await until(lambda: ledger.coming > 0)
+        go.set()
+        assert await again == name
+        await until(lambda: not service._drops and not service._disk.is_dropping)
+        assert await client.get_blob(name) == b"state"
+
+    trial(body, replace(LIMITS, worker_lease_s=1.0))

@@ -1,0 +1,77 @@
+"""A runner above its limit, while the coordinator cannot take its last snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.worker import slot as slots
+from penstock.worker.slot import Slot
+from penstock.worker.snapshots import Kept
+
+DEADLINE_S = 10.0
+LIMIT = 100
+
+
+class Away:
+    """A coordinator that answers no snapshot until it may."""
+
+    def __init__(self) -> None:
+        self.back, self.puts = asyncio.Event(), 0
+
+    async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
+        self.puts += 1
+        await self.back.wait()
+        return pb.PutSnapshotReply()
+
+
+def watched(coordinator: Away) -> Slot:
+    """Of a runner that is ready and has begun, with one snapshot that is not durable."""
+    host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None)
+    slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+    child: Any = SimpleNamespace(pid=1, kill=lambda: None)
+    slot._child = child
+    slot.store.add(Kept(0, 1, 1, 1, True, 1, b"state"), 0)
+    slot.ready.set()
+    slot._begun.set()
+    return slot
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_runner_is_looked_at_while_its_last_snapshot_waits(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        coordinator = Away()
+        looks = 0
+
+        def looked_at(pid: int, limit: int) -> tuple[int, float]:
+            nonlocal looks
+            looks += 1
+            if looks == 5 and not grows:
+                loop.call_soon_threadsafe(coordinator.back.set)
+            return (LIMIT + (looks - 1) * 50 if grows else LIMIT + looks), 0.0
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(slots, "MEMORY_S", 0.01)
+        monkeypatch.setattr(slots, "_looked_at", looked_at)
+        slot = watched(coordinator)
+        await asyncio.wait_for(slot._watch_memory(LIMIT), DEADLINE_S)
+        assert coordinator.puts == 1
+        assert slot.phase == pb.FAILED
+        assert slot.error is not None
+        if grows:
+            assert "was killed at batch" in slot.error.message
+            assert not slot._recycle
+        else:
+            assert "was recycled at batch" in slot.error.message
+            assert slot._recycle
+            assert slot._outgrown  # so it was with the first look
+        for task in slot._tasks:
+            task.cancel()
+        slot.ledger.close()
+
+    asyncio.run(body())
