@@ -55,6 +55,8 @@ class Box:
         self._lease_s = 0.0
         self._views: dict[int, pb.SlotView] = {}
         self._changed = asyncio.Event()
+        self._telling: dict[int, asyncio.Task[None]] = {}
+        """Slot -> the newest task that tells it of a pass."""
         self.process.on_death.append(lambda: self._end("killed"))
         self.process.spawn(self._run())
 
@@ -161,20 +163,30 @@ class Box:
     def _open_pass(self, at: Position) -> None:
         """All slots may begin it, and drop what they have of an earlier one."""
         for slot in range(self.job.plan.workers):
-            self.process.spawn(self._tell(slot, at.epoch, at.total[slot]))
+            before = self._telling.get(slot)
+            self._telling[slot] = self.process.spawn(self._tell(slot, at.epoch, at.total[slot], before))
 
-    async def _tell(self, slot: int, epoch: int, total: int) -> None:
-        view = self._views.get(slot)
-        while view is not None and view.worker and view.phase == pb.READY:
+    async def _tell(self, slot: int, epoch: int, total: int, before: asyncio.Task[None] | None) -> None:
+        """A slot that cannot be told now is told once it is ready, and all passes in their order: a lane's hello names
+        those that were left before it, and the client opens the lane of each slot as soon as there is one."""
+        if before is not None:
+            await asyncio.wait((before,))
+        while True:
+            view = self._views.get(slot)
+            if view is not None and view.phase == pb.FAILED:
+                return
+            if view is None or not view.worker or view.phase != pb.READY:
+                await self._view_change()
+                continue
             try:
                 await self.job.network.call(
                     self.process, view.worker, "Open", self._wish(view, epoch, 0, total), LANE_S
                 )
                 return
             except DeadlineError:
-                view = self._views.get(slot)
+                continue
             except PenstockError:
-                return  # whoever runs it next hears it with the first wish
+                await self._view_change()  # it moves
 
     def _wish(self, view: pb.SlotView, epoch: int, delivered: int, total: int) -> Take:
         key = (self.job.plan.name, self.attempt, self.plan.number, view.slot, view.generation)
