@@ -48,6 +48,8 @@ class Box:
         self.attempt = 0
         self.taken = 0
         """Step that the other boxes may go by."""
+        self.asks_since = 0.0
+        """When its present call for a state went out; 0 while there is none."""
         self._record: Position | None = None
         self._cuts: list[tuple[int, int]] = []
         self._waiting_for = 0
@@ -272,6 +274,7 @@ class Box:
         while True:
             request.deadline_s = max(RETRY_S, until - job.world.now)
             request.progress.CopyFrom(self._progress(0, 0.0))
+            self.asks_since = job.world.now
             try:
                 parts = await self._call("FetchState", request, request.deadline_s + CALL_S)
                 break
@@ -279,8 +282,11 @@ class Box:
                 if isinstance(error, AWAY) and job.world.now < until:
                     await asyncio.sleep(RETRY_S)
                     continue
-                job.truth.not_saved(job.plan, step, error, began)
+                held_up = {box.plan.number for box in job.members if 0 < box.asks_since < job.truth.healed_at}
+                job.truth.not_saved(job.plan, step, error, began, held_up)
                 return
+            finally:
+                self.asks_since = 0.0
         gather: Gather[pb.WorkerRecord] = Gather("FetchState", lambda record: record.state_bytes)
         state = FetchedState()
         for part in parts:
