@@ -9,6 +9,7 @@ saved state if there is one; sometimes the old processes are not found and live 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ REACH_S = 20.0
 LANE_S = 2.0
 STATE_S = 20.0
 RETRY_S = 0.3
+PEER_S = 30.0
+"""How long a collective waits for a peer that is gone."""
 
 
 class Box:
@@ -44,6 +47,7 @@ class Box:
         self.process = job.world.process(f"{job.plan.name}.{plan.number}#{launch}")
         self.outcome = ""
         """ "" while it runs, then "done" or why it is not."""
+        self.ended_at = 0.0
         self.doing = "opening"
         self.attempt = 0
         self.taken = 0
@@ -64,7 +68,7 @@ class Box:
 
     def _end(self, outcome: str) -> None:
         if not self.outcome:
-            self.outcome = outcome
+            self.outcome, self.ended_at = outcome, self.job.world.now
             self.job.world.note(self.process.name, f"ends: {outcome}")
             self.job.member_ended()
 
@@ -82,6 +86,7 @@ class Box:
                 self.doing = "waiting for the other boxes to end"
                 self.job.finished[self.launch].add(self.plan.number)
                 while len(self.job.finished[self.launch]) < len(self.job.plan.boxes):
+                    self._require_peers()
                     await asyncio.sleep(RETRY_S)
             self.doing = "closing"
             watch.cancel()
@@ -231,9 +236,21 @@ class Box:
             if self.job.plan.collective:
                 self.doing = f"step {at.step}: in a collective with the other boxes"
                 while not self.job.all_at(self.launch, at.step):
-                    await self.job.next_step(self.process)
+                    self._require_peers()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(PEER_S):
+                            await self.job.next_step(self.process)
             if at.step in plan.saves:
                 await self._save(at.step)
+
+    def _require_peers(self) -> None:
+        """A collective whose peer is gone ends with an error after a while, as a library's does. Without that, a box
+        that was left behind alone, and opens the run once the others have ended, would wait in it for ever: nobody
+        opens another attempt that would fence it."""
+        job = self.job
+        ends = [box.ended_at for box in job.boxes if box.launch == self.launch and box.outcome not in ("", "done")]
+        if ends and job.world.now - min(ends) > PEER_S:
+            raise PenstockError(f"the collective has lost a box {PEER_S:g} s ago")
 
     async def _take(self, at: Position) -> bool:
         """The batch of this turn; False if the pass has ended for its slot."""
