@@ -302,7 +302,7 @@ class Runner:
                 base = max(bases, default=None)
                 if self.daemon.truth.can_replay(self.key, self.plan, base, (epoch, total), produced):
                     break
-                if produced:
+                if produced or base is None:  # as the real one: nothing is kept
                     raise StateUnavailableError(f"batch {total} cannot be reached from {base}")
             await self._change()
         end = began + self.plan.length(self.assignment.slot, epoch)
