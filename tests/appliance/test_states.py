@@ -208,6 +208,52 @@ def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(tmp_
     directory.close()
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(tmp_path: Path, ended: bool) -> None:
+    """The base is known again, to count from, but what was kept of the steps since was dropped long ago."""
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    boxes = [world.open(number, num_boxes=2, retention=4) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    boxes[0].deliver(3)
+    boxes[1].deliver(20)
+    world.journal.close()
+    world.boot(directory)
+    worker.register()
+    worker.ready()
+    boxes[0].watch()
+    gathering = ask(boxes[0], 3)  # where box 1 stands is not known yet
+    respond(worker)
+    assert not gathering.done
+    boxes[1].pass_ended = ended
+    boxes[1].watch()
+    assert not [request for request in worker.beat().state_requests if request.box == 1]
+    assert isinstance(failure(gathering), StateUnavailableError)
+    assert "box 1 has left that step behind its retention window" in failure(gathering).message
+    world.journal.close()
+    directory.close()
+
+
+def test_after_a_restart_what_is_in_the_window_is_asked_for_from_the_base(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    box = world.open(retention=4)
+    worker = world.worker("w")
+    worker.ready()
+    box.deliver(20)
+    world.journal.close()
+    world.boot(directory)
+    worker.register()
+    worker.ready()
+    box.watch()
+    gathering = ask(box, 16)
+    respond(worker)
+    assert values(gathering) == ["0.0:0.8", "0.1:0.8"]
+    world.journal.close()
+    directory.close()
+
+
 def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: World) -> None:
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")

@@ -99,6 +99,8 @@ class Box:
     """The newest report; empty before the first one."""
     told: bool = True
     """False after a restart until its client reports: which passes it left, and where it ended, is in no journal."""
+    restored: bool = False
+    """From the journal. Its base is known, to count from, but not what was dropped of the steps since."""
     pass_ended: bool = False
     cuts: dict[int, int] = field(default_factory=dict)
     """Epoch -> last step of it, for passes left by `break`."""

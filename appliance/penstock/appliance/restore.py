@@ -75,7 +75,7 @@ def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> 
     request = pb.OpenRunRequest.FromString(row["opening"])
     base = opening.validate(request, books.limits)
     box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), now, books.next_version())
-    box.reported_at, box.told = now, False
+    box.reported_at, box.told, box.restored = now, False, True
     box.history.append(base)
     if box.place is Place.CLOSED:
         box.lingers_until = now + books.limits.linger_s

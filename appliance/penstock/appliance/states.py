@@ -318,7 +318,9 @@ class Gathering:
             at = state.final = box.step
         at = max(at, box.base.step)
         anchor = box.anchor(at)
-        if anchor is None:
+        # A coordinator that was started again has every base, but what served the steps before the window is gone.
+        unkept = box.restored and anchor is box.base and at < box.step - box.retention
+        if anchor is None or unkept:
             raise StateUnavailableError(f"{where} has left that step behind its retention window")
         position = advance(anchor, at, box.ends, box.cuts)
         if sum(position.total) - sum(anchor.total) != at - anchor.step or box.is_refuted(position):

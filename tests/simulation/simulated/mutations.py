@@ -69,7 +69,7 @@ MUTATIONS = (
     ),
     Mutation("leases are not whole after a restart", restore, "_fill", "now + worker_lease_s", "now + 0.5"),
     Mutation("what it slept through is others' silence", Registry, "tick", "if late > 0:", "if False:"),
-    Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[below[-1] :]", "kept[: below[-1]]"),
+    Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[first:]", "kept[:first]"),
     Mutation(
         "the window of states is not kept",
         Registry,

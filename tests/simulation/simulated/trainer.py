@@ -9,6 +9,7 @@ saved state if there is one; sometimes the old processes are not found and live 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ REACH_S = 20.0
 LANE_S = 2.0
 STATE_S = 20.0
 RETRY_S = 0.3
+PEER_S = 30.0
+"""How long a collective waits for a peer that is gone."""
 
 
 class Box:
@@ -44,10 +47,13 @@ class Box:
         self.process = job.world.process(f"{job.plan.name}.{plan.number}#{launch}")
         self.outcome = ""
         """ "" while it runs, then "done" or why it is not."""
+        self.ended_at = 0.0
         self.doing = "opening"
         self.attempt = 0
         self.taken = 0
         """Step that the other boxes may go by."""
+        self.asks_since = 0.0
+        """When its present call for a state went out; 0 while there is none."""
         self._record: Position | None = None
         self._cuts: list[tuple[int, int]] = []
         self._waiting_for = 0
@@ -55,12 +61,14 @@ class Box:
         self._lease_s = 0.0
         self._views: dict[int, pb.SlotView] = {}
         self._changed = asyncio.Event()
+        self._telling: dict[int, asyncio.Task[None]] = {}
+        """Slot -> the newest task that tells it of a pass."""
         self.process.on_death.append(lambda: self._end("killed"))
         self.process.spawn(self._run())
 
     def _end(self, outcome: str) -> None:
         if not self.outcome:
-            self.outcome = outcome
+            self.outcome, self.ended_at = outcome, self.job.world.now
             self.job.world.note(self.process.name, f"ends: {outcome}")
             self.job.member_ended()
 
@@ -78,6 +86,7 @@ class Box:
                 self.doing = "waiting for the other boxes to end"
                 self.job.finished[self.launch].add(self.plan.number)
                 while len(self.job.finished[self.launch]) < len(self.job.plan.boxes):
+                    self._require_peers()
                     await asyncio.sleep(RETRY_S)
             self.doing = "closing"
             watch.cancel()
@@ -161,20 +170,30 @@ class Box:
     def _open_pass(self, at: Position) -> None:
         """All slots may begin it, and drop what they have of an earlier one."""
         for slot in range(self.job.plan.workers):
-            self.process.spawn(self._tell(slot, at.epoch, at.total[slot]))
+            before = self._telling.get(slot)
+            self._telling[slot] = self.process.spawn(self._tell(slot, at.epoch, at.total[slot], before))
 
-    async def _tell(self, slot: int, epoch: int, total: int) -> None:
-        view = self._views.get(slot)
-        while view is not None and view.worker and view.phase == pb.READY:
+    async def _tell(self, slot: int, epoch: int, total: int, before: asyncio.Task[None] | None) -> None:
+        """A slot that cannot be told now is told once it is ready, and all passes in their order: a lane's hello names
+        those that were left before it, and the client opens the lane of each slot as soon as there is one."""
+        if before is not None:
+            await asyncio.wait((before,))
+        while True:
+            view = self._views.get(slot)
+            if view is not None and view.phase == pb.FAILED:
+                return
+            if view is None or not view.worker or view.phase != pb.READY:
+                await self._view_change()
+                continue
             try:
                 await self.job.network.call(
                     self.process, view.worker, "Open", self._wish(view, epoch, 0, total), LANE_S
                 )
                 return
             except DeadlineError:
-                view = self._views.get(slot)
+                continue
             except PenstockError:
-                return  # whoever runs it next hears it with the first wish
+                await self._view_change()  # it moves
 
     def _wish(self, view: pb.SlotView, epoch: int, delivered: int, total: int) -> Take:
         key = (self.job.plan.name, self.attempt, self.plan.number, view.slot, view.generation)
@@ -217,9 +236,21 @@ class Box:
             if self.job.plan.collective:
                 self.doing = f"step {at.step}: in a collective with the other boxes"
                 while not self.job.all_at(self.launch, at.step):
-                    await self.job.next_step(self.process)
+                    self._require_peers()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(PEER_S):
+                            await self.job.next_step(self.process)
             if at.step in plan.saves:
                 await self._save(at.step)
+
+    def _require_peers(self) -> None:
+        """A collective whose peer is gone ends with an error after a while, as a library's does. Without that, a box
+        that was left behind alone, and opens the run once the others have ended, would wait in it for ever: nobody
+        opens another attempt that would fence it."""
+        job = self.job
+        ends = [box.ended_at for box in job.boxes if box.launch == self.launch and box.outcome not in ("", "done")]
+        if ends and job.world.now - min(ends) > PEER_S:
+            raise PenstockError(f"the collective has lost a box {PEER_S:g} s ago")
 
     async def _take(self, at: Position) -> bool:
         """The batch of this turn; False if the pass has ended for its slot."""
@@ -260,6 +291,7 @@ class Box:
         while True:
             request.deadline_s = max(RETRY_S, until - job.world.now)
             request.progress.CopyFrom(self._progress(0, 0.0))
+            self.asks_since = job.world.now
             try:
                 parts = await self._call("FetchState", request, request.deadline_s + CALL_S)
                 break
@@ -267,8 +299,11 @@ class Box:
                 if isinstance(error, AWAY) and job.world.now < until:
                     await asyncio.sleep(RETRY_S)
                     continue
-                job.truth.not_saved(job.plan, step, error, began)
+                held_up = {box.plan.number for box in job.members if 0 < box.asks_since < job.truth.healed_at}
+                job.truth.not_saved(job.plan, step, error, began, held_up)
                 return
+            finally:
+                self.asks_since = 0.0
         gather: Gather[pb.WorkerRecord] = Gather("FetchState", lambda record: record.state_bytes)
         state = FetchedState()
         for part in parts:

@@ -282,8 +282,14 @@ class Runner:
         while self.phase != pb.READY:
             await self._change()
         while True:
-            if self.ends.get(epoch - 1, began) != began:
-                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, self.ends[epoch - 1]
+            end = self.ends.get(epoch - 1, began)
+            # As the real one: it was ahead in a pass that the loop has left, and has not heard of the next one yet.
+            unheard = end > began and self.epoch < epoch
+            if unheard:
+                await self._change()
+                continue
+            if end != began:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
                 return b""
             if self.ends.get(epoch, total) < total:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, self.ends[epoch]
@@ -296,7 +302,7 @@ class Runner:
                 base = max(bases, default=None)
                 if self.daemon.truth.can_replay(self.key, self.plan, base, (epoch, total), produced):
                     break
-                if produced:
+                if produced or base is None:  # as the real one: nothing is kept
                     raise StateUnavailableError(f"batch {total} cannot be reached from {base}")
             await self._change()
         end = began + self.plan.length(self.assignment.slot, epoch)
