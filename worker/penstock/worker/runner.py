@@ -191,8 +191,11 @@ class _Runner:
         usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
         # What was taken of a pass beyond the place where the loop left it is not on the way.
         usable = [base for base in usable if base.place.total <= left.get(base.place.epoch, base.place.total)]
+        # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
+        # may not know that it is in the middle of a pass, and would go on with it when the next one is opened.
+        usable = [base for base in usable if base.is_origin or base.place.total != left.get(base.place.epoch)] or usable
         if self.source.traits.own_workers and not self._trusted:
-            usable = [base for base in usable if base.rng_before is not None]
+            usable = [base for base in usable if base.is_origin]
         # Strictly before the last delivered batch if there is one, so that at least that one is compared.
         before = [base for base in usable if base.place.total < delivered] or usable
         if not before:

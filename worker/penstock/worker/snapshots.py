@@ -30,6 +30,8 @@ class Kept:
     step: int
     data: bytes
     durable: bool = False
+    left: bool = False
+    """The loop left the pass right behind it: not where to go on from, see `_recover` in runner.py."""
 
     @property
     def place(self) -> tuple[int, int, int, bool, int]:
@@ -40,7 +42,7 @@ class Kept:
     def is_sure(self) -> bool:
         """Any loader goes on from here. One that begins a pass in its first next() has not begun it in the pass's
         origin, and ends at once when it is restored from there; only the first pass has nothing before it."""
-        return not self.origin or self.epoch == 0
+        return (not self.origin or self.epoch == 0) and not self.left
 
 
 class SnapshotStore:
@@ -76,6 +78,8 @@ class SnapshotStore:
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
+        for kept in self._kept:
+            kept.left |= not kept.origin and (kept.epoch, kept.total) == (epoch, total)
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> Kept | None:
         """A base of just this place, whose state speaks of this step. Newest first: an origin of the place counts."""

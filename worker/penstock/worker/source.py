@@ -93,9 +93,14 @@ class Base:
     """(epoch, total, count): batches that are left out, see records.proto; those known when it was taken."""
 
     @property
+    def is_origin(self) -> bool:
+        """Taken where a pass begins, and not after a batch."""
+        return self.rng_before is not None
+
+    @property
     def is_sure(self) -> bool:
         """See Kept.is_sure in snapshots.py."""
-        return self.rng_before is None or self.place.epoch == 0
+        return not self.is_origin or self.place.epoch == 0
 
     def encode(self) -> bytes:
         """As a slot's restart (docs/ARCHITECTURE.md)."""
