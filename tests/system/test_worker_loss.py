@@ -115,7 +115,6 @@ def test_a_state_taken_after_a_recovery_is_as_good(appliance: Appliance, tmp_pat
     ("input_fn", "arguments"),
     [
         (streams.shared, (40,)),
-        (streams.fresh, (40,)),
         (streams.shuffled, (80, 0, True)),
         (streams.stateful, (80, 0, True)),
         (streams.stateful, (80, 2, True)),

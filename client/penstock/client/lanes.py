@@ -140,8 +140,9 @@ class SlotLane:
         hello.last_digest = self.last_digest
         hello.left.extend(lane_pb2.Left(epoch=epoch, total=total) for epoch, total in self.left)
         hello.ack.wanted.extend(self.wanted)
-        if self.cuts and self.unsettled:
-            # The producer may not have heard of the last cut. One that has, knows so by the count.
+        if self.cuts and self.unsettled and self.left and hello.next_total - 1 <= self.left[-1][1]:
+            # The producer may not have heard of the last cut. One that has, knows so by the count; and one of which the
+            # loop has had a batch behind it, has.
             hello.ack.abandon_epoch = self.cut_epoch + 1
             hello.epoch = self.cut_epoch
 
