@@ -16,6 +16,7 @@ from served import (
     DEADLINE_S,
     LIMITS,
     TOKEN,
+    all_ready,
     asking,
     coordinator,
     daemon,
@@ -414,13 +415,7 @@ def test_an_asker_that_goes_away_leaves_nothing_behind() -> None:
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.open_run(opening())
-        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
-        heartbeat = pb.HeartbeatRequest(worker="w", session="s")
-        for a in (await client.heartbeat(heartbeat)).assignments:
-            heartbeat.slots.add(
-                run=a.run, attempt=a.attempt, box=a.box, slot=a.slot, generation=a.generation, phase=pb.READY
-            )
-        await client.heartbeat(heartbeat)
+        heartbeat = await all_ready(client)
         asker = asyncio.create_task(client.fetch_state(asking(0, 2)))
         async with asyncio.timeout(DEADLINE_S):
             while not (await client.heartbeat(heartbeat)).state_requests:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from grpc.aio import EOF
-from served import DEADLINE_S, LIMITS, TOKEN, asking, daemon, opening, trial, until_ready
+from served import DEADLINE_S, LIMITS, TOKEN, all_ready, asking, daemon, opening, trial, until_ready
 
 from penstock.appliance.journal import Journal, Rows
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob
@@ -75,13 +75,7 @@ def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Regis
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         for box in (0, 1):
             await client.open_run(opening(box, num_boxes=2))
-        await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
-        heartbeat = pb.HeartbeatRequest(worker="w", session="s")
-        for a in (await client.heartbeat(heartbeat)).assignments:
-            heartbeat.slots.add(
-                run=a.run, attempt=a.attempt, box=a.box, slot=a.slot, generation=a.generation, phase=pb.READY
-            )
-        await client.heartbeat(heartbeat)
+        heartbeat = await all_ready(client)
         (registry,) = registries
         at_the_door: list[str] = []
         admit = registry.admit_state

@@ -552,15 +552,20 @@ def answer_with_digests(worker: FakeWorker, requests: list[pb.StateRequest]) -> 
         worker.world.registry.answer_state(answer, b"")
 
 
-@pytest.mark.parametrize("meanwhile", [0, 2, 5, 9])
-def test_a_state_has_the_flight_record_of_every_box(world: World, meanwhile: int) -> None:
-    """Box 1 has not come to the step when it is asked for, and goes on while the workers answer."""
+def asked_ahead(world: World) -> tuple[list[FakeBox], FakeWorker, Gathering]:
+    """Box 0 is at step 8 and asks for it, box 1 at step 3."""
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")
     worker.ready()
     fly(boxes[0], 8)
     fly(boxes[1], 3)
-    gathering = ask(boxes[0], 8)
+    return boxes, worker, ask(boxes[0], 8)
+
+
+@pytest.mark.parametrize("meanwhile", [0, 2, 5, 9])
+def test_a_state_has_the_flight_record_of_every_box(world: World, meanwhile: int) -> None:
+    """Box 1 has not come to the step when it is asked for, and goes on while the workers answer."""
+    boxes, worker, gathering = asked_ahead(world)
     requests = list(worker.beat().state_requests)
     fly(boxes[1], meanwhile)
     answer_with_digests(worker, requests)
@@ -573,12 +578,7 @@ def test_a_state_has_the_flight_record_of_every_box(world: World, meanwhile: int
 
 
 def test_a_flight_record_with_a_gap_is_unknown(world: World) -> None:
-    boxes = [world.open(number, num_boxes=2) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    fly(boxes[0], 8)
-    fly(boxes[1], 3)
-    gathering = ask(boxes[0], 8)
+    _, worker, gathering = asked_ahead(world)
     for request in worker.beat().state_requests:
         answer = pb.StateAnswer(request=request.request, worker=worker.name, session=worker.session)
         answer.digests_after = request.digests_after

@@ -101,6 +101,18 @@ async def daemon(address: str, name: str = "w", say: Say = plain_state, slots: i
                 await task
 
 
+async def all_ready(client: AsyncCoordinatorClient) -> pb.HeartbeatRequest:
+    """A worker "w" by hand, whose slots are ready; its heartbeat, to be sent again."""
+    await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
+    heartbeat = pb.HeartbeatRequest(worker="w", session="s")
+    for a in (await client.heartbeat(heartbeat)).assignments:
+        heartbeat.slots.add(
+            run=a.run, attempt=a.attempt, box=a.box, slot=a.slot, generation=a.generation, phase=pb.READY
+        )
+    await client.heartbeat(heartbeat)
+    return heartbeat
+
+
 def opening(box: int = 0, **fields: object) -> pb.OpenRunRequest:
     request = pb.OpenRunRequest(job="job", box=box, num_boxes=1, num_workers_per_box=2, client_id=f"c{box}")
     request.host_id, request.loader.input_fn, request.loader.options.retention_steps = "host-a", "m:f", 100

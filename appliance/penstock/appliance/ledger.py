@@ -30,8 +30,7 @@ class Kept:
 
     @property
     def is_sure(self) -> bool:
-        """Any loader goes on from here. One that begins a pass in its first next() has not begun it in the pass's
-        origin, and ends at once when it is restored from there; only the first pass has nothing before it."""
+        """Any loader goes on from here: see Kept in penstock.worker.snapshots."""
         return not self.origin or self.epoch == 0
 
 
