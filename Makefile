@@ -5,8 +5,9 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-# Tests start many processes: more than two at a time only makes them wait for each other on a small machine.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Many tests wait, for leases and deadlines: so there are more at a time than cores. Files come in the order of
+# tests/conftest.py, the slow ones first.
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 # Environments of what Penstock is compared with, one folder each; `make bench PEERS=DIR` takes others.
 PEERS ?= .peers
-PEER_NAMES := ray streaming tf torchdata
+PEER_NAMES := litdata ray streaming tf torchdata
 BENCH_ARGS ?=
 # Of `make chaos` and `make simulate`: the seed of the first run, or of the one to look at, and how many there are.
 SEED ?=
@@ -37,8 +38,8 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test simulate chaos fuzz demo bench
-.PHONY: bench-peers clean
+.PHONY: help setup proto proto-check lint format format-check types pytest test simulate chaos fuzz demo
+.PHONY: demo-streaming bench bench-peers peers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -74,8 +75,9 @@ format-check: $(STAMP) ## the code is in ruff's format
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
 
-pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 2 --dist loadfile"
-	$(BIN)/pytest $(PYTEST_ARGS)
+# Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
+pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 4 --dist loadfile --no-loadscope-reorder"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
 
 test: lint format-check types proto-check pytest ## all checks and tests: what CI runs
 
@@ -96,12 +98,18 @@ $(FUZZ_VENV)/.setup-done: pyproject.toml
 	touch $@
 
 demo: $(STAMP) ## train a small model through Penstock on this machine
-	$(BIN)/python examples/train_lm/demo.py
+	PYTHONPATH=examples $(BIN)/python -m train_lm.demo
+
+demo-streaming: $(STAMP) ## train from shards on an HTTP server, and resume on other boxes and workers
+	PYTHONPATH=examples $(BIN)/python -m streaming.demo
 
 bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_ARGS="--quick" for a try
 	$(BIN)/python -m benchmarks.full_path --peers $(PEERS) $(BENCH_ARGS)
 
 bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.setup-done) ## make the peers' environments, 5 GB below PEERS
+
+peers: $(PEERS)/streaming/.setup-done $(STAMP) ## mosaicml-streaming alone, 2 GB below PEERS; it reads our datasets, and we its own
+	STREAMING_PYTHON=$(abspath $(PEERS))/streaming/bin/python $(BIN)/pytest tests/datasets/test_live.py
 
 # torch goes first and alone, so that pip takes the build that this machine's configuration prefers, and not another
 # one that some package's dependencies would bring.

@@ -1,7 +1,7 @@
 """What is streamed: the batches of each case, as data that every player understands.
 
 A player is the process that measures one mode (see `serve.py`); some run in a peer's environment, so this module
-imports nothing but the standard library. The torch sources made of a case stand in `sources.py`.
+imports nothing but the standard library. The torch sources made of a case stand in `loaders.py`.
 """
 
 from __future__ import annotations

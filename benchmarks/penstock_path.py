@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 from benchmarks.cases import Case
+from benchmarks.loaders import source
 from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
-from benchmarks.sources import source
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 

@@ -10,7 +10,7 @@ from benchmarks.figures import RECEIVING, cpu_us, median, rate, ratio, values
 from benchmarks.modes import ALONE, DATALOADER, MEMCPY, PENSTOCK, RAW_TCP, STATEFUL, TCP, TF
 from benchmarks.targets import judge
 
-__all__ = ["BEGIN", "END", "IDLE_CORES", "between", "markdown", "table"]
+__all__ = ["BEGIN", "END", "IDLE_CORES", "between", "conditions", "markdown", "table"]
 
 BEGIN = "<!-- figures: begin (written by benchmarks/full_path.py --write) -->"
 END = "<!-- figures: end -->"
@@ -61,26 +61,35 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _setting(results: dict[str, Any]) -> str:
-    machine, settings, noise = results["machine"], results["settings"], results["noise"]
-    times, state_rounds = settings["times"], settings["state_rounds"]
-    lines = []
-    lines.append(
-        f"Machine: {machine['cores']} cores of {machine['processor']} ({machine['caches']}), "
-        f"{machine['memory_gib']} GiB, Linux {machine['kernel']}, Python {machine['python']}."
-    )
-    lines.append(
-        f"Command: `{results['command']}`, {results['date']}, commit {results['commit'] or 'unknown'}; "
-        f"{settings['rounds']} rounds of {times['span_s']:g} s ({state_rounds} in the suite of snapshots), "
-        f"{results['took_s'] / 60:.1f} minutes."
-    )
-    lines.append(
-        f"Others: {noise['busy_before']:.2f} cores were busy before the run began (load {noise['load_before']:.1f}); "
-        f"other programs used {noise['others']:.2f} cores meanwhile; the hypervisor took {noise['steal']:.1%} of the "
-        "processors' time."
-    )
+def conditions(results: dict[str, Any], rounds: str, meanwhile: str = "") -> list[str]:
+    """Of a run: machine, command, and who else was there."""
+    machine, noise = results["machine"], results["noise"]
+    lines = [
+        (
+            f"Machine: {machine['cores']} cores of {machine['processor']} ({machine['caches']}), "
+            f"{machine['memory_gib']} GiB, Linux {machine['kernel']}, Python {machine['python']}."
+        ),
+        (
+            f"Command: `{results['command']}`, {results['date']}, commit {results['commit'] or 'unknown'}; "
+            f"{rounds}, {results['took_s'] / 60:.1f} minutes."
+        ),
+        (
+            f"Others: {noise['busy_before']:.2f} cores were busy before the run began (load "
+            f"{noise['load_before']:.1f}); other programs used {noise['others']:.2f} cores meanwhile{meanwhile}."
+        ),
+    ]
     if max(noise["busy_before"], noise["others"]) > IDLE_CORES:
         lines.append("**The machine was not idle: do not read levels, and ratios with care.**")
+    return lines
+
+
+def _setting(results: dict[str, Any]) -> str:
+    settings, steal = results["settings"], results["noise"]["steal"]
+    rounds = (
+        f"{settings['rounds']} rounds of {settings['times']['span_s']:g} s ({settings['state_rounds']} in the suite of "
+        "snapshots)"
+    )
+    lines = conditions(results, rounds, f"; the hypervisor took {steal:.1%} of the processors' time")
     for name, versions in sorted(results["versions"].items()):
         packages = ", ".join(f"{what} {which}" for what, which in sorted(versions.items()))
         lines.append(f"Environment {name}: {packages}.")

@@ -18,10 +18,10 @@ from collections.abc import Generator
 from itertools import islice
 from typing import Any, cast
 
+from benchmarks.loaders import Asleep, asleep
 from benchmarks.measure import percentile
 from benchmarks.penstock_path import ROLES
 from benchmarks.processes import adopt_orphans, cpu_by_role, memory_by_role, ring_bytes
-from benchmarks.sources import Asleep, asleep
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 

@@ -1,108 +1,230 @@
-"""The sources of the cases for everything that runs torch: Penstock's workers, DataLoader, StatefulDataLoader.
+"""The sources that ship beside torch's DataLoader and torchdata's StatefulDataLoader: reading, seeking, saving.
 
-Memory is ready and the tensor object is new for each batch. The same object each time would flatter torch's DataLoader,
-which moves a tensor's memory to shared memory when it first sends it and then never copies again: no loader of real
-data has that luck.
+    python -m benchmarks.sources [--rounds 5] [--quick] [--json FILE] [--write docs/benchmarks.md]
+
+One process, one run, the same data in memory; in each round everybody has one turn, and medians are reported. Ratios
+are of these medians. The peers are set up as their own documentation has it. IBM's rescalable layers are no package
+that can be installed; the packing is compared with the loop that one would write by hand instead.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import io
+import json
+import os
+import sys
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.utils.data
-from benchmarks.cases import LEAF_SHAPE, Case, spin
+from benchmarks import machine
+from benchmarks.processes import busy_cores, cpu_s, machine_s
+from benchmarks.report import between
+from benchmarks.sources_cases import BATCH, LINE, ByHand, Make, Numbers, Rows, documents, packed, readers
+from benchmarks.sources_report import BEGIN, END, judge, markdown
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-__all__ = ["Asleep", "Ready", "Stateful", "asleep", "make", "source"]
+from penstock.proto.state import encode_state
+from penstock.worker.datasets import MapLoader
 
-STATE_TENSOR_BYTES = 1 << 10
-SLEEP_S = 0.02
-"""Seconds that each source of the suite of many slots sleeps for a batch."""
+__all__ = ["Amounts", "figures", "main", "run", "sizes"]
 
-
-class Ready(torch.utils.data.IterableDataset[Any]):
-    """A case's batches, for ever."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.at = 0
-        """Batches begun."""
-
-    def __iter__(self) -> Iterator[Any]:
-        case = self.case
-        work = self._work if case.busy_s or case.work else None
-        random = np.random.default_rng(0)  # a restored source must yield the same, so no generator of the process's
-        if case.leaves == 1:
-            ready = random.integers(0, 255, case.nbytes, dtype=np.uint8)
-            while True:
-                self.at += 1
-                if work is not None:
-                    work()
-                yield torch.from_numpy(ready)
-        leaves = {f"leaf{n}": random.integers(0, 1 << 40, LEAF_SHAPE) for n in range(case.leaves)}
-        while True:
-            self.at += 1
-            yield {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
-
-    def _work(self) -> None:
-        if self.case.busy_s:
-            until = time.perf_counter() + self.case.busy_s
-            while time.perf_counter() < until:
-                pass
-        else:
-            spin(self.case.work)
+SHARDS = (1, 64)
+AT = 0.9
+"""Of an epoch, to seek to."""
 
 
-class Stateful(Ready):
-    """The same with a state: where it is, and tensors of 1 KiB.
+@dataclass(frozen=True)
+class Amounts:
+    """How much is read."""
 
-    The tensors of each state are new ones, as those of a generator's or a shuffle buffer's state are.
-    """
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.tensors = [torch.zeros(STATE_TENSOR_BYTES, dtype=torch.uint8) for _ in range(case.state_tensors or 0)]
-        self._counter = np.memmap(case.counter, np.int64, "r+") if case.counter else None
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._counter is not None:
-            self._counter[0] += 1
-        return {"at": self.at, "tensors": [tensor.clone() for tensor in self.tensors]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.tensors = state["at"], state["tensors"]
+    rows: int
+    documents: int
+    batches: int
+    """Of a turn; of packed lines a quarter."""
+    lengths: tuple[int, ...]
+    """Of the datasets to seek in."""
+    theirs: int
+    """The longest one in which StatefulDataLoader seeks: it replays each index."""
+    processes: tuple[int, ...] = (0, 2)
 
 
-def make(case: Case) -> Ready:
-    return Ready(case) if case.state_tensors is None else Stateful(case)
+FULL = Amounts(400_000, 4_000, 2_000, (10**6, 9 * 10**6, 10**9), 9 * 10**6)
+QUICK = Amounts(20_000, 200, 100, (10**6, 10**9), 10**6)
 
 
-def source(**case: Any) -> Ready:
-    """An input_fn: Penstock passes plain values to workers."""
-    return make(Case(**case))
+def rate(make: Make, batches: int) -> float:
+    """Batches a second, from the second one on."""
+    iterator = iter(make())
+    next(iterator)
+    began = time.perf_counter()
+    taken = sum(1 for _ in islice(iterator, batches))
+    return taken / (time.perf_counter() - began)
 
 
-class Asleep(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Batches of 4 KiB that say which slot they are from and how many there were before; each takes 20 ms of sleep."""
+def saving(make: Make, batches: int) -> dict[str, float]:
+    """Batches a second with a state behind each; and what the calls for the states took, as a share of the rest. By
+    itself that says more than the difference of two runs, of which one may have been in the way of something else."""
+    loader: Any = make()
+    iterator = iter(loader)
+    next(iterator)
+    clock, spent, taken = time.perf_counter, 0.0, 0
+    began = clock()
+    for _ in islice(iterator, batches):
+        asked = clock()
+        loader.state_dict()
+        spent += clock() - asked
+        taken += 1
+    took = clock() - began
+    return {"rate": taken / took, "cost": spent / (took - spent)}
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        index = 0
-        while True:
-            time.sleep(SLEEP_S)
-            batch = np.zeros(512, np.int64)
-            batch[:2] = self.slot, index
-            index += 1
-            yield torch.from_numpy(batch)
+def times(saved: dict[str, float], samples: int) -> dict[str, float]:
+    """With the rate in samples (or tokens) instead of batches."""
+    return {**saved, "rate": samples * saved["rate"]}
 
 
-def asleep() -> Asleep:
-    """An input_fn."""
-    from penstock.worker import current_assignment  # not to be had in the peers' environments
+def ours_seeks(length: int) -> float:
+    """Seconds from a state at 90% of a shuffled epoch to the batch behind it, the loader's making included."""
+    dataset = Numbers(length)
 
-    return Asleep(current_assignment().slot)
+    def make() -> MapLoader:
+        return MapLoader(dataset, batch_size=BATCH, shuffle=True, seed=1)
+
+    state = make().state_after(int(length * AT) // BATCH)
+    began = time.perf_counter()
+    loader = make()
+    loader.load_state_dict(state)
+    next(iter(loader))
+    return time.perf_counter() - began
+
+
+def theirs_seeks(length: int) -> float:
+    """The same of StatefulDataLoader. The state is one of its own after one batch, whose count of samples is moved on:
+    walking there would take minutes, and loading it takes what it takes."""
+    dataset = Numbers(length)
+
+    def make() -> Any:
+        return StatefulDataLoader(dataset, BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+    loader = make()
+    next(iter(loader))
+    state = loader.state_dict()
+    batches = int(length * AT) // BATCH
+    moved = _moved(state, batches)
+    began = time.perf_counter()
+    loader = make()
+    loader.load_state_dict(moved)
+    next(iter(loader))
+    return time.perf_counter() - began
+
+
+def _moved(state: Any, batches: int) -> Any:
+    """Its state with the counts of batches and samples of a later place."""
+    samples = batches * BATCH
+    counts = {"_num_yielded": batches, "_sampler_iter_yielded": batches, "samples_yielded": samples, "yielded": samples}
+    if isinstance(state, dict):
+        return {
+            key: counts[key] if key in counts and isinstance(value, int) else _moved(value, batches)
+            for key, value in state.items()
+        }
+    return state
+
+
+def size(state: Any) -> int:
+    """Bytes of a state as it would be saved."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return len(file.getvalue())
+
+
+def figures(rows: Rows, texts: list[Any], amounts: Amounts) -> dict[str, Any]:
+    """Every figure once, ours and theirs in turn."""
+    found: dict[str, Any] = {"read": {}, "saved": {}, "seek": {}, "packed": {}}
+    for processes in amounts.processes:
+        makes = readers(rows, processes)
+        found["read"][str(processes)] = {name: BATCH * rate(make, amounts.batches) for name, make in makes.items()}
+        found["saved"][str(processes)] = {
+            name: times(saving(makes[name], amounts.batches), BATCH) for name in ("Penstock", "StatefulDataLoader")
+        }
+    for length in amounts.lengths:
+        found["seek"][str(length)] = {"Penstock": ours_seeks(length)}
+        if length <= amounts.theirs:
+            found["seek"][str(length)]["StatefulDataLoader"] = theirs_seeks(length)
+    lines = max(20, amounts.batches // 4)
+    for shards in SHARDS:
+        make = partial(packed, texts, shards)
+        tokens = 8 * LINE
+        found["packed"][str(shards)] = {
+            "plain": tokens * rate(make, lines),
+            "saved": times(saving(make, lines), tokens),
+        }
+    by_hand = partial(torch.utils.data.DataLoader, ByHand(texts), 8)
+    found["packed"]["by hand"] = {"plain": 8 * LINE * rate(by_hand, lines)}
+    return found
+
+
+def sizes(rows: Rows, texts: list[Any], processes: int) -> dict[str, int]:
+    """Bytes of the states in the middle of an epoch."""
+    found = {}
+    for name, make in readers(rows, processes).items():
+        if name in ("Penstock", "StatefulDataLoader"):
+            loader: Any = make()
+            list(islice(loader, len(rows) // BATCH // 2))
+            found[f"{name}, shuffled map-style, {processes} processes"] = size(loader.state_dict())
+    for shards in SHARDS:
+        lines = packed(texts, shards)
+        list(islice(lines, 20))
+        found[f"Penstock, packed and shuffled in {shards} shards"] = len(encode_state(lines.state_dict()))
+    return found
+
+
+def run(amounts: Amounts, rounds: int) -> dict[str, Any]:
+    """All of it, as it is written to --json."""
+    torch.set_num_threads(1)
+    rows, texts = Rows(amounts.rows), documents(amounts.documents)
+    busy, load = busy_cores(1.0), os.getloadavg()[0]
+    began, all_s, own_s = time.monotonic(), machine_s(), cpu_s(os.getpid())
+    found = [figures(rows, texts, amounts) for _ in range(rounds)]
+    took = time.monotonic() - began
+    return {
+        "machine": machine.describe(),
+        "command": " ".join(["python -m benchmarks.sources", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "commit": machine.commit(),
+        "took_s": took,
+        "noise": {
+            "busy_before": busy,
+            "load_before": load,
+            "others": max(0.0, (machine_s() - all_s - (cpu_s(os.getpid()) - own_s)) / took),
+        },
+        "rounds": found,
+        "sizes": sizes(rows, texts, max(amounts.processes)),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--write", type=Path, help="document whose tables are replaced")
+    arguments = parser.parse_args()
+    results = run(QUICK if arguments.quick else FULL, arguments.rounds)
+    text = markdown(results)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    if arguments.write:
+        arguments.write.write_text(between(arguments.write.read_text(), text, BEGIN, END))
+    return 1 if any(verdict.met is False for verdict in judge(results)) and not arguments.quick else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

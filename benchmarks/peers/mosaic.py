@@ -10,11 +10,7 @@ samples, collated by torch, were slower. No shuffling. One epoch is longer than 
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import sys
 import tempfile
-import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.cases import LEAF_SHAPE, Case
+from benchmarks.peers.importing import import_streaming
 from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
 
@@ -32,31 +29,7 @@ DATA_BYTES = 128 << 20
 MOST_SAMPLES = 8192
 EPOCH_SAMPLES = 200_000
 
-
-def _stand_in_for_torchvision() -> None:
-    """Let streaming be imported where torchvision cannot be.
-
-    Its package imports torchvision for its image datasets, which are not used here, and fails where torchvision was
-    built for another torch: the one that pip finds may be for CUDA where torch is not.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except Exception:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        names: dict[str, dict[str, Any]] = {"": {}, ".datasets": {"VisionDataset": object}, ".transforms": {}}
-        names[".transforms.functional"] = {"to_tensor": torch.as_tensor}
-        for name, attributes in names.items():
-            module = types.ModuleType(f"torchvision{name}")
-            module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
-            module.__path__ = []
-            vars(module).update(attributes)
-            sys.modules[module.__name__] = module
-
-
-_stand_in_for_torchvision()
-# By name, for the type checker's environment has no streaming.
-streaming: Any = importlib.import_module("streaming")
+streaming = import_streaming()
 
 
 def _handed_on(samples: list[dict[str, Any]]) -> Any:

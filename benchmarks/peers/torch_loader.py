@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.utils.data
 from benchmarks.cases import Case
+from benchmarks.loaders import make
 from benchmarks.processes import Role
 from benchmarks.serve import Way, serve
-from benchmarks.sources import make
 
 
 class TorchLoader(Way):

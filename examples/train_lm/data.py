@@ -1,40 +1,40 @@
-"""The input: windows of Python's own source text, in a loader that is saved at any step and resumed on any shape.
-
-An epoch is one list of batches, shuffled by (seed, epoch). It is dealt to the workers like cards, box by box, and each
-box's workers in turn. With 2 boxes of 2 workers:
-
-    batch    0  1  2  3  4  5  6  7
-    box      0  1  0  1  0  1  0  1
-    slot     0  0  1  1  0  0  1  1
-    step     1  1  2  2  3  3  4  4
-
-Penstock takes from a box's slots in turn too, so at every step the boxes together have taken the first batches of the
-list, in its order: step s of box b is always batch (s - 1) * num_boxes + b. On another number of workers what is left
-of the list is dealt again. So no window comes twice, none is missed, and the order does not even change.
-"""
+"""The input: windows of Python's own source text, shuffled anew in each epoch."""
 
 from __future__ import annotations
 
-import random
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.worker import current_assignment
+from penstock.worker.datasets import MapLoader
 
-__all__ = ["WINDOW", "WindowLoader", "input_fn"]
+__all__ = ["WINDOW", "Windows", "corpus", "input_fn"]
 
 WINDOW = 128
 """Bytes that the model reads at once; a window holds one more, the last to be guessed."""
 
 
-def input_fn(batch_size: int, num_windows: int) -> WindowLoader:
-    """What Penstock calls in each worker. The arguments are those of the DataLoader."""
-    text = corpus(num_windows * WINDOW + 1)
-    return WindowLoader(torch.frombuffer(text, dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW), batch_size)
+def input_fn(batch_size: int, num_windows: int) -> MapLoader:
+    """What Penstock calls in each worker. The arguments are those of the DataLoader. Batches are dicts of
+
+    tokens: uint8, [batch_size, WINDOW + 1]; window: int64, [batch_size], the windows' numbers.
+    """
+    return MapLoader(Windows(num_windows), batch_size=batch_size, shuffle=True, tail="drop", reseed=False)
+
+
+class Windows(torch.utils.data.Dataset[dict[str, Any]]):
+    """The text, cut."""
+
+    def __init__(self, count: int) -> None:
+        self.windows = torch.frombuffer(corpus(count * WINDOW + 1), dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"tokens": self.windows[number], "window": number}
 
 
 def corpus(size: int) -> bytearray:
@@ -45,63 +45,3 @@ def corpus(size: int) -> bytearray:
         if len(text) >= size:
             return text[:size]
     raise ValueError(f"the standard library's modules have {len(text)} bytes of source text, {size} are asked for")
-
-
-class WindowLoader:
-    """One worker's share of the epochs' batches, each a dict of
-
-    tokens: uint8, [batch_size, WINDOW + 1]; window: int64, [batch_size], the windows' numbers; epoch: int, from 0.
-    """
-
-    def __init__(self, windows: torch.Tensor, batch_size: int) -> None:
-        self.windows = windows
-        self.batch_size = batch_size
-        self.me = current_assignment()
-        self.epoch = 0
-        self.start = 0  # batches of the epoch's list that were taken before this deal
-        self.taken = 0  # batches of its share that this worker has handed out
-
-    def share(self) -> range:
-        """Which batches of the epoch's list are dealt to this worker, by their numbers."""
-        end = len(self.windows) // self.batch_size
-        end -= (end - self.start) % self.me.num_boxes  # every box takes as many steps, or collectives would hang
-        first = self.start + self.me.slot * self.me.num_boxes + self.me.box
-        return range(first, end, self.me.total_num_workers)
-
-    def __len__(self) -> int:
-        return len(self.share())
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rest of this epoch; the next call goes on with the next epoch."""
-        order = list(range(len(self.windows)))
-        random.Random(f"{self.me.seed} {self.epoch}").shuffle(order)
-        for number in self.share()[self.taken :]:
-            self.taken += 1  # before the yield: a state counts the batch that was just handed out
-            window = torch.tensor(order[number * self.batch_size : (number + 1) * self.batch_size])
-            yield {"tokens": self.windows[window], "window": window, "epoch": self.epoch}
-        self.epoch, self.start, self.taken = self.epoch + 1, 0, 0
-
-    # The four methods make the loader restartable on any number of workers and boxes.
-
-    def state_dict(self) -> dict[str, Any]:
-        """On each worker: where it is."""
-        shape = {"num_boxes": self.me.num_boxes, "num_workers": self.me.total_num_workers}
-        return {**shape, "epoch": self.epoch, "start": self.start, "taken": self.taken}
-
-    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
-        """In the training job: one state from those of all workers, in order of their global_worker_id."""
-        deal, *others = [{**state, "taken": 0} for state in worker_states]
-        if any(other != deal for other in others):
-            raise ValueError(f"these are not the workers of one deal: {worker_states}")
-        return {**deal, "taken": [state["taken"] for state in worker_states]}
-
-    def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
-        """On each worker, when a run is resumed: its own state. Workers may now be more, or fewer."""
-        taken = aggregated["taken"]
-        if (aggregated["num_boxes"], aggregated["num_workers"]) == (self.me.num_boxes, self.me.total_num_workers):
-            return {**aggregated, "taken": taken[self.me.global_worker_id]}  # the same deal goes on
-        return {**aggregated, "start": aggregated["start"] + sum(taken), "taken": 0}  # the rest is dealt again
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On each worker: go there."""
-        self.epoch, self.start, self.taken = state["epoch"], state["start"], state["taken"]

@@ -13,35 +13,22 @@ window of the epoch once. The exit status is 1 if they do not.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import secrets
-import select
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demo_cluster import Cluster, DemoError, Step, read_log
+
 from penstock.proto.state import decode_state, encode_state
 
 EXAMPLES = Path(__file__).resolve().parents[1]
+
 BOXES = 2
-DEADLINE_S = 300.0  # of each run, and of each daemon's start
-
-Step = dict[str, Any]
-"""A line of a box's log."""
-
-
-class DemoError(Exception):
-    """Something did not come up, did not end well, or did not end in time."""
 
 
 @dataclass
@@ -72,132 +59,31 @@ class Run:
         return float(self.logs[0][-1]["time"] - self.logs[0][0]["time"])
 
 
-class Demo:
-    """The processes, and the folder that all of them write to."""
+class Demo(Cluster):
+    """The runs that are compared."""
 
     def __init__(self, out: Path, steps: int, save_at: int) -> None:
-        self.out = out
+        super().__init__(out)
         self.steps = steps
         self.save_at = save_at
-        ours = ("PENSTOCK_", "TORCHELASTIC_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        # The token is nowhere but in the environment: command lines can be read by everyone on the machine.
-        self.environment = {**kept, "PYTHONPATH": str(EXAMPLES), "PENSTOCK_TOKEN": secrets.token_urlsafe(24)}
 
-    @contextlib.contextmanager
-    def daemons(self) -> Iterator[None]:
-        """A coordinator on a free port, and two worker daemons with three slots each."""
-        with contextlib.ExitStack() as stack:
-            lifeline = ["--lifeline-pid", str(os.getpid())]
-            books = ["--listen", "127.0.0.1:0", "--state-dir", str(self.out / "coordinator")]
-            address = self.daemon(stack, "coordinator", "penstock.appliance", *books, *lifeline)
-            for name in ("worker-1", "worker-2"):
-                work = ["--coordinator", address, "--name", name, "--slots", "3", "--allow", "train_lm"]
-                self.daemon(stack, name, "penstock.worker", *work, *lifeline)
-            self.environment["PENSTOCK_COORDINATOR"] = address
-            yield
-
-    def daemon(self, stack: contextlib.ExitStack, name: str, *command: str) -> str:
-        """Start a daemon, to be stopped with the stack; returns the line that it writes when it is up."""
-        read, write = os.pipe()
-        process = self.start(name, *command, "--ready-fd", str(write), pass_fds=(write,))
-        stack.callback(stop, process)
-        os.close(write)
-        with open(read) as ready:
-            in_time, _, _ = select.select([ready], [], [], DEADLINE_S)
-            line = ready.readline().strip() if in_time else ""
-        if not line:
-            raise DemoError(f"the {name} did not start:\n{self.last_words(name)}")
-        return line
-
-    def start(
-        self, name: str, *command: str, pass_fds: tuple[int, ...] = (), env: dict[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Run a Python module; what it prints goes to a file."""
-        with open(self.out / f"{name}.log", "wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", *command],
-                env={**self.environment, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=pass_fds,
-            )
-
-    def train(
+    def run(
         self, name: str, title: str, *, job: str, workers: int, resume: Path | None = None, kill_at: int = 0
     ) -> Run:
         """Run train.py on all boxes, to the end or until every box has logged step `kill_at`."""
-        print(f"running {title}", flush=True)
         folder = self.out / name
         folder.mkdir()
         command = ["train_lm.train", "--steps", str(self.steps), "--checkpoint-every", str(self.save_at)]
         command += ["--out", str(folder), *(["--resume", str(resume)] if resume else [])]
-        env = {
-            "PENSTOCK_JOB": job,
-            "PENSTOCK_NUM_WORKERS_PER_BOX": str(workers),
-            **({} if resume else {"PENSTOCK_SEED": "1"}),  # a state remembers the seed of its run
-            # From here on it is what torchrun would set; started by hand, the processes can be killed one by one.
-            "WORLD_SIZE": str(BOXES),
-            "LOCAL_WORLD_SIZE": str(BOXES),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        boxes = [f"{name}-box{rank}" for rank in range(BOXES)]
-        processes = [
-            self.start(box, *command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank, box in enumerate(boxes)
-        ]
         logs = [folder / f"box{rank}.jsonl" for rank in range(BOXES)]
-        deadline = time.monotonic() + DEADLINE_S
-        try:
-            while any(process.poll() is None for process in processes):
-                if kill_at and all(len(read_log(log)) and read_log(log)[-1]["step"] >= kill_at for log in logs):
-                    break
-                for process, box in zip(processes, boxes, strict=True):
-                    if process.poll():
-                        raise DemoError(f"{box} ended with status {process.returncode}:\n{self.last_words(box)}")
-                if time.monotonic() > deadline:
-                    raise DemoError(f"{title} took more than {DEADLINE_S:g} s:\n{self.last_words(*boxes)}")
-                time.sleep(0.02)
-        finally:
-            for process in processes:
-                process.kill()  # SIGKILL: the training cannot prepare for it
-            statuses = [process.wait() for process in processes]
-        expected = -signal.SIGKILL if kill_at else 0
-        if any(status != expected for status in statuses):
-            raise DemoError(f"{title}: the boxes ended with {statuses}, not {expected}:\n{self.last_words(*boxes)}")
+
+        def reached() -> bool:
+            return all(len(read_log(log)) and read_log(log)[-1]["step"] >= kill_at for log in logs)
+
+        env = {"PENSTOCK_JOB": job, **({} if resume else {"PENSTOCK_SEED": "1"})}  # a state remembers its run's seed
+        kill_when = reached if kill_at else None
+        self.train(name, title, command, boxes=BOXES, workers=workers, env=env, kill_when=kill_when)
         return Run(name, title, [read_log(log) for log in logs])
-
-    def last_words(self, *names: str) -> str:
-        """The ends of what processes printed."""
-        return "\n".join(
-            f"--- {name}\n" + "\n".join((self.out / f"{name}.log").read_text(errors="replace").splitlines()[-25:])
-            for name in names
-        )
-
-
-def read_log(path: Path) -> list[Step]:
-    """The whole lines of a box's log, which may be killed while it writes one."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 # ---- what must be true
@@ -296,12 +182,12 @@ def main() -> int:
     demo = Demo(out.resolve(), options.steps, options.save_at)
     began = time.monotonic()
     try:
-        with demo.daemons():
-            a = demo.train("a", "(a) uninterrupted", job="a", workers=2)
-            before = demo.train("b-killed", "(b) until it is killed", job="b", workers=2, kill_at=options.kill_at)
+        with demo.daemons("train_lm", slots=3):
+            a = demo.run("a", "(a) uninterrupted", job="a", workers=2)
+            before = demo.run("b-killed", "(b) until it is killed", job="b", workers=2, kill_at=options.kill_at)
             checkpoint = demo.out / before.name / f"step-{options.save_at}.ckpt"
-            after = demo.train("b-resumed", "(b) resumed", job="b", workers=2, resume=checkpoint)
-            other = demo.train("c", "(c) resumed with 3 workers a box", job="c", workers=3, resume=checkpoint)
+            after = demo.run("b-resumed", "(b) resumed", job="b", workers=2, resume=checkpoint)
+            other = demo.run("c", "(c) resumed with 3 workers a box", job="c", workers=3, resume=checkpoint)
     except DemoError as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from queries import ask, respond, values
 
 from penstock.appliance.journal import StateDir
 from penstock.appliance.limits import Limits
-from penstock.appliance.states import Gathering
+from penstock.appliance.states import PASSES, Gathering
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import (
     InputFnError,
@@ -156,6 +156,93 @@ def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_wa
     gathering = ask(box, 5)
     respond(worker)
     assert values(gathering) == ["0.0:1.4", "0.1:1.1"]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_box_that_may_be_about_to_leave_its_pass_too_is_waited_for(
+    tmp_path: Path, leaves: bool, restarted: bool
+) -> None:
+    """What its workers have made ahead of the break is no state of the step."""
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    first, second = (world.open(number, num_boxes=2) for number in range(2))
+    worker = world.worker("w")
+    worker.ready()
+    first.deliver(5)
+    second.deliver(4)
+    assert first.position is not None
+    assert second.position is not None
+    first.cuts[0] = 5
+    first.position.cut()
+    first.deliver(1)
+    if restarted:
+        world.journal.close()
+        world.boot(directory)
+        worker.register()
+        worker.ready()
+        second.watch()
+    gathering = ask(first, 6)
+    respond(worker)
+    assert not gathering.done
+    assert gathering.waits_for() == "box 1 (it has not come beyond step 5, after which box 0 left a pass)"
+    second.deliver(1)
+    assert not [request for request in worker.beat().state_requests if request.box == 1]
+    if leaves:
+        second.cuts[0] = 5
+        second.position.cut()
+        second.watch()
+    else:
+        second.deliver(1)
+    respond(worker)
+    there = ["1.0:1.4", "1.1:1.2"] if leaves else ["1.0:0.3", "1.1:0.3"]
+    assert values(gathering) == ["0.0:1.4", "0.1:1.2", *there]
+    world.journal.close()
+    directory.close()
+
+
+def test_workers_are_told_where_the_loop_left_passes(world: World) -> None:
+    """The last ones; of what lies before them it is said that it is not known."""
+    box = world.open(0)
+    worker = world.worker("w")
+    worker.ready()
+    for taken in (5, 4, 3):
+        box.deliver(taken)
+        assert box.position is not None
+        box.cuts[box.position.epoch] = box.position.step
+        box.position.cut()
+    box.deliver(2)
+    ask(box, 14)
+    told = {request.slot: request for request in worker.beat().state_requests}
+    assert [(end.epoch, end.total) for end in told[0].left] == [(2, 7), (1, 5), (0, 3)]
+    assert [(end.epoch, end.total) for end in told[1].left] == [(2, 5), (1, 4), (0, 2)]
+    assert {request.left_from for request in told.values()} == {0}
+    for _ in range(PASSES):
+        assert box.position is not None
+        box.cuts[box.position.epoch] = box.position.step
+        box.position.cut()
+        box.deliver(1)
+    ask(box, 14 + PASSES)
+    later = next(request for request in worker.beat().state_requests if request.step > 14)
+    assert [end.epoch for end in later.left] == list(reversed(range(3, 3 + PASSES)))
+    assert later.left_from == 3
+
+
+def test_a_box_at_its_end_is_not_waited_for_where_others_left_a_pass(world: World) -> None:
+    first, second = (world.open(number, num_boxes=2) for number in range(2))
+    worker = world.worker("w")
+    worker.ready()
+    first.deliver(5)
+    second.deliver(4)
+    assert first.position is not None
+    first.cuts[0] = 5
+    first.position.cut()
+    first.deliver(1)
+    gathering = ask(first, 6)
+    second.pass_ended = True
+    second.watch()
+    respond(worker)
+    assert values(gathering)[2:] == ["1.0:0.2", "1.1:0.2"]
 
 
 def test_after_a_restart_the_asker_s_own_position_is_taken(tmp_path: Path) -> None:
@@ -562,10 +649,12 @@ def asked_ahead(world: World) -> tuple[list[FakeBox], FakeWorker, Gathering]:
     return boxes, worker, ask(boxes[0], 8)
 
 
+@pytest.mark.parametrize("history", [64, 10])
 @pytest.mark.parametrize("meanwhile", [0, 2, 5, 9])
-def test_a_state_has_the_flight_record_of_every_box(world: World, meanwhile: int) -> None:
-    """Box 1 has not come to the step when it is asked for, and goes on while the workers answer."""
-    boxes, worker, gathering = asked_ahead(world)
+def test_a_state_has_the_flight_record_of_every_box(meanwhile: int, history: int) -> None:
+    """Box 1 has not come to the step when it is asked for, and goes on while the workers answer; its report from before
+    may be among the positions that the books keep, or not."""
+    boxes, worker, gathering = asked_ahead(World(Limits(history_entries=history)))
     requests = list(worker.beat().state_requests)
     fly(boxes[1], meanwhile)
     answer_with_digests(worker, requests)

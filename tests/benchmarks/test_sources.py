@@ -1,86 +1,73 @@
-"""The sources keep what the comparison rests on."""
+"""The benchmark of the sources: all of it once with little data, and what its report says of given figures."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from benchmarks.cases import PATH, Case
-from benchmarks.measure import batch_bytes
-from benchmarks.slots import Order
-from benchmarks.sources import Ready, Stateful, make, source
+from benchmarks.sources import Amounts, figures, sizes
+from benchmarks.sources_cases import LINE, ByHand, Rows, documents, packed
+from benchmarks.sources_report import judge, markdown
+
+SETTING = {
+    "machine": dict.fromkeys(("cores", "processor", "caches", "memory_gib", "kernel", "python"), "?"),
+    "noise": {"busy_before": 0.0, "load_before": 0.0, "others": 0.0},
+    "command": "",
+    "date": "",
+    "commit": "",
+    "took_s": 1.0,
+}
+FEW = Amounts(rows=2_000, documents=200, batches=10, lengths=(10_000, 10**9), theirs=10_000, processes=(0,))
 
 
-@pytest.mark.parametrize("case", PATH, ids=lambda case: case.name)
-def test_batches_have_the_bytes_of_their_case(case: Case) -> None:
-    for batch in islice(make(case), 3):
-        assert batch_bytes(batch) == case.nbytes
+def test_everybody_has_a_turn() -> None:
+    rows, texts = Rows(FEW.rows), documents(FEW.documents)
+    found = figures(rows, texts, FEW)
+    names = {"Penstock", "Penstock, reseeded", "DataLoader", "DataLoader, DistributedSampler", "StatefulDataLoader"}
+    assert set(found["read"]["0"]) == names
+    assert {name: set(by) for name, by in found["seek"].items()} == {
+        "10000": {"Penstock", "StatefulDataLoader"},
+        str(10**9): {"Penstock"},
+    }
+    assert set(found["packed"]) == {"1", "64", "by hand"}
+    results = {**SETTING, "rounds": [found], "sizes": sizes(rows, texts, 0)}
+    text = markdown(results)
+    assert "| DataLoader, 0 processes |" in text
+    assert "| 1,000,000,000 |" in text
+    assert [verdict.met for verdict in judge(results)].count(None) == 0
 
 
-def test_the_tensor_is_new_each_time_and_its_memory_is_not() -> None:
-    first, second = islice(Ready(Case("x", 4096)), 2)
-    assert first is not second
-    assert first.data_ptr() == second.data_ptr()
+def test_both_pack_the_same_tokens() -> None:
+    """By hand and by us, each epoch has every document once: the same work is compared."""
+    texts = documents(40)
+    lines = (sum(text.size + 2 for text in texts)) // LINE - 1
+    by_hand = [line.numpy().copy() for line, _ in zip(ByHand(texts), range(lines), strict=False)]
+    ours = [row.numpy() for batch, _ in zip(packed(texts, 1), range(lines // 8), strict=False) for row in batch]
+    assert len(ours) == lines // 8 * 8
+    for got in (by_hand, ours):
+        ends = np.concatenate(got)
+        starts = (ends == 1).sum()
+        assert abs(int(starts) - sum(1 for _ in texts)) < 20
 
 
-def test_a_dict_has_leaves_of_their_own() -> None:
-    (batch,) = islice(Ready(Case("x", 64 << 10, leaves=8)), 1)
-    assert len(batch) == len({leaf.data_ptr() for leaf in batch.values()}) == 8
-    assert all(leaf.dtype == torch.int64 and leaf.shape == (8, 128) for leaf in batch.values())
+def _results(seek: float, cost: float) -> dict[str, Any]:
+    one = {"Penstock": 100.0, "DataLoader": 200.0}
+    rounds = [
+        {
+            "read": {"0": one, "2": one},
+            "saved": {processes: {"Penstock": {"rate": 90.0, "cost": cost}} for processes in ("0", "2")},
+            "seek": {str(10**9): {"Penstock": seek}},
+            "packed": {"1": {"plain": 100.0, "saved": {"rate": 90.0, "cost": cost}}, "by hand": {"plain": 100.0}},
+        }
+    ]
+    return {**SETTING, "rounds": rounds, "sizes": {}}
 
 
-def test_a_source_goes_through_plain_values() -> None:
-    case = Case("x", 64, state_tensors=2)
-    made = source(**case.to_json())
-    assert isinstance(made, Stateful)
-    assert made.case == case
-
-
-def test_a_restored_source_goes_on_and_yields_the_same() -> None:
-    case = Case("x", 64, state_tensors=3)
-    there = make(case)
-    assert isinstance(there, Stateful)
-    batches = iter(there)
-    for _ in range(5):
-        next(batches)
-    state = there.state_dict()
-    assert (state["at"], len(state["tensors"]), state["tensors"][0].nbytes) == (5, 3, 1024)
-    again = Stateful(case)
-    again.load_state_dict(state)
-    assert torch.equal(next(iter(again)), next(batches))
-    assert again.state_dict()["at"] == 6
-
-
-def test_states_are_counted_and_do_not_share_memory(tmp_path: Path) -> None:
-    counter = tmp_path / "states"
-    counter.write_bytes(bytes(8))
-    there = make(Case("x", 64, state_tensors=1, counter=str(counter)))
-    assert isinstance(there, Stateful)
-    first, second = there.state_dict(), there.state_dict()
-    assert first["tensors"][0].data_ptr() != second["tensors"][0].data_ptr()
-    assert np.fromfile(counter, np.int64).tolist() == [2]
-
-
-@pytest.mark.parametrize(
-    ("more", "clock"), [({"busy_s": 0.002}, time.perf_counter), ({"work": 100_000}, time.thread_time)]
-)
-def test_a_slow_source_takes_its_time(more: dict[str, Any], clock: Callable[[], float]) -> None:
-    batches = iter(Ready(Case("x", 64, **more)))
-    next(batches)
-    started = clock()
-    next(batches)
-    assert clock() - started > 0.001
-
-
-def test_order_is_checked_at_every_step() -> None:
-    order = Order(2)
-    for slot, index in ((0, 0), (1, 0), (0, 1)):
-        order.check(torch.tensor([slot, index]))
-    with pytest.raises(SystemExit, match="batch 2 of slot 0 came as step 3 of 2 slots"):
-        order.check(torch.tensor([0, 2]))
+@pytest.mark.parametrize(("seek", "cost", "met"), [(0.0099, 0.05, True), (0.0101, 0.051, False)])
+def test_what_is_missed_is_said(seek: float, cost: float, met: bool) -> None:
+    results = _results(seek, cost)
+    verdicts = judge(results)
+    assert len(verdicts) == 4
+    assert {verdict.met for verdict in verdicts} == {met}
+    assert "0.50x" in markdown(results)

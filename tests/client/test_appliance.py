@@ -47,13 +47,18 @@ def pidfds() -> Iterator[Any]:
         os.close(fd)
 
 
-def test_close_is_idempotent_and_leaves_no_process(pidfds: Any) -> None:
-    with Appliance(timeout_s=SOON_S) as appliance:
+def test_loaders_share_the_appliance_of_the_with_around_them_and_close_leaves_no_process(pidfds: Any) -> None:
+    with Appliance(timeout_s=SOON_S, seed=1) as appliance:
+        train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
+        assert [int(batch["number"]) for _ in train for batch in evaluation] == [1, 2, 3] * 2
+        assert len(appliance._runs) == 2
+        assert appliance._opened == 2
+        assert module._default is None
         loader = DataLoader(streams.counter, 3)
         kept = [batch["x"] for batch in DataExecutor(loader, appliance=appliance)]
         fds = pidfds(appliance._daemons)
         appliance.close()
-    appliance.close()
+    appliance.close()  # once more
     assert ended(fds)
     assert [int(x[0]) for x in kept] == [1, 2, 3], "batches outlive the appliance"
     with pytest.raises(RuntimeError, match="its stream ended at step 3 with its appliance"):
@@ -68,15 +73,6 @@ def test_an_appliance_that_is_dropped_is_stopped(pidfds: Any) -> None:
     del appliance
     gc.collect()
     assert ended(fds)
-
-
-def test_loaders_share_the_appliance_of_the_with_around_them(pidfds: Any) -> None:
-    with Appliance(timeout_s=SOON_S) as appliance:
-        train, evaluation = DataLoader(streams.counter, 2), DataLoader(streams.counter, 3)
-        assert [int(batch["number"]) for _ in train for batch in evaluation] == [1, 2, 3] * 2
-        assert len(appliance._runs) == 2
-        assert appliance._opened == 2
-    assert module._default is None
 
 
 def test_the_default_appliance_closes_after_its_last_loader(pidfds: Any) -> None:

@@ -17,12 +17,12 @@ from penstock.deploy.exits import CODES, CommandError, exit_code, guarded
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
-COMMANDS = ("coordinator", "worker", "status", "state", "doctor")
+COMMANDS = ("coordinator", "worker", "status", "state", "replay", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command_shows_its_options_and_the_exit_codes(shell: Any, command: str) -> None:
-    done = shell.run(command, "--help")
+    done = shell.call(command, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(f"Usage: penstock {command} ")
     for code in CODES:
@@ -34,27 +34,48 @@ def test_help_names_all_commands_and_no_command_is_a_usage_error(shell: Any) -> 
     assert done.returncode == 0
     for command in COMMANDS:
         assert re.search(rf"^  {command} ", done.stdout, re.MULTILINE)
-    assert shell.run().returncode == 2
-    assert shell.run("no-such-command").returncode == 2
+    assert shell.call().returncode == 2
+    assert shell.call("no-such-command").returncode == 2
+
+
+def test_state_shows_by_default_and_converts() -> None:
+    from typer.testing import CliRunner
+
+    from penstock.deploy.cli import app
+
+    def helped(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["state", *arguments])
+        assert done.exit_code == 0
+        return done.stdout
+
+    assert "IN " in helped("convert", "--help")
+    assert "Show the state of a run" in helped("job/0", "--help")
+    assert helped("job/0", "--help") == helped("show", "--help") == helped("--step", "3", "job/0", "--help")
+    assert {"show", "convert"} <= set(helped("--help").split())
 
 
 def test_version(shell: Any) -> None:
     assert re.fullmatch(r"penstock \d+\.\d+\.\d+\S*\n", shell.run("--version").stdout)
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"],
+LIGHT = (
+    *("cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"),
+    *("replay", "replayed", "archive", "crew", "walk", "convert"),
 )
-def test_nothing_imports_torch_before_it_is_needed(module: str) -> None:
-    code = f"import penstock.deploy.{module}, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["penstock.appliance.server", "penstock.worker.daemon"])
-def test_daemons_never_import_torch(module: str) -> None:
-    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+def test_nothing_imports_torch_before_it_is_needed() -> None:
+    """One process imports all: what one of them does not load, they do not together."""
+    modules = [*(f"penstock.deploy.{name}" for name in LIGHT), "penstock.appliance.server", "penstock.worker.daemon"]
+    code = f"""
+import importlib, sys
+for module in {modules}:
+    importlib.import_module(module)
+    if "torch" in sys.modules or "numpy" in sys.modules and module.startswith("penstock.deploy."):
+        sys.exit(f"{{module}} imports it")
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_every_error_has_one_exit_code() -> None:

@@ -27,8 +27,8 @@ def test_coordinator_makes_a_token_that_only_it_can_read_and_never_shows_it(shel
     with CoordinatorClient(started.line, token) as client:
         client.status()
     given = {"PENSTOCK_TOKEN": None, "PENSTOCK_TOKEN_FILE": str(file), "PENSTOCK_COORDINATOR": started.line}
-    assert shell.run("status", **given).returncode == 0
-    assert shell.run("status", "--token-file", str(file), PENSTOCK_COORDINATOR=started.line).returncode == 0
+    assert shell.call("status", **given).returncode == 0
+    assert shell.call("status", "--token-file", str(file), PENSTOCK_COORDINATOR=started.line).returncode == 0
     assert started.stop() == 0
     log = started.log.read_text()
     assert f"made one in state/token; give workers and training jobs PENSTOCK_TOKEN_FILE={file}" in log
@@ -44,7 +44,7 @@ def test_coordinator_refuses_a_token_file_of_its_own_that_others_can_read(shell:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "token").write_text("secret-secret-secret")
     (tmp_path / "state" / "token").chmod(0o644)
-    done = shell.run("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)
+    done = shell.call("coordinator", *LOCAL, "--state-dir", "state", PENSTOCK_TOKEN=None)
     assert done.returncode == 12
     assert "can be read by others (mode 0644): chmod 600" in done.error
     assert "secret-secret" not in done.stderr
@@ -59,9 +59,9 @@ def test_coordinator_ends_as_told(shell: Any, number: signal.Signals) -> None:
 
 def test_coordinator_in_memory_needs_a_token(shell: Any, tmp_path: Path) -> None:
     started = shell.start("coordinator", *LOCAL, "--state-dir", ":memory:")
-    assert shell.run("status", "--coordinator", started.line).returncode == 0
+    assert shell.call("status", "--coordinator", started.line).returncode == 0
     assert not (tmp_path / ":memory:").exists()
-    done = shell.run("coordinator", *LOCAL, "--state-dir", ":memory:", PENSTOCK_TOKEN=None)
+    done = shell.call("coordinator", *LOCAL, "--state-dir", ":memory:", PENSTOCK_TOKEN=None)
     assert done.returncode == 2
     assert "set PENSTOCK_TOKEN, or give --token-file" in done.error
 
@@ -83,7 +83,7 @@ def test_port_taken(shell: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [("coordinator", "--state-dir", "state"), ("worker", "--slots=1", "--allow=x")])
 def test_an_unsafe_bind_is_refused(shell: Any, arguments: tuple[str, ...]) -> None:
-    done = shell.run(*arguments, "--listen", "192.0.2.1:0")
+    done = shell.call(*arguments, "--listen", "192.0.2.1:0")
     assert done.returncode == 16
     assert "192.0.2.1:0 can be reached from other machines" in done.error
     assert "--insecure" in done.error
@@ -92,12 +92,12 @@ def test_an_unsafe_bind_is_refused(shell: Any, arguments: tuple[str, ...]) -> No
 def test_an_unsafe_bind_can_be_insisted_on(shell: Any) -> None:
     started = shell.start("coordinator", "--listen", "0.0.0.0:0", "--insecure", "--state-dir", "state")
     port = started.line.rpartition(":")[2]
-    assert shell.run("status", "--coordinator", f"127.0.0.1:{port}").returncode == 0
+    assert shell.call("status", "--coordinator", f"127.0.0.1:{port}").returncode == 0
 
 
 def test_a_state_directory_in_use(shell: Any) -> None:
     shell.start("coordinator", *LOCAL, "--state-dir", "state")
-    done = shell.run("coordinator", *LOCAL, "--state-dir", "state")
+    done = shell.call("coordinator", *LOCAL, "--state-dir", "state")
     assert done.returncode == 14
     assert "in use by another coordinator" in done.error
 
@@ -105,7 +105,7 @@ def test_a_state_directory_in_use(shell: Any) -> None:
 def test_a_state_directory_that_cannot_be(shell: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for token in (None, "given-given-given"):
-        done = shell.run("coordinator", *LOCAL, "--state-dir", "file/state", PENSTOCK_TOKEN=token)
+        done = shell.call("coordinator", *LOCAL, "--state-dir", "file/state", PENSTOCK_TOKEN=token)
         assert done.returncode == 14
         assert "file/state" in done.error
 
@@ -120,7 +120,7 @@ def test_a_state_directory_that_cannot_be(shell: Any, tmp_path: Path) -> None:
     ],
 )
 def test_missing_and_bad_settings_are_usage_errors(shell: Any, arguments: tuple[str, ...], says: str) -> None:
-    done = shell.run(*arguments)
+    done = shell.call(*arguments)
     assert done.returncode == 2
     assert says in done.error
     assert "Traceback" not in done.stderr
@@ -139,12 +139,12 @@ def test_worker_registers_and_leaves(coordinator: Any) -> None:
 
 
 def _workers(coordinator: Any, name: str) -> list[dict[str, Any]]:
-    found = json.loads(coordinator.run("status", "--json").stdout)
+    found = json.loads(coordinator.call("status", "--json").stdout)
     return [worker for worker in found["workers"] if worker["worker"] == name]
 
 
 def test_worker_with_a_wrong_token(coordinator: Any) -> None:
-    done = coordinator.run("worker", "--slots", "1", "--allow", "streams", PENSTOCK_TOKEN="another-token")
+    done = coordinator.call("worker", "--slots", "1", "--allow", "streams", PENSTOCK_TOKEN="another-token")
     assert done.returncode == 12
     assert "the token is wrong" in done.error
 
@@ -183,12 +183,12 @@ def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
     assert done.returncode == 11
     assert done.error.startswith(f"penstock: the coordinator at {address} cannot be reached (Status): ")
     assert len(done.stderr.splitlines()) == 1
-    wrong = coordinator.run("status", PENSTOCK_TOKEN="another-token")
+    wrong = coordinator.call("status", PENSTOCK_TOKEN="another-token")
     assert (wrong.returncode, len(wrong.stderr.splitlines())) == (12, 1)
     assert "the token is wrong" in wrong.error
-    missing = coordinator.run("status", PENSTOCK_TOKEN=None)
+    missing = coordinator.call("status", PENSTOCK_TOKEN=None)
     assert missing.returncode == 12
     assert "PENSTOCK_TOKEN_FILE" in missing.error
-    unreadable = coordinator.run("status", "--token-file", "no/such/file")
+    unreadable = coordinator.call("status", "--token-file", "no/such/file")
     assert unreadable.returncode == 12
     assert "no/such/file cannot be read" in unreadable.error

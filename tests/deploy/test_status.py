@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_idle(coordinator: Any) -> None:
     first, _, last = done.stdout.splitlines()
     assert first.startswith(f"No runs at {coordinator.environment['PENSTOCK_COORDINATOR']} (Penstock ")
     assert last == "No workers: start some with `penstock worker`."
-    found = json.loads(coordinator.run("status", "--json").stdout)
+    found = json.loads(coordinator.call("status", "--json").stdout)
     assert (found["runs"], found["workers"]) == ([], [])
     assert found["coordinator"]["address"] == coordinator.environment["PENSTOCK_COORDINATOR"]
     assert found["coordinator"]["uptime_s"] > 0
@@ -60,8 +61,8 @@ def test_state_of_no_run(coordinator: Any) -> None:
     assert done.returncode == 18
     assert done.error == "penstock: the coordinator knows no run 'nobody/0'"
     assert len(done.stderr.splitlines()) == 1
-    assert coordinator.run("state", "nobody/first").returncode == 2
-    assert coordinator.run("state", "nobody", "--step", "-1").returncode == 2
+    assert coordinator.call("state", "nobody/first").returncode == 2
+    assert coordinator.call("state", "nobody", "--step", "-1").returncode == 2
 
 
 class Running:
@@ -71,7 +72,7 @@ class Running:
         self.shell = shell
 
     def json(self, *arguments: str) -> Any:
-        done = self.shell.run(*arguments, "--json")
+        done = self.shell.call(*arguments, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -113,7 +114,7 @@ def test_status_of_a_run(running: Running, until: Any) -> None:
 
 def test_status_in_plain_text(running: Running, until: Any) -> None:
     until(lambda: running.json("status")["runs"][0]["boxes"][0]["step"] == STEPS)
-    text = running.shell.run("status").stdout
+    text = running.shell.call("status").stdout
     assert text.isascii()
     assert rows(text, "Runs at ") == [["job/0", "1", "open", "1", "2", "streams:shared"]]
     (box,) = rows(text, "Boxes")
@@ -133,15 +134,21 @@ def test_status_on_a_terminal_is_drawn(running: Running) -> None:
     with os.fdopen(ours, "rb") as screen:
         with os.fdopen(theirs, "wb") as terminal:
             environment = running.shell.env({"TERM": "xterm", "COLUMNS": "120"})
-            command = [running.shell.run("--version").args[0], "status"]
+            command = [str(Path(sys.executable).with_name("penstock")), "status"]
             subprocess.run(command, env=environment, stdout=terminal, stdin=subprocess.DEVNULL, timeout=60, check=True)
         text = os.read(screen.fileno(), 1 << 16).decode()
     assert "─" in text
     assert "streams:shared" in text
 
 
-def test_state_at_a_step(running: Running) -> None:
-    found = running.json("state", "job", "--step", "5")
+@pytest.fixture(scope="module")
+def found_at_5(running: Running) -> Any:
+    """What `penstock state` says of step 5."""
+    return running.json("state", "job", "--step", "5")
+
+
+def test_state_at_a_step(found_at_5: Any) -> None:
+    found = found_at_5
     assert (found["run"], found["step"], found["num_boxes"], found["num_workers_per_box"]) == ("job/0", 5, 1, 2)
     assert found["boxes"] == [
         {
@@ -169,10 +176,10 @@ def test_state_without_a_step_is_the_newest(running: Running, until: Any) -> Non
     until(lambda: running.json("state", "job/0")["step"] == STEPS)
 
 
-def test_state_in_plain_text(running: Running) -> None:
-    done = running.shell.run("state", "job/0", "--step", "5")
+def test_state_in_plain_text(running: Running, found_at_5: Any) -> None:
+    done = running.shell.call("state", "job/0", "--step", "5")
     assert done.returncode == 0
-    digest = running.json("state", "job/0", "--step", "5")["boxes"][0]["digest"]
+    digest = found_at_5["boxes"][0]["digest"]
     assert rows(done.stdout, "Run job/0 at step 5") == [["0", "5", "0", "1", "0 1", "3/3, 2/2", digest]]
     records = rows(done.stdout, "DataLoaderCheckpoint records")
     assert [row[:7] for row in records] == [["0", "0", "0", "5", "3", "12", "0"], ["1", "0", "1", "5", "2", "8", "0"]]
@@ -180,7 +187,7 @@ def test_state_in_plain_text(running: Running) -> None:
 
 
 def test_state_that_cannot_be_had(running: Running) -> None:
-    done = running.shell.run("state", "job", "--step", "40")
+    done = running.shell.call("state", "job", "--step", "40")
     assert done.returncode == 20
     assert "at step 40 cannot be had" in done.error
     assert len(done.stderr.splitlines()) == 1

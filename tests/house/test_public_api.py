@@ -24,6 +24,34 @@ NAMES = {
         "get_worker_state",
     },
     "penstock.worker": {"collate", "current_assignment", "empty"},
+    "penstock.worker.datasets": {
+        "CSVWriter",
+        "Chunked",
+        "Cursor",
+        "Filtered",
+        "Grouped",
+        "JSONWriter",
+        "LogicalShards",
+        "MDSWriter",
+        "Mapped",
+        "Mixture",
+        "Packed",
+        "Repeated",
+        "ShardedSource",
+        "SkipSample",
+        "Savable",
+        "ShardLoader",
+        "MapLoader",
+        "Stream",
+        "StreamingDataset",
+        "StreamingLoader",
+        "SyntheticDataset",
+        "TSVWriter",
+        "WindowShuffled",
+        "XSVWriter",
+        "index_parquet",
+        "merge_index",
+    },
 }
 """Public module -> names that it exports at least."""
 
@@ -43,6 +71,19 @@ SIGNATURES = {
     "penstock.worker:collate": "(samples)",
     "penstock.worker:current_assignment": "()",
     "penstock.worker:empty": "(shape, dtype=None)",
+    "penstock.worker.datasets:ShardLoader.restore_sample": "(self, key)",
+    "penstock.worker.datasets:ShardLoader.set_epoch": "(self, epoch)",
+    "penstock.worker.datasets:ShardedSource.open": "(self, shard, epoch, seed, token=None, place=None)",
+    "penstock.worker.datasets:MapLoader.restore_sample": "(self, key)",
+    "penstock.worker.datasets:MapLoader.set_epoch": "(self, epoch)",
+    "penstock.worker.datasets:MapLoader.state_after": "(self, batches)",
+    "penstock.worker.datasets:StreamingDataset.__getitem__": "(self, index)",
+    "penstock.worker.datasets:StreamingDataset.__len__": "(self)",
+    "penstock.worker.datasets:StreamingLoader.restore_sample": "(self, key)",
+    "penstock.worker.datasets:StreamingLoader.set_epoch": "(self, epoch)",
+    "penstock.worker.datasets:StreamingLoader.state_after": "(self, batches)",
+    "penstock.worker.datasets:index_parquet": "(folder)",
+    "penstock.worker.datasets:merge_index": "(folder)",
 }
 """module:name -> its parameters, without annotations."""
 
@@ -51,6 +92,41 @@ ATTRIBUTES = {
     "penstock.client:DataExecutor": {"step", "on_checkpoint_step"},
 }
 """module:class -> what is read without being called."""
+
+KEYWORDS = {
+    "penstock.worker.datasets:Chunked": "source length bos eos longest",
+    "penstock.worker.datasets:Filtered": "source predicate random name",
+    "penstock.worker.datasets:Grouped": "source key size window drop_rest name",
+    "penstock.worker.datasets:Mapped": "source fn random name skip_failures",
+    "penstock.worker.datasets:Mixture": "sources weights stop",
+    "penstock.worker.datasets:Packed": "source length pad",
+    "penstock.worker.datasets:Repeated": "source",
+    "penstock.worker.datasets:ShardedSource.open": "shard epoch seed token place",
+    "penstock.worker.datasets:ShardLoader": (
+        "source batch_size global_batch_size seed partitions tail keys rank collate_fn unbatched"
+    ),
+    "penstock.worker.datasets:MapLoader": (
+        "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip fetch_threads "
+        "fetch_processes reseed keys rank collate_fn"
+    ),
+    "penstock.worker.datasets:Stream": "remote local split proportion repeat choose storage_options",
+    "penstock.worker.datasets:StreamingDataset": (
+        "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads allow_unsafe_types "
+        "storage_options"
+    ),
+    "penstock.worker.datasets:StreamingLoader": (
+        "dataset batch_size global_batch_size shuffle seed shuffle_block partitions interleave epoch_size tail "
+        "skip predownload keys rank collate_fn"
+    ),
+    "penstock.worker.datasets:SyntheticDataset": "sample_spec num_samples seed",
+    "penstock.worker.datasets:WindowShuffled": "source window",
+    "penstock.worker.datasets:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
+    "penstock.worker.datasets:Savable": (
+        "make shards snapshot_every snapshot_s capture_rng batch_rows collect_every config"
+    ),
+    "penstock.worker.datasets.formats.writing:Writer": "out columns compression hashes size_limit exist_ok",
+}
+"""module:class -> parameters that it has at least."""
 
 APPLIANCE_KEYWORDS = {"num_workers_per_box", "box", "num_boxes", "job", "seed", "device"}
 
@@ -93,6 +169,11 @@ def test_module_exports_its_names(module: str) -> None:
 @pytest.mark.parametrize("place", SIGNATURES)
 def test_signature(place: str) -> None:
     assert parameters(resolve(place)) == SIGNATURES[place]
+
+
+@pytest.mark.parametrize("place", KEYWORDS)
+def test_keywords(place: str) -> None:
+    assert set(KEYWORDS[place].split()) <= set(inspect.signature(resolve(place)).parameters)
 
 
 @pytest.mark.parametrize("place", ATTRIBUTES)

@@ -326,7 +326,8 @@ def swallows(marker: str) -> Iterator[Any]:
         except BaseException as error:
             Path(marker).write_text(repr(error))
             continue
-        yield batch.pop()  # and lets go of it, so that the next one is built in the ring, too
+        # Lets go of it, too, so that the next one is built in the ring.
+        yield {"rows": batch.pop(), "pid": os.getpid()}
 
 
 def one_more(count: int, ours: bool) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import streams
@@ -308,14 +309,8 @@ def _batches(batches: int, poison: set[int]) -> Iterator[torch.Tensor]:
         yield torch.tensor(number)
 
 
-def tempdir_of_multiprocessing() -> str:
-    from multiprocessing import util
-
-    return util.get_temp_dir()
-
-
 def says_where() -> Iterator[list[str]]:
     """The directory that multiprocessing uses here and in a process of its own."""
     current_assignment()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        yield [tempdir_of_multiprocessing(), pool.apply(tempdir_of_multiprocessing)]
+        yield [get_temp_dir(), pool.apply(get_temp_dir)]  # of a module that does not import torch there

@@ -72,6 +72,11 @@ def cannot_aggregate(batches: int = 100) -> CannotAggregate:
     return CannotAggregate(batches)
 
 
+def talks(batches: int = 100) -> streams.Shared:
+    print("hello from the input")
+    return streams.shared(batches)
+
+
 def crashes() -> Iterator[torch.Tensor]:
     yield torch.zeros(1)
     os.kill(os.getpid(), signal.SIGSEGV)

@@ -69,6 +69,24 @@ def heavy(batches: int, size: int) -> Heavy:
     return Heavy(batches, size)
 
 
+class Paced(Counter):
+    """Takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(1 << 40, first=1000 * current_assignment().global_worker_id)
+        self.seconds = seconds
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            time.sleep(self.seconds)
+            yield batch
+
+
+def paced(seconds: float) -> Paced:
+    """Each worker counts in a range of its own, without an end."""
+    return Paced(seconds)
+
+
 class Noting(Counter):
     """Notes in `path` after which batches its state was taken."""
 
@@ -128,6 +146,19 @@ class Shared(Counter):
 
 def shared(batches: int = 30) -> Shared:
     return Shared(batches)
+
+
+class SharedNoisy(Shared):
+    """With randomness that is in no state of its own."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            keys = [f"{batch['number']}-{row}" for row in range(4)]
+            yield {**batch, "noise": torch.rand(4, 2), "keys": keys}
+
+
+def shared_noisy(batches: int = 30) -> SharedNoisy:
+    return SharedNoisy(batches)
 
 
 class Mixed(Counter):

@@ -1,4 +1,5 @@
-"""A training job as a process of its own, for tests that kill it: python -m trainer, one JSON object as argument.
+"""A training job as a process of its own, for tests that kill it: `python -m trainer forks FD` forks one for each
+request that comes by this socket (tests/support/trainers.py).
 
 Says a line of JSON for each batch: its step, and a fingerprint. With "save" it saves its state every so many steps, in
 files of their own, and says so; with "resume" it starts from such a file. With "lane_proxy" its lanes over TCP go
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -20,6 +22,7 @@ import streams
 import torch
 import traps
 from proxy import Proxy
+from trainers import forked
 from xxhash import xxh3_64_intdigest
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -111,4 +114,4 @@ def say(line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(forked(socket.socket(fileno=int(sys.argv[2]))))

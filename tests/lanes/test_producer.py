@@ -281,7 +281,7 @@ def test_who_releases_what_was_not_delivered_is_dropped(producer: Producer, capl
     sock.close()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=60) | st.builds(
     lambda **ack: lane_pb2.Ack(**ack).SerializeToString() or b"\x08\x00",
     delivered=st.integers(0, 8) | st.integers(0, (1 << 64) - 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateVersionError, UnsupportedStateError
-from penstock.proto.rng import RNG_FORMAT_VERSION, capture_rng, derive_seed, restore_rng, seed_rng
+from penstock.proto.rng import RNG_FORMAT_VERSION, capture_rng, derive_seed, restore_rng, seed_rng, torch_rng_state
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,39 @@ DRAWS: dict[str, Any] = {
 
 def draw(names: list[str]) -> list[Any]:
     return [DRAWS[name]() for name in names]
+
+
+def test_a_seed_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that have not begun: torch would keep what it is asked for them, a little more with each stream."""
+    torch.manual_seed(2**64 - 1)
+    expected = torch.get_rng_state()
+    torch.default_generator.manual_seed(2**64 - 1)
+    assert torch.equal(torch.get_rng_state(), expected), "the generator is seeded as by torch.manual_seed()"
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", asked.append)
+    seed_rng(5)
+    assert asked == []
+
+
+def test_nothing_is_collected_while_torch_holds_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, collects = torch.get_rng_state, []
+
+    def state() -> torch.Tensor:
+        collects.append(gc.isenabled())
+        return real()
+
+    monkeypatch.setattr(torch, "get_rng_state", state)
+    assert gc.isenabled()
+    capture_rng()
+    assert torch.equal(torch_rng_state(), real())
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        torch_rng_state()
+        assert not gc.isenabled(), "it stays as the caller has it"
+    finally:
+        gc.enable()
+    assert collects == [False] * 3
 
 
 ALL = [*DRAWS, *reversed(DRAWS)]

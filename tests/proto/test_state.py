@@ -7,11 +7,10 @@ import enum
 import math
 import random
 import struct
-import subprocess
-import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -150,7 +149,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(values)
 @example({"$": 1})
 @example({"$": ["tuple", 1]})
@@ -191,12 +190,16 @@ def test_non_contiguous_tensors(dtype: torch.dtype) -> None:
 
 
 def test_decoding_warns_of_nothing() -> None:
-    code = (
-        "import sys; from penstock.proto.state import decode_state; print(decode_state(sys.stdin.buffer.read()).dtype)"
-    )
     data = encode_state(tensor_of(torch.complex32, [3], b"\1"))
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], input=data, capture_output=True, timeout=60)
-    assert (run.stdout, run.stderr) == (b"torch.complex32\n", b"")
+    torch.set_warn_always(True)  # and not only at the first complex32 of the process, which may be long past
+    try:
+        with pytest.warns(UserWarning, match="ComplexHalf"):
+            torch.empty(3, dtype=torch.complex32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert cast(Any, decode_state(data)).dtype is torch.complex32
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_lazy_views_are_resolved() -> None:
@@ -387,9 +390,8 @@ class Draws(torch.utils.data.IterableDataset[tuple[int, float, int]]):
         self.seen = state["seen"]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Indices, Draws])
-@pytest.mark.parametrize("at", [0, 1, 4, 7])
+@pytest.mark.parametrize(("num_workers", "at"), [(0, 0), (0, 1), (0, 4), (0, 7), (2, 0), (2, 5)])
 def test_a_stateful_dataloader_resumes_from_its_decoded_state(num_workers: int, dataset: Any, at: int) -> None:
     def build() -> StatefulDataLoader[Any]:
         options: dict[str, Any] = {} if dataset is Draws else {"shuffle": True}

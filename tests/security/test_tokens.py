@@ -128,6 +128,7 @@ CALLS: dict[str, Call] = {
     "PutBlob": lambda c: c.put_blob(b"x"),
     "GetBlob": lambda c: c.get_blob("x"),
     "Status": lambda c: c.status(),
+    "FetchHistory": lambda c: c.fetch_histories("none/0", 0),
 }
 
 

@@ -74,6 +74,16 @@ def test_what_was_committed_is_there_after_a_crash_as_it_was_put(media: Media) -
     assert (type(slot["ever_ready"]), slot["traits"], slot["error"]) == (int, b"\x00\x01", None)
 
 
+def test_a_value_that_can_be_called_is_made_where_it_is_written(media: Media) -> None:
+    journal, made = media.journal(), list[int]()
+    journal.put("slots", SLOT | {"traits": lambda: bytes([len(made)])})
+    made.append(1)
+    journal.commit()
+    media.crash()
+    (slot,) = media.journal().rows("slots")
+    assert slot["traits"] == b"\x01"
+
+
 def test_what_was_not_committed_is_not(media: Media) -> None:
     journal = media.journal()
     journal.put("runs", run("job/0", 1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["alive", "census", "children", "descendants", "open_as", "runners", "settled", "until"]
+__all__ = ["abandoned", "alive", "census", "children", "descendants", "open_as", "runners", "settled", "until"]
 
 
 def descendants(root: int) -> list[int]:
@@ -103,8 +104,15 @@ def census(pid: int) -> Counter[str]:
             found["processes"] += 1
     found["socket"] -= found["zygotes"]
     found["pidfd"] -= min(found["pidfd"], found["zygotes"])
-    found["names"] = len(os.listdir("/dev/shm")) + len(list(Path("/tmp").glob("pymp-*")))
+    found["names"] = len(abandoned())
     return found
+
+
+def abandoned() -> set[str]:
+    """Names in shared memory whose maker has ended: torch and multiprocessing write its pid into them. What living
+    processes have there is theirs, maybe those of another test that runs meanwhile."""
+    made = {name: re.match(r"(?:torch_|pym-)(\d+)", name) for name in os.listdir("/dev/shm")}
+    return {name for name, by in made.items() if by and not alive([int(by[1])])}
 
 
 LOOSE = {"zygotes": 2, "threads": 6, "socket": 2}

@@ -18,10 +18,14 @@ TOKEN = "a-token-for-tests-only-0123456789"
 class Cluster:
     """A coordinator on a free port and any number of workers, with the users' modules on their path."""
 
-    def __init__(self, state_dir: Path, module: str = "penstock.appliance", **environment: str) -> None:
-        """`module`: what is run as the coordinator; `environment`: that it and the workers get besides ours."""
+    def __init__(
+        self, state_dir: Path, module: str = "penstock.appliance", options: Sequence[str] = (), **environment: str
+    ) -> None:
+        """`module`: what is run as the coordinator, with these further options; `environment`: that it and the workers
+        get besides ours."""
         self.state_dir = state_dir
         self._module = module
+        self._options = options
         path = os.pathsep.join([INPUTS, SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, **environment}
         self.workers: list[subprocess.Popen[bytes]] = []
@@ -29,7 +33,7 @@ class Cluster:
 
     def _start_coordinator(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
         arguments = ["--listen", listen, "--state-dir", str(self.state_dir)]
-        return self._start(self._module, *arguments)
+        return self._start(self._module, *arguments, *self._options)
 
     def restart_coordinator(self) -> None:
         """Start it again, on the same address and state."""
@@ -87,9 +91,11 @@ class Cluster:
 
 
 @contextmanager
-def running(state_dir: Path, module: str = "penstock.appliance", **environment: str) -> Iterator[Cluster]:
+def running(
+    state_dir: Path, module: str = "penstock.appliance", options: Sequence[str] = (), **environment: str
+) -> Iterator[Cluster]:
     """A cluster for as long as the block."""
-    cluster = Cluster(state_dir, module, **environment)
+    cluster = Cluster(state_dir, module, options, **environment)
     try:
         yield cluster
     finally:

@@ -6,12 +6,12 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import trainers
 from cluster import Cluster
 
 __all__ = ["Job"]
@@ -38,13 +38,7 @@ class Job:
         self.options |= options
         self.step, self._rest = 0, b""
         self._open = True
-        self.process = subprocess.Popen(
-            [*self._python, "-m", "trainer", json.dumps(self.options)],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            process_group=0,
-        )
-        assert self.process.stdout is not None
+        self.process = trainers.start(self._python, self.options, self.environment)
         os.set_blocking(self.process.stdout.fileno(), False)
 
     @property
@@ -66,7 +60,6 @@ class Job:
     def hear(self, timeout_s: float) -> bool:
         """Take note of what it says within so long; False if that is nothing, or the end."""
         pipe = self.process.stdout
-        assert pipe is not None
         if not select.select([pipe], [], [], timeout_s)[0]:
             return False
         data = pipe.read() or b""
@@ -101,7 +94,7 @@ class Job:
         while self.hear(0):
             pass
         self._close()
-        return int(self.process.returncode)
+        return self.process.wait(0)
 
     def finish(self, deadline_s: float = 60) -> dict[int, int]:
         """Its batches by step, once it has ended well."""
@@ -118,7 +111,6 @@ class Job:
         self._close()
 
     def _close(self) -> None:
-        assert self.process.stdout is not None
         self._open = False
         self.process.stdout.close()
 

@@ -1,16 +1,26 @@
-"""One embedded appliance for a whole module: real coordinator, worker daemon and lanes, started once."""
+"""One embedded appliance for this folder's modules: real coordinator, worker daemon and lanes, started once in each
+process that runs them. Whoever kills or stops one of its daemons starts an appliance of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from penstock.client import Appliance
 
+_shared = ExitStack()
 
-@pytest.fixture(scope="module")
-def appliance() -> Iterator[Appliance]:
+
+@pytest.fixture(scope="session")
+def appliance() -> Appliance:
     """Two workers for the one box, seed 7."""
-    with Appliance(num_workers_per_box=2, seed=7, timeout_s=60, replay=True) as running:
-        yield running
+    return _shared.enter_context(Appliance(num_workers_per_box=2, seed=7, timeout_s=60, replay=True))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """It closes with the last test of this folder: to other tests an open one would be the default appliance."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _shared.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import streams
 import torch
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader, DataLoaderCheckpoint
 from penstock.proto import errors
@@ -74,8 +75,8 @@ def test_empty_input(appliance: Appliance) -> None:
         drain(appliance, DataLoader(streams.empty), steps=5)
 
 
-def test_a_loader_without_state_methods_cannot_be_saved_unless_replay_is_asked_for() -> None:
-    with Appliance(num_workers_per_box=1) as plain:
+def test_a_loader_without_state_methods_cannot_be_saved_unless_replay_is_asked_for(appliance: Appliance) -> None:
+    with beside(appliance) as plain:
         loader = DataLoader(streams.shuffled, 24)
         executor = DataExecutor(loader, num_steps=4, appliance=plain)
         for _ in executor:
@@ -130,11 +131,11 @@ def test_a_state_of_another_loader(saved: dict[str, Any]) -> None:
         DataLoader(streams.shared).load_state_dict(saved)
 
 
-def test_a_state_of_another_shape(saved: dict[str, Any]) -> None:
+def test_a_state_of_another_shape(appliance: Appliance, saved: dict[str, Any]) -> None:
     loader = DataLoader(streams.counter, 10)
     loader.load_state_dict(saved)
     with (
-        Appliance(num_workers_per_box=3) as three,
+        beside(appliance, num_workers_per_box=3) as three,
         pytest.raises(errors.StateMismatchError, match=r"2 workers.*3 workers"),
     ):
         drain(three, loader)
@@ -159,10 +160,13 @@ def test_a_dict_that_is_no_state() -> None:
         DataLoader(streams.counter, 10).load_state_dict({"epoch": 3})
 
 
-def test_another_seed_than_the_states(saved: dict[str, Any]) -> None:
+def test_another_seed_than_the_states(appliance: Appliance, saved: dict[str, Any]) -> None:
     loader = DataLoader(streams.counter, 10)
     loader.load_state_dict(saved)
-    with Appliance(num_workers_per_box=2, seed=8) as other, pytest.raises(errors.StateMismatchError, match="seed 7"):
+    with (
+        beside(appliance, num_workers_per_box=2, seed=8) as other,
+        pytest.raises(errors.StateMismatchError, match="seed 7"),
+    ):
         drain(other, loader)
 
 
@@ -211,8 +215,8 @@ def test_coordinator_unreachable() -> None:
         drain(appliance, DataLoader(streams.counter))
 
 
-def test_a_batch_above_the_limit() -> None:
-    with Appliance(num_workers_per_box=1, max_batch_bytes=1 << 20) as small:
+def test_a_batch_above_the_limit(appliance: Appliance) -> None:
+    with beside(appliance, max_batch_bytes=1 << 20) as small:
         got: list[int] = []
         loader = DataLoader(streams.growing, [10, 200_000, 2_000_000])
         with pytest.raises(errors.BatchTooLargeError, match=r"max_batch_bytes"):
@@ -220,16 +224,16 @@ def test_a_batch_above_the_limit() -> None:
         assert got == [10, 200_000]
 
 
-def test_strict_structure_names_both() -> None:
-    with Appliance(num_workers_per_box=1, strict_structure=True) as strict:
+def test_strict_structure_names_both(appliance: Appliance) -> None:
+    with beside(appliance, strict_structure=True) as strict:
         got: list[Any] = []
         with pytest.raises(errors.StructureChangedError, match=r"int64.*float32"):
             got.extend(DataExecutor(DataLoader(streams.changing), appliance=strict))
         assert len(got) == 2
 
 
-def test_state_for_a_step_that_was_not_delivered_or_is_no_longer_kept() -> None:
-    with Appliance(num_workers_per_box=1, retention_steps=8) as short:
+def test_state_for_a_step_that_was_not_delivered_or_is_no_longer_kept(appliance: Appliance) -> None:
+    with beside(appliance, retention_steps=8) as short:
         loader = DataLoader(streams.counter, 1000)
         executor = DataExecutor(loader, num_steps=300, appliance=short)
         for _ in executor:

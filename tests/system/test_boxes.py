@@ -16,6 +16,9 @@ from cluster import TOKEN, Cluster, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
+from penstock.proto.calls import CoordinatorClient
+
+SLOW_S = 0.04
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +30,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def box(cluster: Cluster, number: int, boxes: int, workers: int, job: str, **options: Any) -> Appliance:
+    """All with one seed, so that the interpreters from which runners are forked serve every test."""
     return Appliance(
         cluster.address,
         box=number,
         num_boxes=boxes,
         num_workers_per_box=workers,
         job=job,
+        seed=5,
         token=TOKEN,
         timeout_s=60,
         **options,
@@ -179,7 +184,7 @@ def test_reopening_with_another_shape_and_no_state(cluster: Cluster) -> None:
 
 def test_no_worker_free_says_how_many_slots_are_missing(cluster: Cluster) -> None:
     with (
-        Appliance(cluster.address, num_workers_per_box=11, job="many", token=TOKEN, timeout_s=8) as greedy,
+        Appliance(cluster.address, num_workers_per_box=11, job="many", seed=5, token=TOKEN, timeout_s=8) as greedy,
         pytest.raises(errors.NoWorkersError, match=r"3.*11"),
     ):
         list(DataExecutor(DataLoader(streams.counter), num_steps=30, appliance=greedy))
@@ -215,26 +220,44 @@ def test_a_wrong_token(cluster: Cluster) -> None:
         next(iter(DataExecutor(DataLoader(streams.counter), appliance=appliance)))
 
 
+def test_a_slow_worker_is_named_and_waited_for(cluster: Cluster) -> None:
+    """The order is kept."""
+    with box(cluster, 0, 1, 2, "slow") as appliance, CoordinatorClient(cluster.address, TOKEN) as client:
+        executor = DataExecutor(DataLoader(streams.slow, SLOW_S, 100), num_steps=160, appliance=appliance)
+        got, waited_for = [], set()
+        for batch in executor:
+            got.append(int(batch))
+            if executor.step % 40 == 0:
+                (run,) = [run for run in client.status().runs if run.run.startswith("slow/")]
+                waited_for.add(run.boxes[0].waiting_for)
+        slow, other = (slot.worker for slot in sorted(run.boxes[0].slots, key=lambda slot: slot.slot))
+        assert slow != other
+        waited = executor.stats.waited_by_worker
+    assert got == [number for number in range(80) for _ in range(2)]
+    assert max(waited, key=lambda name: waited[name]) == slow
+    assert any(slow in who for who in waited_for), waited_for
+
+
 def test_a_drained_worker_hands_its_slots_on(cluster: Cluster) -> None:
-    def train(job: str, at_step_40: Callable[[], None]) -> list[Any]:
+    """The last test of this cluster: one of its two workers ends."""
+
+    def train(job: str, at_step_40: Callable[[DataLoader], None]) -> list[Any]:
         got = []
-        with box(cluster, 0, 1, 2, job, seed=5) as appliance:
-            executor = DataExecutor(DataLoader(streams.stateful, 400), num_steps=120, appliance=appliance)
+        with box(cluster, 0, 1, 2, job) as appliance:
+            loader = DataLoader(streams.stateful, 400)
+            executor = DataExecutor(loader, num_steps=120, appliance=appliance)
             for batch in executor:
                 got.append(batch.tolist())
                 if executor.step == 40:
-                    at_step_40()
+                    at_step_40(loader)
         return got
 
-    def drain() -> None:
-        staying = cluster.add_worker(2, name="staying")
-        for worker in cluster.workers:
-            if worker is not staying:
-                worker.terminate()
-        for worker in cluster.workers:
-            if worker is not staying:
-                assert worker.wait(20) == 0
+    def drain(loader: DataLoader) -> None:
+        assert loader._session is not None
+        drained = cluster.workers[["w1", "w2"].index(loader._session.run.views[0].worker)]
+        drained.terminate()
+        assert drained.wait(20) == 0
 
-    whole = train("undrained", lambda: None)
+    whole = train("undrained", lambda loader: None)
     with pytest.warns(UserWarning, match="drains"):
         assert train("drained", drain) == whole

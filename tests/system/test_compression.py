@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,10 @@ from typing import Any
 import cluster as clusters
 import pytest
 import streams
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import compression, errors
 
 BATCHES = 12
 
@@ -29,10 +30,10 @@ def digests(batches: Any) -> Iterator[str]:
         yield digest.hexdigest()
 
 
-def stream(**options: Any) -> list[str]:
+def stream(running: Appliance, **options: Any) -> list[str]:
     """Two passes, the first left in the middle, over the TCP lane; then the same again, resumed after a few steps."""
     loader = DataLoader(streams.various, BATCHES)
-    with Appliance(num_workers_per_box=2, seed=3, lane="tcp", timeout_s=60, **options) as appliance:
+    with beside(running, num_workers_per_box=2, lane="tcp", **options) as appliance:
         found = []
         for number, digest in enumerate(digests(DataExecutor(loader, appliance=appliance))):
             found.append(digest)
@@ -47,11 +48,11 @@ def stream(**options: Any) -> list[str]:
     return found
 
 
-def test_the_batches_are_the_same_with_each_codec() -> None:
-    plain = stream()
+def test_the_batches_are_the_same_with_each_codec(appliance: Appliance) -> None:
+    plain = stream(appliance)
     assert len(plain) == 7 + 2 * BATCHES
-    assert stream(compression="lz4") == plain
-    assert stream(compression="zstd") == plain
+    assert stream(appliance, compression="lz4") == plain
+    assert stream(appliance, compression="zstd") == plain
 
 
 def test_a_worker_without_the_package_sends_batches_as_they_are(
@@ -73,8 +74,8 @@ def test_a_worker_without_the_package_sends_batches_as_they_are(
             "token": clusters.TOKEN,
         }
         found = []
-        for compression in (None, "lz4"):
-            with Appliance(cluster.address, job=f"job-{compression}", compression=compression, **options) as appliance:
+        for codec in (None, "lz4"):
+            with Appliance(cluster.address, job=f"job-{codec}", compression=codec, **options) as appliance:
                 loader = DataLoader(streams.various, BATCHES)
                 found.append(list(digests(DataExecutor(loader, appliance=appliance))))
     assert found[0] == found[1]
@@ -82,10 +83,11 @@ def test_a_worker_without_the_package_sends_batches_as_they_are(
     assert capfd.readouterr().err.count("asked for batches compressed with lz4") == 1
 
 
-def test_a_job_without_the_package_is_told_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "zstandard.py").write_text("raise ImportError('not here')")
-    script = "from penstock.client import Appliance; Appliance(compression='zstd')"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "pip install penstock[compression]" in done.stderr
+def test_a_job_without_the_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # what an import then meets is an ImportError
+    compression.require.cache_clear()
+    try:
+        with pytest.raises(errors.InvalidArgumentError, match=r"pip install penstock\[compression\]"):
+            Appliance(compression="zstd")
+    finally:
+        compression.require.cache_clear()

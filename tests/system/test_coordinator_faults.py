@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -80,6 +82,14 @@ class Supervisor(threading.Thread):
         os.close(self.stopping)
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """With one worker. All jobs have one seed."""
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(4, "--allow", "traps", name="first")
+        yield cluster
+
+
 @contextmanager
 def supervised(cluster: Cluster) -> Iterator[Supervisor]:
     supervisor = Supervisor(cluster)
@@ -113,21 +123,62 @@ def user_state(state: dict[str, Any]) -> dict[str, Any]:
 def test_killed_before_and_after_each_kind_of_call(tmp_path: Path) -> None:
     folder = tmp_path / "traps"
     folder.mkdir()
-    with running(tmp_path / "whole") as cluster:
-        cluster.add_worker(4)
-        whole = train(cluster.address, "job")
     surroundings = {"TRAPS": ",".join(CALLS), "TRAPS_IN": str(folder)}
     with running(tmp_path / "state", "dying_coordinator", **surroundings) as cluster, supervised(cluster) as supervisor:
         cluster.add_worker(4)
+        killed = []
         for round in range(ROUNDS):  # which call is next depends on how quick the others are
-            got = train(cluster.address, f"job {round}")
-            assert got[0] == whole[0]
-            assert user_state(got[1]) == user_state(whole[1])
+            killed.append(train(cluster.address, f"job {round}"))
         reached = sorted(path.name for path in folder.iterdir())
-    assert reached == sorted(CALLS)
+        assert reached == sorted(CALLS)
+        whole = train(cluster.address, "job")  # every trap has snapped, so nothing happens any more
     assert supervisor.deaths == len(CALLS)
+    for got in killed:
+        assert got[0] == whole[0]
+        assert user_state(got[1]) == user_state(whole[1])
     for before, after in zip(supervisor.generations, supervisor.generations[1:], strict=False):
         assert all(after[key] >= generation for key, generation in before.items() if key in after)
+
+
+def test_killed_and_restarted_in_mid_run(cluster: Cluster) -> None:
+
+    def train(job: str, *, kill: bool) -> tuple[list[object], dict[str, object]]:
+        with box(cluster.address, job) as appliance:
+            loader = DataLoader(streams.stateful, 400)
+            executor = DataExecutor(loader, num_steps=120, checkpoint_steps=50, appliance=appliance)
+            got: list[object] = []
+            for batch in executor:
+                got.append(batch.tolist())
+                if kill and executor.step == 20:
+                    cluster.coordinator.send_signal(signal.SIGKILL)
+                    cluster.coordinator.wait()
+                if kill and executor.step == 80:
+                    cluster.restart_coordinator()
+            state = loader.state_dict()
+        return got, state
+
+    whole, _ = train("not restarted", kill=False)
+    got, state = train("restarted", kill=True)
+    assert got == whole
+    again = DataLoader(streams.stateful, 400)
+    again.load_state_dict(state)
+    reference = DataLoader(streams.stateful, 400)
+    with box(cluster.address, "after") as appliance:
+        rest = [batch.tolist() for batch in DataExecutor(again, num_steps=30, appliance=appliance)]
+        steps = DataExecutor(reference, num_steps=150, appliance=appliance)
+        assert [batch.tolist() for batch in steps][120:] == rest
+
+
+def test_two_loaders_on_one_appliance_are_two_runs(cluster: Cluster) -> None:
+    with box(cluster.address, "two loaders") as appliance:
+        train, evaluate = DataLoader(streams.counter, 20), DataLoader(streams.shared, 6)
+        executor = DataExecutor(train, num_steps=12, appliance=appliance)
+        seen = []
+        for _ in executor:
+            if executor.step % 4 == 0:
+                seen.append([batch["number"] for batch in DataExecutor(evaluate, appliance=appliance)])
+        assert seen == [list(range(6))] * 3
+        assert executor.step == 12
 
 
 def patiently(loader: DataLoader, appliance: Appliance, digests: list[int], steps: int) -> None:
@@ -142,42 +193,51 @@ def patiently(loader: DataLoader, appliance: Appliance, digests: list[int], step
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-def test_a_worker_that_dies_while_the_coordinator_is_away(tmp_path: Path) -> None:
+def test_a_worker_that_dies_while_the_coordinator_is_away(cluster: Cluster, tmp_path: Path) -> None:
     """The lanes drain; the loop's deadline names both; recovery follows the coordinator's return."""
-    with running(tmp_path / "state") as cluster:
-        cluster.add_worker(2, allow="traps", name="doomed")
+    (doomed,) = cluster.workers
 
-        def stream(job: str, kill: bool) -> list[int]:
-            digests: list[int] = []
-            with box(cluster.address, job, timeout_s=5) as appliance:
-                loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))
-                patiently(loader, appliance, digests, 20)
-                if kill:
-                    cluster.add_worker(2, allow="traps", name="spare")
-                    cluster.coordinator.kill()
-                    cluster.workers[0].kill()
-                    executor = DataExecutor(loader, num_steps=200, appliance=appliance)
-                    with pytest.raises(errors.DeadlineError) as caught:
-                        digests.extend(executor.digest for _ in executor)
-                    assert len(digests) > 20, "what was in the lanes is delivered"
-                    assert "worker doomed" in str(caught.value)
-                    assert "the coordinator has not answered for" in str(caught.value)
-                    cluster.restart_coordinator()
-                patiently(loader, appliance, digests, 400)
-            return digests
+    def stream(job: str, kill: bool) -> list[int]:
+        digests: list[int] = []
+        with box(cluster.address, job, timeout_s=5) as appliance:
+            loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))
+            patiently(loader, appliance, digests, 20)
+            if kill:
+                cluster.add_worker(4, "--allow", "traps", name="spare")
+                cluster.coordinator.kill()
+                doomed.kill()
+                executor = DataExecutor(loader, num_steps=200, appliance=appliance)
+                with pytest.raises(errors.DeadlineError) as caught:
+                    digests.extend(executor.digest for _ in executor)
+                assert len(digests) > 20, "what was in the lanes is delivered"
+                doomed.wait(10)
+                cluster.workers.remove(doomed)
+                assert "worker first" in str(caught.value)
+                assert "the coordinator has not answered for" in str(caught.value)
+                cluster.restart_coordinator()
+            patiently(loader, appliance, digests, 400)
+        return digests
 
-        whole = stream("whole", False)
-        assert stream("killed", True) == whole
+    whole = stream("not killed", False)
+    assert stream("killed", True) == whole
+
+
+@pytest.fixture(scope="module")
+def left(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state directory of a coordinator that was killed."""
+    state = tmp_path_factory.mktemp("left") / "state"
+    with box(cluster.address, "left") as appliance:
+        assert next(iter(DataExecutor(DataLoader(streams.counter), num_steps=2, appliance=appliance)))
+        cluster.coordinator.kill()
+        cluster.coordinator.wait()
+        shutil.copytree(cluster.state_dir, state)
+        cluster.restart_coordinator()
+    return state
 
 
 @pytest.mark.parametrize("name", ["journal.db", "snapshots.db"])
-def test_a_damaged_file_stops_the_start_with_one_line(tmp_path: Path, name: str) -> None:
-    with running(tmp_path / "state") as cluster:
-        cluster.add_worker(2)
-        with box(cluster.address, "job") as appliance:
-            assert next(iter(DataExecutor(DataLoader(streams.counter), num_steps=2, appliance=appliance)))
-            cluster.coordinator.kill()
-            cluster.coordinator.wait()
+def test_a_damaged_file_stops_the_start_with_one_line(left: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(left, tmp_path / "state")
     path = tmp_path / "state" / name
     for log in (path.with_name(f"{name}-wal"), path.with_name(f"{name}-shm")):
         log.unlink(missing_ok=True)
@@ -186,7 +246,7 @@ def test_a_damaged_file_stops_the_start_with_one_line(tmp_path: Path, name: str)
     path.write_bytes(damaged)
     done = subprocess.run(
         [sys.executable, "-m", "penstock.appliance", "--state-dir", str(tmp_path / "state")],
-        env=cluster.environment,
+        env={**os.environ, "PENSTOCK_TOKEN": TOKEN},
         capture_output=True,
         timeout=30,
         text=True,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from cluster import TOKEN, Cluster, running
 from penstock.client import Appliance, DataExecutor, DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
+_numbers = itertools.count()
+_names: dict[int, str] = {}
+"""Of daemons, by process."""
 
 
 def appliance(cluster: Cluster, job: str, workers: int = 2, **options: Any) -> Appliance:
@@ -33,6 +37,30 @@ def appliance(cluster: Cluster, job: str, workers: int = 2, **options: Any) -> A
         num_boxes=1,
         **options,
     )
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """With one daemon: the one that the test before has left, whose zygote is up."""
+    shared.workers = [worker for worker in shared.workers if worker.poll() is None]
+    for other in shared.workers[1:]:  # a test has failed
+        other.kill()
+        other.wait(10)
+    del shared.workers[1:]
+    if not shared.workers:
+        add(shared)
+    return shared
+
+
+def add(cluster: Cluster, name: str = "") -> None:
+    name = name or f"daemon {next(_numbers)}"
+    _names[cluster.add_worker(13, allow="traps", name=name).pid] = name
 
 
 class Moments:
@@ -92,9 +120,9 @@ MOMENTS: list[Callable[[Moments, str], list[int]]] = [
 ]
 
 
-def test_killed_at_four_moments_with_room_elsewhere(tmp_path: Path) -> None:
-    with running(tmp_path / "state") as cluster, ThreadPoolExecutor(4) as pool:
-        first = cluster.add_worker(8, allow="traps", name="first")
+def test_killed_at_four_moments_with_room_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        (first,) = cluster.workers
         undisturbed = Moments(cluster, tmp_path / "whole")
         undisturbed.release()
         undisturbed.killed.set()
@@ -107,7 +135,7 @@ def test_killed_at_four_moments_with_room_elsewhere(tmp_path: Path) -> None:
                 assert moments.there.acquire(timeout=30)
             for name in ("input_fn", "load_state_dict"):
                 until((moments.folder / f"{name} reached").exists, 30, f"nobody waits in {name}")
-            cluster.add_worker(8, allow="traps", name="second")
+            add(cluster)
             below = descendants(first.pid)
             assert len(below) >= 1 + 8, "a zygote and eight runners"
             cluster.coordinator.send_signal(signal.SIGSTOP)
@@ -123,81 +151,86 @@ def test_killed_at_four_moments_with_room_elsewhere(tmp_path: Path) -> None:
         assert not alive(below)
 
 
-@pytest.mark.parametrize("how", ["the daemon alone", "its process group"])
-def test_killed_without_room_elsewhere_and_started_again(tmp_path: Path, how: str) -> None:
-    with running(tmp_path / "state") as cluster:
-        only = cluster.add_worker(2, allow="traps", name="only")
+def test_killed_without_room_elsewhere_and_started_again(cluster: Cluster) -> None:
+    """The daemon alone, and then with its process group."""
 
-        def kill_and_restart() -> None:
-            below = descendants(only.pid)
-            assert len(below) >= 1 + 2 + 2, "a zygote, two runners and their children"
-            (os.kill if how == "the daemon alone" else os.killpg)(only.pid, signal.SIGKILL)
-            only.wait(10)
-            until(lambda: not alive(below), 5, lambda: f"alive: {alive(below)}")
-            cluster.add_worker(2, allow="traps", name="only")
+    def kill_and_restart(kill: Callable[[int, int], None]) -> None:
+        only = cluster.workers[-1]
+        below = descendants(only.pid)
+        assert len(below) >= 1 + 2 + 2, "a zygote, two runners and their children"
+        kill(only.pid, signal.SIGKILL)
+        only.wait(10)
+        until(lambda: not alive(below), 5, lambda: f"alive: {alive(below)}")
+        add(cluster, _names[only.pid])
 
-        def train(job: str, kill: bool) -> list[int]:
-            digests = []
-            with appliance(cluster, job) as here:
-                executor = DataExecutor(DataLoader(traps.parent, 400), num_steps=80, appliance=here)
-                for _ in executor:
-                    digests.append(executor.digest)
-                    if kill and executor.step == 30:
-                        kill_and_restart()
-            return digests
+    def train(job: str, kill: Callable[[int, int], None] | None = None) -> list[int]:
+        digests = []
+        with appliance(cluster, job) as here:
+            executor = DataExecutor(DataLoader(traps.parent, 400), num_steps=80, appliance=here)
+            for _ in executor:
+                digests.append(executor.digest)
+                if kill is not None and executor.step == 30:
+                    kill_and_restart(kill)
+        return digests
 
-        assert train("killed", True) == train("whole", False)
+    whole = train("whole of two")
+    assert train("the daemon alone", os.kill) == whole
+    assert train("its process group", os.killpg) == whole
 
 
-@pytest.mark.parametrize("lane", ["auto", "tcp"])
-def test_two_of_three_killed_at_once(tmp_path: Path, lane: str) -> None:
-    with running(tmp_path / "state") as cluster:
-        for name in ("w1", "w2", "w3"):
-            cluster.add_worker(7, allow="traps", name=name)
+def test_two_of_three_killed_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Under a job on each kind of lane."""
+    lanes = ("auto", "tcp")
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for _ in range(2):
+            add(cluster)
 
-        def train(job: str, kill: bool) -> list[int]:
+        def kill_two() -> None:
+            for worker in cluster.workers[:2]:
+                worker.kill()
+
+        def train(job: str, lane: str, meet: Callable[[], object]) -> tuple[list[int], int]:
             digests = []
             with appliance(cluster, job, 6, lane=lane) as here:
                 loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))
                 executor = DataExecutor(loader, num_steps=400, appliance=here)
                 for _ in executor:
                     digests.append(executor.digest)
-                    if kill and executor.step == 40:
-                        for worker in cluster.workers[:2]:
-                            worker.kill()
-                if kill:
-                    assert executor.stats.recoveries == 4
-            return digests
+                    if executor.step == 40:
+                        meet()
+                return digests, executor.stats.recoveries
 
-        whole = train("whole", False)
-        assert train("killed", True) == whole
+        whole, _ = train("whole of six", "auto", lambda: None)
+        meeting = threading.Barrier(len(lanes), kill_two, timeout=60)
+        for got, recoveries in pool.map(lambda lane: train(f"killed {lane}", lane, meeting.wait), lanes):
+            assert got == whole
+            assert recoveries >= 4  # of six slots; more if one goes to the other before its death is known
 
 
-def test_a_zygote_killed_under_a_state_query(tmp_path: Path) -> None:
+def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -> None:
     """The scratch child dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
     reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
-    with running(tmp_path / "state") as cluster:
-        daemon = cluster.add_worker(2, allow="traps")
-        with appliance(cluster, "job", 1) as here:
-            released.touch()
-            loader = DataLoader(traps.waits_to_load, str(tmp_path))
-            executor = DataExecutor(loader, num_steps=200, appliance=here)
-            numbers, states = [], []
-            for batch in executor:
-                numbers.append(batch["number"])
-                if executor.step == 150:
-                    until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
-                    reached.unlink()
-                    released.unlink()
-                    killer = threading.Thread(target=kill_zygote_once, args=(daemon.pid, reached, released))
-                    killer.start()
-                    states.append(loader.state_dict())
-                    killer.join()
-            assert executor.stats.recoveries == 1
-            again = DataLoader(traps.waits_to_load, str(tmp_path))
-            again.load_state_dict(states[0])
-            rest = [batch["number"] for batch in DataExecutor(again, num_steps=50, appliance=here)]
-        assert rest == numbers[150:]
+    (daemon,) = cluster.workers
+    with appliance(cluster, "zygote", 1) as here:
+        released.touch()
+        loader = DataLoader(traps.waits_to_load, str(tmp_path))
+        executor = DataExecutor(loader, num_steps=200, appliance=here)
+        numbers, states = [], []
+        for batch in executor:
+            numbers.append(batch["number"])
+            if executor.step == 150:
+                until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
+                reached.unlink()
+                released.unlink()
+                killer = threading.Thread(target=kill_zygote_once, args=(daemon.pid, reached, released))
+                killer.start()
+                states.append(loader.state_dict())
+                killer.join()
+        assert executor.stats.recoveries == 1
+        again = DataLoader(traps.waits_to_load, str(tmp_path))
+        again.load_state_dict(states[0])
+        rest = [batch["number"] for batch in DataExecutor(again, num_steps=50, appliance=here)]
+    assert rest == numbers[150:]
 
 
 def kill_zygote_once(daemon: int, reached: Path, released: Path) -> None:

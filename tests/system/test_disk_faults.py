@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,24 +13,34 @@ from typing import Any
 
 import pytest
 import traps
+from census import runners
 from cluster import TOKEN, Cluster, running
+from small_disk import small_disk_at
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A filesystem of a few megabytes."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "penstock-test", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"a filesystem of its own needs mount(2): {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk_at(tmp_path_factory.mktemp("small") / "disk", 3 << 20) as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(small_disk: Path) -> Iterator[Cluster]:
+    """Its state is there; two workers, each with room for all."""
+    with running(small_disk / "state") as cluster:
+        cluster.add_worker(2, allow="traps")
+        cluster.add_worker(2, allow="traps")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster) -> list[int]:
+    """The run without a fault."""
+    return train(cluster, "whole", {})
 
 
 def box(cluster: Cluster, job: str, timeout_s: float = 60) -> Appliance:
@@ -64,43 +76,52 @@ def train(cluster: Cluster, job: str, at: dict[int, Any]) -> list[int]:
     return digests
 
 
-@pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
 @pytest.mark.parametrize("fault", ["full", "read-only"])
-def test_training_goes_on_and_so_does_the_coordinator_afterwards(small_disk: Path, tmp_path: Path, fault: str) -> None:
+def test_training_goes_on_and_so_does_the_coordinator_afterwards(
+    small_disk: Path, cluster: Cluster, whole: list[int], fault: str
+) -> None:
+    """What was stored meanwhile is worth something: at the end who streams is killed, a worker once and runners once,
+    and others go on from there."""
     state = small_disk / "state"
-    with running(state) as cluster:
-        worker = cluster.add_worker(2, allow="traps")
-        spare = cluster.add_worker(2, allow="traps")
-        whole = train(cluster, "whole", {})
 
-        def break_it() -> None:
-            if fault == "full":
-                fill(small_disk)
-                pause(1.5)  # heartbeats, snapshots and reports meet it
-                with (
-                    pytest.raises(errors.JournalError, match=f"{state}.* bytes wait"),
-                    box(cluster, "another", 5) as another,
-                ):
-                    next(iter(DataExecutor(DataLoader(traps.parent, 4), appliance=another)))
+    def break_it() -> None:
+        if fault == "full":
+            fill(small_disk)
+            pause(1.5)  # heartbeats, snapshots and reports meet it
+            with (
+                pytest.raises(errors.JournalError, match=f"{state}.* bytes wait"),
+                box(cluster, "another", 5) as another,
+            ):
+                next(iter(DataExecutor(DataLoader(traps.parent, 4), appliance=another)))
 
-        def kill_it() -> None:
-            cluster.coordinator.kill()
-            cluster.coordinator.wait()
-            if fault == "read-only":  # what is open for writing cannot be made so
-                subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-            command = [sys.executable, "-m", "penstock.appliance", "--state-dir", str(state)]
-            done = subprocess.run(command, env=cluster.environment, capture_output=True, timeout=30, text=True)
-            assert done.returncode == 2
-            assert str(state) in done.stderr
-            assert len(done.stderr.strip().splitlines()) == 1
+    def kill_it() -> None:
+        cluster.coordinator.kill()
+        cluster.coordinator.wait()
+        if fault == "read-only":  # what is open for writing cannot be made so
+            subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        command = [sys.executable, "-m", "penstock.appliance", "--state-dir", str(state)]
+        done = subprocess.run(command, env=cluster.environment, capture_output=True, timeout=30, text=True)
+        assert done.returncode == 2
+        assert str(state) in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
 
-        def mend_it() -> None:
-            if fault == "full":
-                (small_disk / "ballast").unlink()
-            else:
-                subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-            cluster.restart_coordinator()
+    def mend_it() -> None:
+        if fault == "full":
+            (small_disk / "ballast").unlink()
+        else:
+            subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+        cluster.restart_coordinator()
 
-        assert train(cluster, "broken", {100: break_it, 140: kill_it, 180: mend_it, 300: worker.kill}) == whole
-        assert cluster.coordinator.poll() is None
-        assert spare.poll() is None
+    def kill_who_streams() -> None:
+        if fault == "full":
+            who = [worker.pid for worker in cluster.workers if runners(worker.pid)][:1]
+        else:
+            who = [runner for worker in cluster.workers for runner in runners(worker.pid)]
+        assert who
+        for pid in who:
+            os.kill(pid, signal.SIGKILL)
+
+    at = {100: break_it, 140: kill_it, 180: mend_it, 300: kill_who_streams}
+    with pytest.warns(UserWarning, match="was recovered"):
+        assert train(cluster, f"broken {fault}", at) == whole
+    assert cluster.coordinator.poll() is None

@@ -8,27 +8,38 @@ from typing import Any
 
 import pytest
 import streams
+from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.ring import MAX_SLOTS
 from penstock.worker import current_assignment
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What a runner of an appliance of its own finds, with seed 8, where torchrun has started the training job. What it
+    was, is over."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            patch.setenv(name, "0" if "RANK" in name else "1")
+        patch.setenv("MASTER_PORT", "29500")
+        with Appliance(num_workers_per_box=1, num_boxes=1, box=0, seed=8) as appliance:
+            (seen,) = look(appliance)
+            assert Path(f"/proc/{seen['pid']}").exists()
+    return seen
+
+
 def look(appliance: Appliance) -> list[dict[str, Any]]:
     return list(DataExecutor(DataLoader(streams.surroundings), appliance=appliance))
 
 
-def test_seeds_are_a_function_of_the_runs_seed_and_the_slot(
-    appliance: Appliance, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seeds_are_a_function_of_the_runs_seed_and_the_slot(appliance: Appliance, alone: dict[str, Any]) -> None:
     one, two = look(appliance), look(appliance)
     assert [seen["numbers"] for seen in one] == [seen["numbers"] for seen in two]
     assert one[0]["numbers"] != one[1]["numbers"]
     assert one[0]["hash"] == one[1]["hash"] == two[0]["hash"]
-    with Appliance(num_workers_per_box=1, seed=8) as other:
-        third = look(other)
-    assert third[0]["numbers"] != one[0]["numbers"]
-    assert third[0]["hash_seed"] != one[0]["hash_seed"]
+    assert alone["numbers"] != one[0]["numbers"]
+    assert alone["hash_seed"] != one[0]["hash_seed"]
 
 
 def test_the_place_of_each_worker(appliance: Appliance) -> None:
@@ -37,18 +48,13 @@ def test_the_place_of_each_worker(appliance: Appliance) -> None:
     assert (outside.global_worker_id, outside.total_num_workers) == (0, 1)
 
 
-def test_no_threads_no_grpc_no_cuda_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if "RANK" in name else "1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with Appliance(num_workers_per_box=1, num_boxes=1, box=0) as alone:
-        seen = look(alone)[0]
-    assert seen["threads"] == 1
-    assert seen["torch_threads"] == 1
-    assert not seen["grpc"]
-    assert seen["cuda"] == ""
-    assert seen["leads_group"]
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PENSTOCK_TOKEN"} & set(seen["environment"])
+def test_no_threads_no_grpc_no_cuda_no_secrets(alone: dict[str, Any]) -> None:
+    assert alone["threads"] == 1
+    assert alone["torch_threads"] == 1
+    assert not alone["grpc"]
+    assert alone["cuda"] == ""
+    assert alone["leads_group"]
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PENSTOCK_TOKEN"} & set(alone["environment"])
 
 
 def test_what_user_code_forked_dies_with_the_runner(appliance: Appliance, tmp_path: Path) -> None:
@@ -61,18 +67,17 @@ def test_what_user_code_forked_dies_with_the_runner(appliance: Appliance, tmp_pa
     assert not Path(f"/proc/{marker.read_text()}").exists()
 
 
-def test_runners_end_with_their_appliance() -> None:
-    with Appliance(num_workers_per_box=1) as alone:
-        pid = look(alone)[0]["pid"]
-        assert Path(f"/proc/{pid}").exists()
-    assert not Path(f"/proc/{pid}").exists()
+def test_runners_end_with_their_appliance(alone: dict[str, Any]) -> None:
+    assert not Path(f"/proc/{alone['pid']}").exists()
 
 
-def test_every_checkpoint_step_has_its_snapshot_however_far_ahead_the_worker_is(tmp_path: Path) -> None:
+def test_every_checkpoint_step_has_its_snapshot_however_far_ahead_the_worker_is(
+    appliance: Appliance, tmp_path: Path
+) -> None:
     """The worker is a ring ahead of the loop, which takes its time: it has to hear of each step before that. Only what
     it produced before there was a lane, a ring's worth, it cannot have heard of."""
     taken = tmp_path / "taken"
-    with Appliance(num_workers_per_box=1) as alone:
+    with beside(appliance) as alone:
         loader = DataLoader(streams.noting, str(taken), 1000)
         for _ in DataExecutor(loader, num_steps=300, checkpoint_steps=1, appliance=alone):
             time.sleep(0.0005)

@@ -24,13 +24,19 @@ def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_p
     with open(log, "wb") as said, running(tmp_path / "state", "small_coordinator", BUDGET=str(3 * STATE)) as cluster:
         worker = cluster.add_worker(1, stderr=said.fileno())
         with Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance:
-            executor = iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance))
-            got = [next(executor)["number"] for _ in range(100)]
-            until(lambda: b"is not kept, and a recovery replays" in log.read_bytes(), 20, "no snapshot was refused")
+            executor = iter(DataExecutor(DataLoader(streams.heavy, 10**6, STATE), appliance=appliance))
+            got: list[int] = []
+
+            def refused() -> bool:
+                """After one more batch, for a runner that waits for the loop takes no snapshot."""
+                got.append(next(executor)["number"])
+                return b"is not kept, and a recovery replays" in log.read_bytes()
+
+            until(refused, 30, "no snapshot was refused")
             os.kill(runners(worker.pid)[0], signal.SIGKILL)
             with pytest.warns(UserWarning, match="was recovered"):
-                got += [batch["number"] for batch in executor]
-            assert got == list(range(1, 201))
+                got += [next(executor)["number"] for _ in range(300)]
+            assert got == list(range(1, len(got) + 1))
 
 
 def test_a_slot_whose_first_snapshot_cannot_be_kept_does_not_start(tmp_path: Path) -> None:

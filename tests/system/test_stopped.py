@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,26 @@ def go_on(pids: Sequence[int]) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """With one worker daemon. All jobs have one seed, so it has one zygote for them all."""
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(8, "--allow", "traps", allow="streams", name="first")
+        yield cluster
+
+
+@contextmanager
+def another(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker daemon besides, for as long as the block."""
+    daemon = cluster.add_worker(8, allow="streams", name="second")
+    try:
+        yield daemon
+    finally:
+        daemon.terminate()
+        daemon.wait(20)
+        cluster.workers.remove(daemon)
+
+
 @contextmanager
 def jobs_of(cluster: Cluster, *many: dict[str, Any]) -> Iterator[list[Job]]:
     started = [Job(cluster, **options) for options in many]
@@ -48,90 +69,87 @@ def jobs_of(cluster: Cluster, *many: dict[str, Any]) -> Iterator[list[Job]]:
 
 
 @pytest.mark.timeout(180)
-def test_replaced_while_they_were_stopped(tmp_path: Path) -> None:
+def test_replaced_while_they_were_stopped(cluster: Cluster) -> None:
     """A whole worker machine, and a training process, for longer than their leases."""
-    with running(tmp_path / "state") as cluster:
-        first = cluster.add_worker(8, allow="streams", name="first")
-        options = {"input": "stateful", "arguments": [400], "steps": 700}
-        frozen = {"job": "frozen", "workers": 2, "pace_s": 0.002, **options}
-        superseded = {"job": "superseded", "workers": 1, **options, "steps": 60_000}
-        moved = {"job": "moved", "workers": 2, "lane": "tcp", "pace_s": 0.01, **options}
-        with jobs_of(cluster, frozen, superseded, moved) as (one, two, three):
-            for job in (one, two, three):
-                job.reach(30)
-            old_runners = runners(first.pid)
-            assert len(old_runners) >= 5
-            second = cluster.add_worker(8, allow="streams", name="second")
-            machine = [first.pid, *descendants(first.pid)]
-            stop([one.pid, two.pid])
-            stop(machine)
-            pause(WORKER_LEASE_S + 2)
-            with jobs_of(cluster, {**superseded, "steps": 20}) as (successor,):
-                successor.finish()
-            pause(CLIENT_LEASE_S - WORKER_LEASE_S)
-            go_on(machine)
-            until(lambda: not alive(old_runners), 10, "runners of slots that had moved went on")
-            go_on([one.pid, two.pid])
-            assert two.end() == 1, "its attempt was superseded"
-            whole = one.finish()
-            assert one.recoveries
-            assert three.finish() == whole
-            assert three.recoveries
+    (first,) = cluster.workers
+    options = {"input": "stateful", "arguments": [400], "steps": 700}
+    frozen = {"job": "frozen", "workers": 2, "pace_s": 0.005, **options}
+    superseded = {"job": "superseded", "workers": 1, "pace_s": 0.002, **options, "steps": 60_000}
+    moved = {"job": "moved", "workers": 2, "lane": "tcp", "pace_s": 0.01, **options}
+    with jobs_of(cluster, frozen, superseded, moved) as (one, two, three), ExitStack() as closing:
+        for job in (one, two, three):
+            job.reach(30)
+        old_runners = runners(first.pid)
+        assert len(old_runners) >= 5
+        machine = [first.pid, *descendants(first.pid)]
+        stop([one.pid, two.pid])
+        stop(machine)
+        second = closing.enter_context(another(cluster))
+        pause(WORKER_LEASE_S + 2)
+        with jobs_of(cluster, {**superseded, "steps": 20}) as (successor,):
+            successor.finish()
+        pause(CLIENT_LEASE_S - WORKER_LEASE_S)
+        go_on(machine)
+        until(lambda: not alive(old_runners), 10, "runners of slots that had moved went on")
+        go_on([one.pid, two.pid])
+        assert two.end() == 1, "its attempt was superseded"
+        whole = one.finish()
+        assert one.recoveries
+        assert three.finish() == whole
+        assert three.recoveries
         assert successor.batches.items() <= two.batches.items()
         both = [first.pid, second.pid]
         until(lambda: not any(census(pid)["processes"] for pid in both), CLIENT_LEASE_S + 5, "processes are left")
-        with jobs_of(cluster, {"job": "reference", "workers": 2, **options}) as (reference,):
-            assert reference.finish() == whole
+    with jobs_of(cluster, {"job": "reference", "workers": 2, **options}) as (reference,):
+        assert reference.finish() == whole
 
 
 @pytest.mark.timeout(180)
-def test_nothing_but_time(tmp_path: Path) -> None:
+def test_nothing_but_time(cluster: Cluster) -> None:
     """The coordinator for longer than every lease; a daemon for less than its own; those without a lease for long."""
-    with running(tmp_path / "state") as cluster:
-        daemon = cluster.add_worker(4, allow="streams")
-        options = {"input": "stateful", "arguments": [400], "lane": "tcp", "steps": 900}
-        with jobs_of(cluster, {"job": "job", "pace_s": 0.005, **options}) as (job,):
-            job.reach(30)
-            zygotes, landers = children(daemon.pid, "zygote"), children(job.pid, "lander.py")
-            assert zygotes
-            assert landers
-            for brief in ([daemon.pid], zygotes, landers, runners(daemon.pid)[:1], [job.pid]):
-                stop(brief)
-                pause(1.0)
-                go_on(brief)
-                job.reach(job.step + 20)
-            long = [cluster.coordinator.pid, *zygotes, *landers, *runners(daemon.pid)[:1]]
-            stop(long)
-            pause(CLIENT_LEASE_S + 1)
-            go_on(long)
-            stopped = job.finish()
-            assert job.recoveries == 0
-        with jobs_of(cluster, {"job": "reference", **options, "lane": "auto"}) as (reference,):
-            assert reference.finish() == stopped
+    (daemon,) = cluster.workers
+    options = {"input": "stateful", "arguments": [400], "lane": "tcp", "steps": 900}
+    with jobs_of(cluster, {"job": "job", "pace_s": 0.005, **options}) as (job,):
+        job.reach(30)
+        zygotes, landers = children(daemon.pid, "zygote"), children(job.pid, "lander.py")
+        assert zygotes
+        assert landers
+        for brief in ([daemon.pid], zygotes, landers, runners(daemon.pid)[:1], [job.pid]):
+            stop(brief)
+            pause(1.0)
+            go_on(brief)
+            job.reach(job.step + 20)
+        long = [cluster.coordinator.pid, *zygotes, *landers, *runners(daemon.pid)[:1]]
+        stop(long)
+        pause(CLIENT_LEASE_S + 1)
+        go_on(long)
+        stopped = job.finish()
+        assert job.recoveries == 0
+    with jobs_of(cluster, {"job": "another reference", **options, "lane": "auto"}) as (reference,):
+        assert reference.finish() == stopped
 
 
 @pytest.mark.filterwarnings("ignore:.*was recovered:UserWarning")
-def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(tmp_path: Path) -> None:
-    with running(tmp_path / "state") as cluster:
-        daemon = cluster.add_worker(1, allow="traps")
-        with Appliance(
-            cluster.address, num_workers_per_box=1, job="job", token=TOKEN, timeout_s=10, box=0, num_boxes=1
-        ) as appliance:
-            (tmp_path / "load_state_dict released").touch()
-            loader = DataLoader(traps.waits_to_load, str(tmp_path))
-            executor = DataExecutor(loader, num_steps=200, appliance=appliance)
-            got = []
-            runner: list[int] = []
-            for batch in executor:
-                got.append(batch["number"])
-                if executor.step == 140:
-                    until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
-                    runner += runners(daemon.pid)
-                if executor.step == 150:
-                    with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
-                        loader.state_dict()
-            assert got == [number for _ in range(20) for number in range(1, 13)][:200]
-            until(lambda: runners(daemon.pid) == runner, 5, "the stopped scratch child is still there")
+def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(cluster: Cluster, tmp_path: Path) -> None:
+    (daemon,) = cluster.workers
+    with Appliance(
+        cluster.address, num_workers_per_box=1, job="scratch", seed=5, token=TOKEN, timeout_s=10, box=0, num_boxes=1
+    ) as appliance:
+        (tmp_path / "load_state_dict released").touch()
+        loader = DataLoader(traps.waits_to_load, str(tmp_path))
+        executor = DataExecutor(loader, num_steps=200, appliance=appliance)
+        got = []
+        runner: list[int] = []
+        for batch in executor:
+            got.append(batch["number"])
+            if executor.step == 140:
+                until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
+                runner += runners(daemon.pid)
+            if executor.step == 150:
+                with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
+                    loader.state_dict()
+        assert got == [number for _ in range(20) for number in range(1, 13)][:200]
+        until(lambda: runners(daemon.pid) == runner, 5, "the stopped scratch child is still there")
 
 
 @contextmanager

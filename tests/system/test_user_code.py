@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from typing import Any
 import hazards
 import pytest
 import streams
+from census import abandoned
 from cluster import TOKEN, Cluster, running
 from family import alive, children_of, eventually, memory_of, parents, runners, zygotes
 
@@ -37,10 +40,40 @@ _jobs = itertools.count()
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("state")) as cluster:
-        cluster.add_worker(8, allow="*", name="w")
-        with at(cluster) as appliance:
-            numbers(appliance, DataLoader(streams.counter, 3))  # its zygote is up, for all that have the same seed
-        yield cluster
+        worker = cluster.add_worker(8, allow="*", name="w", stderr=subprocess.PIPE)
+        assert worker.stderr is not None
+        with worker.stderr, Listener(worker.stderr.fileno()):
+            with at(cluster) as appliance:
+                numbers(appliance, DataLoader(streams.counter, 3))  # its zygote is up, for all that have the same seed
+            yield cluster
+            cluster.stop()
+
+
+class Listener(threading.Thread):
+    """Passes on what the worker says, except while somebody holds `deaf`, and for the test that holds it."""
+
+    deaf = threading.Lock()
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self.fd = fd
+
+    def run(self) -> None:
+        while select.select([self.fd], [], [])[0]:
+            with self.deaf:
+                if not select.select([self.fd], [], [], 0)[0]:
+                    continue  # the holder has read it
+                said = os.read(self.fd, 1 << 16)
+            if not said:
+                return
+            if len(said) < 4096:  # no flood
+                os.write(2, said)
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.join(30)
 
 
 def at(cluster: Cluster, timeout_s: float = 60.0, **options: Any) -> Appliance:
@@ -212,12 +245,19 @@ def _is_dead(pid: int) -> bool:
 
 
 def _litter() -> set[str]:
-    """What multiprocessing and torch can leave on this machine; not what other daemons' children use now."""
-    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    return found | {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith(("pymp-", "torch-shm"))}
+    """What the dead have left in shared memory, and directories of torch's manager of it, which only runners here
+    start."""
+    return abandoned() | {name for name in os.listdir("/tmp") if name.startswith("torch-shm")}
 
 
-@pytest.mark.parametrize(("sharing", "kills"), [("file_descriptor", 4), ("file_system", 1)])
+def _kept_for_children(daemon: int) -> list[str]:
+    """What is in the directory in which a daemon has one for each child: it holds that open, for the lock."""
+    held = [os.readlink(fd) for fd in Path(f"/proc/{daemon}/fd").iterdir()]
+    (mine,) = [path for path in held if f"/penstock-{os.getuid()}/" in path]
+    return os.listdir(mine)
+
+
+@pytest.mark.parametrize(("sharing", "kills"), [("file_descriptor", 2), ("file_system", 1)])
 def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, sharing: str, kills: int) -> None:
     before = _litter()
     with at(cluster) as appliance, warnings.catch_warnings():
@@ -230,6 +270,7 @@ def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, 
             eventually(partial(_is_dead, runner), "it is dead")
     eventually(lambda: not any(map(children_of, zygotes(daemon(cluster)))), "all of its processes are gone", 10.0)
     eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}", 5.0)
+    eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone", 5.0)
 
 
 def test_multiprocessing_has_a_directory_that_goes_with_the_runner(cluster: Cluster) -> None:
@@ -277,13 +318,12 @@ def test_another_directory_mask_and_limit_of_descriptors_harm_nobody(cluster: Cl
     still_works(cluster)
 
 
-def test_a_flood_of_output_costs_nobody_but_its_author(tmp_path: Path) -> None:
+def test_a_flood_of_output_costs_nobody_but_its_author(cluster: Cluster) -> None:
     """The worker's own standard error is a pipe that nobody reads while it lasts."""
-    with running(tmp_path) as cluster, warnings.catch_warnings():
+    (worker,) = cluster.workers
+    with Listener.deaf, warnings.catch_warnings():
         warnings.simplefilter("error")
-        worker = cluster.add_worker(2, allow="*", name="w", stderr=subprocess.PIPE)
         with at(cluster) as appliance:
-            numbers(appliance, DataLoader(streams.counter, 3))
             before = memory_of(worker.pid)
             loader = DataLoader(hazards.floods, FLOODED)
             executor = DataExecutor(loader, num_steps=FLOODED, appliance=appliance)
@@ -299,8 +339,8 @@ def test_a_flood_of_output_costs_nobody_but_its_author(tmp_path: Path) -> None:
             said.extend(worker.stderr.read() or b"")  # type: ignore[union-attr]
             return b"lines were left out" in said
 
-        with worker.stderr:
-            eventually(told, "the log says what it left out")
+        eventually(told, "the log says what it left out")
+        os.set_blocking(worker.stderr.fileno(), True)
 
 
 # ---- scratch children

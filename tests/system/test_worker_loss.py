@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +51,24 @@ def _has_ring(pid: int) -> bool:
         return False
 
 
+@pytest.fixture(scope="module")
+def undisturbed(appliance: Appliance) -> list[Any]:
+    """What `streams.dies_at` gives if nobody dies."""
+    whole = list(map(plain, DataExecutor(DataLoader(streams.dies_at, 0, "/nonexistent/marker"), appliance=appliance)))
+    assert len(whole) == 80
+    return whole
+
+
 @pytest.mark.parametrize("batch", [1, 2, 9, 40])
 def test_a_runner_that_kills_itself_is_replaced_and_nothing_is_lost(
-    appliance: Appliance, tmp_path: Path, batch: int
+    appliance: Appliance, undisturbed: list[Any], tmp_path: Path, batch: int
 ) -> None:
     marker = tmp_path / "died"
-    marker.touch()
-    whole = list(map(plain, DataExecutor(DataLoader(streams.dies_at, batch, str(marker)), appliance=appliance)))
-    assert len(whole) == 80
-    marker.unlink()
     loader = DataLoader(streams.dies_at, batch, str(marker))
     with pytest.warns(UserWarning, match="SIGKILL"):
         got = [plain(b) for b in DataExecutor(loader, appliance=appliance)]
     assert marker.exists()
-    assert got == whole
+    assert got == undisturbed
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,8 @@ def test_runners_killed_from_outside_at_several_points(
             if executor.step in (3, 60, 120):
                 victims = runners() - before
                 assert victims
-                os.kill(min(victims), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(min(victims), signal.SIGKILL)
         return got
 
     with pytest.warns(UserWarning, match="recovered"):
@@ -97,37 +104,40 @@ def test_runners_killed_from_outside_at_several_points(
     assert executor.stats.recoveries >= 1
 
 
-def test_a_state_taken_after_a_recovery_is_as_good(appliance: Appliance, tmp_path: Path) -> None:
+def test_a_state_taken_after_a_recovery_is_as_good(
+    appliance: Appliance, undisturbed: list[Any], tmp_path: Path
+) -> None:
     marker = tmp_path / "died"
-    marker.touch()
-    whole = list(map(plain, DataExecutor(DataLoader(streams.dies_at, 6, str(marker)), appliance=appliance)))
-    marker.unlink()
     loader = DataLoader(streams.dies_at, 6, str(marker))
     with pytest.warns(UserWarning, match="SIGKILL"):
         got = [plain(b) for b in DataExecutor(loader, num_steps=21, appliance=appliance)]
     again = DataLoader(streams.dies_at, 6, str(marker))
     again.load_state_dict(loader.state_dict())
     got += [plain(b) for b in DataExecutor(again, appliance=appliance)]
-    assert got == whole
+    assert got == undisturbed
 
 
 @pytest.mark.parametrize(
-    ("input_fn", "arguments"),
+    ("lengths", "input_fn", "arguments"),
     [
-        (streams.shared, (40,)),
-        (streams.shuffled, (80, 0, True)),
-        (streams.stateful, (80, 0, True)),
-        (streams.stateful, (80, 2, True)),
+        ((5, 4, 6), streams.shared, (40,)),
+        ((2, 2, 6), streams.fresh, (40,)),
+        ((2, 2, 6), streams.shuffled, (80, 0, True)),
+        ((5, 4, 6), streams.stateful, (80, 0, True)),
+        ((2, 2, 6), streams.stateful, (80, 0, True)),
+        ((5, 4, 6), streams.stateful, (80, 2, True)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*was recovered")
-def test_runners_killed_right_behind_a_break(appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]) -> None:
+def test_runners_killed_right_behind_a_break(
+    appliance: Appliance, lengths: tuple[int, ...], input_fn: Any, arguments: tuple[Any, ...]
+) -> None:
     """Nothing of the new pass is durable yet; what is, was taken in the pass before, maybe beyond the break."""
 
     def passes(kill: bool) -> tuple[list[list[Any]], int]:
         before, loader = runners(), DataLoader(input_fn, *arguments)
         seen: list[list[Any]] = []
-        for wanted in (5, 4, 6):
+        for wanted in lengths:
             executor = DataExecutor(loader, appliance=appliance)
             taken: list[Any] = []
             for batch in executor:
@@ -226,3 +236,31 @@ def test_a_loader_that_begins_its_passes_late_is_saved_while_it_is_recovered(app
     again = DataLoader(traps.slow_to_save, 10)
     again.load_state_dict(states[0])
     assert [batch.tolist() for batch in DataExecutor(again, num_steps=9, appliance=appliance)] == whole[51:]
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "arguments"),
+    [(streams.shared, (40,)), (streams.shuffled, (80, 0, True)), (streams.stateful, (80, 0, True))],
+)
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_a_state_asked_for_right_behind_a_break_of_runners_that_were_killed_there(
+    appliance: Appliance, input_fn: Any, arguments: tuple[Any, ...]
+) -> None:
+    """The new runners have not heard of the break when they are asked: the coordinator tells where it was."""
+    before, loader = runners(), DataLoader(input_fn, *arguments)
+    for _ in islice(DataExecutor(loader, appliance=appliance), 5):
+        pass
+    executor = DataExecutor(loader, num_steps=30, appliance=appliance)
+    rest: list[Any] = []
+    states: dict[int, Any] = {}
+    for batch in executor:
+        rest.append(plain(batch))
+        if len(rest) in (1, 4):
+            for victim in runners() - before:
+                os.kill(victim, signal.SIGKILL)
+            states[len(rest)] = loader.state_dict()
+    for taken, state in states.items():
+        again = DataLoader(input_fn, *arguments)
+        again.load_state_dict(state)
+        got = [plain(batch) for batch in DataExecutor(again, num_steps=30 - taken, appliance=appliance)]
+        assert got == rest[taken:], f"saved behind {taken} batches"

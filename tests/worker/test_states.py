@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from penstock.proto.assignment import assigned, current_assignment
+from penstock.proto.errors import StateUnavailableError
+from penstock.proto.state import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel
@@ -19,6 +22,7 @@ from penstock.worker.scratch import _state
 from penstock.worker.slot import Host, Slot
 from penstock.worker.snapshots import Kept, SnapshotStore
 from penstock.worker.source import END, Base, Source
+from penstock.worker.starting import leave
 from penstock.worker.states import POLL_S, States
 
 DEADLINE_S = 10.0
@@ -102,11 +106,17 @@ def lazy() -> Iterator[tuple[Source, list[Base]]]:
         yield source, origins
 
 
-def scratch(source: Source, base: Base, total: int, *, doubting: bool) -> Any:
+def saying(source: Source, base: Base, **fields: Any) -> SimpleNamespace:
     heard = Heard()
-    fields = {"epoch": 2, "total": total, "step": 0, "from_origin": False, "digests": {}, "doubting": doubting}
+    fields = {"doubting": False, "step": 0, "from_origin": False, "digests": {}, "left": {}, "left_from": 0} | fields
     _state(source, base, fields, Offprint(), cast(Channel, heard))
-    return heard.said.fields
+    return heard.said
+
+
+def scratch(
+    source: Source, base: Base, total: int, *, doubting: bool = False, epoch: int = 2, delivered: int = 4
+) -> Any:
+    return saying(source, base, epoch=epoch, delivered=delivered, total=total, doubting=doubting).fields
 
 
 def test_a_pass_that_ends_at_once_behind_its_origin_is_doubted(lazy: tuple[Source, list[Base]]) -> None:
@@ -117,6 +127,164 @@ def test_a_pass_that_ends_at_once_behind_its_origin_is_doubted(lazy: tuple[Sourc
     assert scratch(source, origins[1], 20, doubting=False)["ended"], "for its passes are counted one too early"
 
 
+@pytest.mark.parametrize(
+    ("epoch", "delivered", "total"),
+    [(1, 2, 5), (1, 0, 3), (2, 4, 10), (2, 0, 10)],
+    ids=["into the pass that was left", "at its end", "beyond it", "the pass before was left"],
+)
+def test_no_state_is_made_behind_a_break_that_is_not_known(
+    lazy: tuple[Source, list[Base]], epoch: int, delivered: int, total: int
+) -> None:
+    """Passes of 8 batches, of which one was left after 3 or 2 of this worker: who resumed from what a replay without
+    that comes to would get other batches, or find that the pass goes on."""
+    source, origins = lazy
+    assert scratch(source, origins[0], total, epoch=epoch, delivered=delivered) == {"elsewhere": True}
+    assert not scratch(source, origins[0], 8, epoch=1, delivered=0)["ended"], "there it ends by itself"
+
+
+@pytest.mark.parametrize(
+    ("loader", "place"),
+    [
+        *((loader, place) for loader in ("shuffled", "stateful") for place in [(1, 0, 3), (2, 0, 5)]),
+        *(
+            (loader, place)
+            for loader in ("shuffled", "stateful", "fresh")
+            for place in [(1, 2, 5), (3, 0, 9), (3, 2, 11)]
+        ),
+    ],
+)
+def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place: tuple[int, int, int]) -> None:
+    """Pass 0 was left after 3 batches, pass 1 after 2 more, pass 2 came to its end. A new process, with nothing but the
+    origin of pass 0 and where passes were left, saves what the first one goes on from."""
+    epoch, delivered, total = place
+    left = {"0": 3, "1": 5}
+
+    def built() -> Source:
+        assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
+        assignment.loader.input_fn = f"streams:{loader}"
+        size = 4 if loader == "fresh" else 16
+        assignment.loader.arguments = encode_state({"args": (size,), "kwargs": {}})
+        assignment.loader.allow.append("streams")
+        source = Source(assignment)
+        source.build()
+        return source
+
+    def goes_on(source: Source, batches: int = 4) -> list[str]:
+        got: list[str] = []
+        while len(got) < batches:
+            if not source.is_open:
+                source.open_pass()
+            if (batch := source.next()) is not END:
+                got.append(str(batch))
+        return got
+
+    with assigned(current_assignment()):
+        source = built()
+        source.reseed("start")
+        first = source.open_pass()
+        for at in (0, 1):
+            source.seek(left[str(at)], at, lambda batch: None)
+            leave(source, at, left[str(at)])
+            if at + 1 == epoch:
+                break
+        source.seek(total, epoch, lambda batch: None)
+        if source.place.epoch < epoch:
+            source.reach_end()
+        truth = goes_on(source)
+        from_origin = source.traits.state_methods == 0
+        said = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left=left, from_origin=from_origin)
+        assert not said.fields["ended"]
+        again, saved = built(), Base.decode(said.payload)
+        again.restore(saved)
+        again.seek(total, epoch, lambda batch: None)
+        if again.place.epoch < epoch:
+            again.reach_end()
+        assert goes_on(again) == truth
+        unknown = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left_from=1)
+        assert unknown.fields == {"elsewhere": True}
+
+
+def test_what_was_taken_ahead_of_a_break_is_no_base() -> None:
+    store = SnapshotStore()
+    for base in (Kept(0, 0, 0, 0, True, 0, b"0"), Kept(0, 2, 2, 0, False, 0, b"2"), Kept(0, 3, 3, 0, False, 0, b"3")):
+        store.add(base, 0)
+    store.add(Kept(0, 6, 6, 0, False, 0, b"ahead"), 0)
+    store.add(Kept(1, 0, 8, 0, True, 0, b"of the pass behind the end that the runner came to"), 0)
+
+    def chosen(total: int, **left: int) -> bytes:
+        base = store.nearest(2, total, origins_only=False, left={int(key[1:]): there for key, there in left.items()})
+        assert base is not None
+        return base.data
+
+    assert chosen(9) == b"of the pass behind the end that the runner came to"
+    assert chosen(9, _0=3) == b"2", "just there only as the last resort"
+    assert chosen(9, _0=1) == b"0"
+    assert chosen(9, _0=8) == b"of the pass behind the end that the runner came to"
+
+
+def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(ledger: Ledger) -> None:
+    came: list[bytes] = []
+
+    async def elsewhere(bases: list[bytes], *_: Any, **__: Any) -> Any:
+        came.extend(bases)
+        if bases == [b"third"]:
+            store.add(Kept(2, 0, 4, 0, True, 0, b"fourth"), 0)
+            ledger.here(2, 0)
+        return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
+
+    store = SnapshotStore()
+
+    async def body() -> None:
+        ready = asyncio.Event()
+        ready.set()
+        store.add(Kept(0, 0, 0, 0, True, 0, b"first"), 0)
+        traits = SimpleNamespace(own_workers=0, state_methods=2, not_restartable="")
+        kept: dict[str, Any] = {"store": store, "traits": traits, "scratch": elsewhere, "unsaved": None, "ready": ready}
+        states = states_of(ledger, origins_only=lambda: False, usable=lambda base: True, **kept)
+        ledger.place(3, 0, 3)
+        ledger.cut(0, 3)
+        asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
+        await asyncio.wait([asking], timeout=20 * POLL_S)
+        assert not asking.done()
+        store.add(Kept(1, 0, 3, 0, True, 0, b"second"), 0)
+        ledger.here(1, 0)
+        assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
+        ledger.place(4, 1, 4)
+        with pytest.raises(StateUnavailableError, match="lies behind a pass that the loop left, after batch 3 of"):
+            await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
+        store.add(Kept(1, 1, 4, 0, False, 0, b"third"), 0)
+        ledger.cut(1, 4)
+        # It begins the next pass while a child comes elsewhere from what was kept before.
+        assert await states._state(request(2, 0, 4), pb.StateAnswer(), 1e12) == b"fourth"
+        assert came == [b"first", b"second", b"third"]
+
+    asyncio.run(body())
+
+
+def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(ledger: Ledger) -> None:
+    """Whether that pass had ended, or was left, is to be found out."""
+
+    async def elsewhere(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
+
+    async def body() -> None:
+        ready = asyncio.Event()
+        ready.set()
+        assignment = records_pb2.WorkerAssignment(recovery=True)
+        assignment.loader.options.replay_without_state = True
+        store = SnapshotStore()
+        store.add(Kept(0, 0, 0, 0, True, 0, b"origin", inherited=True), 0)
+        kept: dict[str, Any] = {"store": store, "scratch": elsewhere, "unsaved": None, "ready": ready}
+        kept |= {"assignment": assignment, "attached": False, "traits": records_pb2.LoaderTraits()}
+        states = states_of(ledger, origins_only=lambda: True, usable=lambda base: True, **kept)
+        asked = request(1, 0, 3)
+        asked.digests_after = 3
+        with pytest.raises(StateUnavailableError, match="behind a pass that the loop left, after batch 3 of the worke"):
+            await states._state(asked, pb.StateAnswer(), 1e12)
+
+    asyncio.run(body())
+
+
 def test_a_base_of_the_pass_before_is_taken_then_and_without_one_the_pass_is_empty(ledger: Ledger) -> None:
     tried: list[tuple[bytes, bool]] = []
 
@@ -124,19 +292,103 @@ def test_a_base_of_the_pass_before_is_taken_then_and_without_one_the_pass_is_emp
         tried.append((bases[0], fields["doubting"]))
         if fields["doubting"]:
             return SimpleNamespace(fields={"at_once": True}, payload=b"")
-        return SimpleNamespace(fields={"ended": False, "samples": 0, "digest": 0}, payload=b"state")
+        return SimpleNamespace(fields={"ended": False, "samples": 0, "digest": 0, "replayed": []}, payload=b"state")
 
     async def body() -> None:
         store = SnapshotStore()
         for epoch, total in ((0, 0), (1, 8)):
             store.add(Kept(epoch, 0, total, 0, True, 0, b"%d" % epoch), 0)
-        trust, traits = SimpleNamespace(exact=True), SimpleNamespace(own_workers=0)
-        host = SimpleNamespace(trust=lambda assignment: trust)
-        states = states_of(ledger, store=store, host=host, traits=traits, scratch=child, origins_only=lambda: False)
+        traits = SimpleNamespace(own_workers=0, state_methods=2)
+        states = states_of(ledger, store=store, traits=traits, scratch=child, origins_only=lambda: False)
         assert await states._materialise(request(2, 4, 20), pb.StateAnswer(), 1e12) == b"state"
         assert tried == [(b"1", True), (b"0", True), (b"0", False)]
 
     asyncio.run(body())
+
+
+# ----------------------------------------------------------------------- runners that took over and wait for the loop
+
+
+class TakenOver:
+    """A slot whose new runner waits for the training loop, so that its ledger is empty: its loader after 6 batches,
+    and what is kept of the runner before."""
+
+    def __init__(self, ledger: Ledger, methods: int) -> None:
+        self.assignment = records_pb2.WorkerAssignment(run="job/0", num_boxes=1, num_workers_per_box=1, seed=5)
+        self.assignment.recovery = True
+        self.assignment.loader.input_fn = "streams:fresh"
+        self.assignment.loader.allow.append("streams")
+        self.assignment.loader.options.replay_without_state = True
+        self.ledger, self.store, self.digests = ledger, SnapshotStore(), list[int]()
+        self.traits = records_pb2.LoaderTraits(state_methods=methods)
+        source, offprint = Source(self.assignment), Offprint()
+        source.build()
+        origin = source.open_pass()
+        self._keep(origin if methods else replace(origin, state=None), origin=True)
+        for count in range(1, 7):
+            source.digest, _ = offprint.take(source.next())
+            self.digests.append(source.digest)
+            if methods and count in (2, 6):
+                self._keep(source.snapshot(0), origin=False)
+
+    def _keep(self, base: Base, *, origin: bool) -> None:
+        place = base.place
+        self.store.add(Kept(0, place.total, place.total, 0, origin, 0, base.encode(), inherited=True), 0)
+
+    def answer(self, reported: int) -> tuple[pb.StateAnswer, Base]:
+        """For batch 6; the box's last report was at another."""
+        ready = asyncio.Event()
+        ready.set()
+        asked = request(0, 6, 6)
+        asked.digests_after, asked.deadline_s = reported, 60
+        states = states_of(
+            self.ledger,
+            assignment=self.assignment,
+            attached=False,
+            ready=ready,
+            store=self.store,
+            traits=self.traits,
+            unsaved=None,
+            scratch=self._child,
+            origins_only=lambda: False,
+            usable=lambda base: True,
+            host=SimpleNamespace(name="w"),
+        )
+        answered = asyncio.run(states.answer(asked))
+        assert answered is not None
+        answer, data = answered
+        assert not answer.HasField("error"), answer.error
+        return answer, Base.decode(data)
+
+    async def _child(self, bases: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
+        source, heard = Source(self.assignment), Heard()
+        source.build()
+        source.traits.state_methods = self.traits.state_methods
+        _state(source, Base.decode(bases[0]), fields, Offprint(), cast(Channel, heard))
+        return heard.said
+
+
+@pytest.mark.parametrize("methods", [0, 2])
+@pytest.mark.parametrize("reported", [1, 2, 5, 6])
+def test_what_a_new_runner_has_not_seen_is_replayed_for_the_flight_record(
+    ledger: Ledger, reported: int, methods: int
+) -> None:
+    with assigned(current_assignment()):
+        slot = TakenOver(ledger, methods)
+        answer, base = slot.answer(reported)
+    assert base.state == ({"epoch": 0, "done": 6} if methods else None)
+    assert base.is_origin == (methods == 0)
+    assert list(answer.digests) == slot.digests[reported:]
+
+
+@pytest.mark.parametrize("methods", [0, 2])
+def test_a_state_knows_what_is_left_out_since_its_base_was_taken(ledger: Ledger, methods: int) -> None:
+    with assigned(current_assignment()):
+        slot = TakenOver(ledger, methods)
+        slot.assignment.skips.add(epoch=0, total=6, count=1)
+        _, base = slot.answer(6)
+    assert base.skips == ((0, 6, 1),)
+    assert base.is_origin == (methods == 0)
 
 
 def test_an_answer_that_waits_ends_with_its_slot() -> None:

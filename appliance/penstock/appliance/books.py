@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.appliance import quarantine
-from penstock.appliance.journal import Journal
+from penstock.appliance import history, quarantine
+from penstock.appliance.journal import TABLES, Journal
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import (
@@ -167,9 +167,26 @@ class Books:
         row: dict[str, object] = dict(slot.key._asdict()) | {"epoch": epoch, "total": total}
         self.journal.put("skips", row | {"count": slot.skips[epoch, total], "own": slot.skipped[epoch, total]})
 
+    def save_cut(self, attempt: Attempt, box: Box, epoch: int) -> None:
+        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
+        self.journal.put("cuts", row | {"epoch": epoch, "step": box.cuts[epoch]})
+
+    def save_track(self, attempt: Attempt, box: Box) -> None:
+        """Where its loop was, and all else that a batch of an attempt that is over can be made again from."""
+        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
+        over = attempt.state is not AttemptState.OPEN
+        self.journal.put("tracks", row | {"over": over, "history": history.track_of(attempt, box).thinned().kept})
+
+    def track(self, run_name: str, box_number: int) -> history.Track | None:
+        """In the open attempt, if it has that box."""
+        run = self.runs.get(run_name)
+        attempt = run.current if run is not None else None
+        box = attempt.boxes.get(box_number) if attempt is not None else None
+        return None if attempt is None or box is None else history.with_snapshots(attempt, box, self.ledger)
+
     def forget(self, run: Run) -> None:
         """Drops everything about a run that will not be opened again."""
-        for table in ("runs", "attempts", "boxes", "slots", "skips"):
+        for table in TABLES:
             self.journal.drop(table, run=run.name)
         del self.runs[run.name]
 
@@ -202,10 +219,11 @@ class Books:
                 self.waiting.pop(slot.key, None)
                 run.generation = max(run.generation, slot.generation)
             self.save_box(attempt, box)
+            self.save_track(attempt, box)
             self.bump_box(attempt, box)
         clients = {box.number: box.client_id for box in attempt.boxes.values()}
         run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
-        for table in ("slots", "skips"):
+        for table in ("slots", "skips", "cuts"):
             self.journal.drop(table, run=attempt.run, attempt=attempt.number)
         self.save_attempt(attempt)
         self.save_run(run)
@@ -214,11 +232,14 @@ class Books:
             del run.past[oldest]
             self.journal.drop("attempts", run=run.name, attempt=oldest)
             self.journal.drop("boxes", run=run.name, attempt=oldest)
+            self.journal.drop("tracks", run=run.name, attempt=oldest)
         self.ledger.drop_attempt(attempt.run, attempt.number)
 
     def vacate(self, attempt: Attempt, box: Box, place: Place, note: str) -> None:
         """The box's client is gone or has closed: its workers are free at once."""
         box.place = place
+        if box.told:
+            self.save_track(attempt, box)
         for slot in box.slots:
             self.waiting.pop(slot.key, None)
             if self._detach(slot):

@@ -38,8 +38,11 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note", "traits", "error"),
     ),
     "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
+    "cuts": (("run", "attempt", "box", "epoch"), ("step",)),
+    # For `penstock replay` alone: see history.py. An attempt that is over has no other rows but these of its boxes.
+    "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
-_LATER = ("skips",)
+_LATER = ("skips", "cuts", "tracks")
 """Tables that the first release did not have: made where they are missing, and no harm to a release without them."""
 
 _NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
@@ -177,6 +180,11 @@ class Journal:
         return str(value)
 
     @property
+    def path(self) -> Path | None:
+        """Of its file; None in memory."""
+        return self._path
+
+    @property
     def name(self) -> str:
         """For messages."""
         return str(self._path or "the journal in memory")
@@ -201,7 +209,7 @@ class Journal:
             raise JournalError(f"{self._path} cannot be read: {error}") from error
 
     def put(self, table: str, row: Mapping[str, Any]) -> None:
-        """Writes a row whole, with the next commit."""
+        """Writes a row whole, with the next commit. A value that can be called is called where it is written."""
         keys, values = TABLES[table]
         columns = (*keys, *values)
         marks = ", ".join("?" * len(columns))
@@ -247,7 +255,7 @@ class Journal:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for sql, values in rows.values():
-                self._db.execute(sql, values)
+                self._db.execute(sql, [value() if callable(value) else value for value in values])
             self._db.execute("COMMIT")
         except BaseException as error:
             with contextlib.suppress(sqlite3.Error):

@@ -10,6 +10,7 @@ tells where he is with his next call.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -101,6 +102,10 @@ class Box:
     """False after a restart until its client reports: which passes it left, and where it ended, is in no journal."""
     restored: bool = False
     """From the journal. Its base is known, to count from, but not what was dropped of the steps since."""
+    earlier: tuple[records_pb2.BoxPosition, ...] = ()
+    """Where it is known to have been before the restart: for `penstock replay` alone."""
+    settled: bool = False
+    """It had closed before the restart, and the last of `earlier` is where it ended."""
     pass_ended: bool = False
     cuts: dict[int, int] = field(default_factory=dict)
     """Epoch -> last step of it, for passes left by `break`."""
@@ -187,6 +192,10 @@ class Attempt:
     boxes: dict[int, Box] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     """Boxes whose pass_ended is set."""
+    left: dict[int, int] = field(default_factory=dict)
+    """Step after which some box left a pass by `break` -> the first that did."""
+    _left: list[int] = field(default_factory=list)
+    """The same steps in order."""
     last_live: float = 0.0
 
     @property
@@ -196,6 +205,28 @@ class Attempt:
     def set_ended(self, box: Box, ended: bool) -> None:
         box.pass_ended = ended
         (self.ended.add if ended else self.ended.discard)(box.number)
+
+    def note_cut(self, box: Box, epoch: int, step: int) -> bool:
+        """The box left a pass. True if none is known to have done so after this step."""
+        box.cuts[epoch] = step
+        if step in self.left:
+            return False
+        self.left[step] = box.number
+        insort(self._left, step)
+        return True
+
+    def left_between(self, first: int, last: int) -> list[int]:
+        """Steps from `first` to before `last` after which some box left a pass."""
+        return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
+
+    def behind(self, box: Box, step: int) -> int | None:
+        """The step before `step` after which another box left a pass, if this one may be about to do so too: where it
+        is at `step` is not known before it has said that it did, or that it went on."""
+        if box.pass_ended or box.place is not Place.LIVE:
+            return None
+        ahead = self.left_between(box.step, step)
+        own = max(box.cuts.values(), default=-1) if ahead else -1
+        return next((left for left in ahead if left > own), None)
 
     def all_live(self) -> bool:
         return all(box.place is Place.LIVE for box in self.boxes.values())

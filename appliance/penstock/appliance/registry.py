@@ -211,10 +211,12 @@ class Registry:
                     raise InvalidArgumentError(
                         f"box {box.number} has left {len(box.cuts)} passes: there is no more room"
                     )
-                box.cuts[cut.epoch] = cut.step
-                self.books.touch(attempt, box)
+                for other in attempt.boxes.values() if attempt.note_cut(box, cut.epoch, cut.step) else [box]:
+                    self.books.touch(attempt, other)
+                self.books.save_cut(attempt, box, cut.epoch)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
-            if request.pass_ended != box.pass_ended or delivered.epoch != box.delivered.epoch:
+            passed = attempt.left_between(box.step, delivered.step)
+            if request.pass_ended != box.pass_ended or delivered.epoch != box.delivered.epoch or passed:
                 self.books.touch(attempt, box)
             attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
@@ -271,6 +273,7 @@ class Registry:
             for slot in box.slots:
                 self.books.waiting.pop(slot.key, None)
             self.books.save_box(attempt, box)
+            self.books.save_track(attempt, box)
             self.books.touch(attempt, box)
         else:
             self.books.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")

@@ -59,6 +59,15 @@ def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float
         assert slot is not None
         slot.skips[row["epoch"], row["total"]] = row["count"]
         slot.skipped[row["epoch"], row["total"]] = row["own"]
+    for row in journal.rows("cuts"):
+        attempt = books.runs[row["run"]].current
+        if attempt is not None and attempt.number == row["attempt"]:  # else a release that does not know them ended it
+            attempt.note_cut(attempt.boxes[row["box"]], row["epoch"], row["step"])
+    for row in journal.rows("tracks"):
+        attempt = books.runs[row["run"]].current
+        if attempt is not None and attempt.number == row["attempt"]:
+            box, track = attempt.boxes[row["box"]], pb.History.FromString(row["history"])
+            box.earlier, box.settled = tuple(track.known), track.settled and box.place is Place.CLOSED
     worker_lease_s = max(worker_lease_s, books.worker_pace().lease_s)
     for worker in books.workers.values():
         worker.lease_until = now + worker_lease_s

@@ -30,6 +30,7 @@ from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
 from penstock.proto.channel import Tls, server_aio
+from penstock.proto.errors import JournalError
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 
 IN_MEMORY = ":memory:"
@@ -115,6 +116,8 @@ async def serve(
             ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticker
+            with contextlib.suppress(JournalError):  # a full disk: it is for `penstock replay` alone
+                await service.note_tracks()
 
 
 def _stop_by_signal(

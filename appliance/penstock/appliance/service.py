@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from penstock.appliance import history
 from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.checks import check_counts
 from penstock.appliance.desk import ROOM
-from penstock.appliance.ledger import Drop, DropBlob
+from penstock.appliance.ledger import Drop, DropBlob, Kept
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
@@ -159,6 +160,15 @@ class Service(CoordinatorServicer):
         """Answers all long polls now; called before the server stops."""
         self._closing = True
         self._signals.wake_all()
+
+    async def note_tracks(self) -> None:
+        """The last thing written: how far each box has come."""
+        books = self._registry.books
+        for attempt in books.open_attempts():
+            for box in attempt.boxes.values():
+                if box.told:
+                    books.save_track(attempt, box)
+        await self._journal.sync()
 
     def close(self) -> None:
         self._disk.close()
@@ -385,6 +395,29 @@ class Service(CoordinatorServicer):
             raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
         for piece in pieces(data):
             yield pb.BlobPart(data=piece)
+
+    async def FetchHistory(self, request: pb.FetchHistoryRequest, context: _Context) -> AsyncIterator[pb.HistoryPart]:
+        if request.HasField("snapshot"):
+            at = request.snapshot
+            check_counts(attempt=at.attempt, epoch=at.epoch, total=at.total)
+            key = SlotKey(at.run, at.attempt, at.box, at.slot)
+            found = await self._disk.run(self._store.snapshot, key, Kept(at.total, at.epoch, 0))
+            if found is None:
+                raise StateUnavailableError(
+                    f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} is not kept "
+                    "any more: a newer one has taken its place; ask again"
+                )
+            for piece in pieces(found[1]):
+                yield pb.HistoryPart(data=piece)
+            return
+        books = self._registry.books
+        journal, track = books.journal.path, books.track(request.run, request.box)
+        past = [] if journal is None else await asyncio.to_thread(history.past, journal, request.run, request.box)
+        for one in past:
+            if track is None or one.attempt != track.attempt:  # else it has ended meanwhile
+                yield pb.HistoryPart(history=one)
+        if track is not None:
+            yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
 
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
         reply = pb.StatusReply()

@@ -10,6 +10,10 @@ Why that is enough. A worker checks two things about (epoch, delivered, total): 
 total - delivered batches, and that it did not end before total. If that holds for all slots of a box, then the plan's
 epoch began where it truly did, with all slots live, and nobody ended in it unnoticed; the rest is arithmetic.
 
+What nobody can know beforehand is whether a loop leaves a pass by `break`. Boxes do that together, as a rule, and one
+of them first: so a box that has not come beyond the step after which another one left a pass is waited for. That ends,
+for its loop has no collective before it with whoever asks.
+
 A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one pass
 is over answers with its final state.
 
@@ -35,6 +39,9 @@ from penstock.proto.position import Position, advance, chain_at
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
+PASSES = 16
+"""How many of the passes that the loop left a worker is told: those since its last durable snapshot are fewer."""
+
 
 @dataclass(frozen=True)
 class Want:
@@ -54,6 +61,9 @@ class Want:
     """How often the slot has answered with an end so far: a question asked again is a new one."""
     serial: int
     """Of the gathering."""
+    left: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
+    """(epoch, the slot's total) where the loop left passes by `break`, of those from `left_from` on."""
+    left_from: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def id(self) -> str:
@@ -71,7 +81,24 @@ class Want:
             position=records_pb2.SlotPosition(delivered=self.delivered, total=self.total),
             deadline_s=deadline_s,
             digests_after=self.digests_after,
+            left=[pb.PassEnd(epoch=epoch, total=total) for epoch, total in self.left],
+            left_from=self.left_from,
         )
+
+
+def _left(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
+    """Where the loop left passes before this position: (epoch, slot -> its total there), of slots whose end it had not
+    come to. And from which epoch on these are all; of earlier ones it is not known any more."""
+    passes: list[tuple[int, dict[int, int]]] = []
+    for epoch in reversed(box.cuts):
+        if epoch >= position.epoch:
+            continue
+        anchor = box.anchor(box.cuts[epoch])
+        there = None if anchor is None else advance(anchor, box.cuts[epoch], box.ends, box.cuts)
+        if there is None or there.epoch != epoch or len(passes) == PASSES:
+            return epoch + 1, passes
+        passes.append((epoch, {k: there.total[k] for k in there.live}))
+    return 0, passes
 
 
 @dataclass(frozen=True)
@@ -147,6 +174,9 @@ class Gathering:
     _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
     """What a slot was asked, and what was known, when it answered with an end that was known: the mistake is with
     another slot, so it is not asked again before more is known."""
+    _anchors: dict[int, Position] = field(default_factory=dict)
+    """Of each box: the newest position from which its flight record was asked for. It stays good when the books have
+    dropped it for a report of a later step."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
     """Of each box: what it waits for besides answers."""
 
@@ -199,6 +229,7 @@ class Gathering:
             self._ask(number, {})
         self._wants.clear()
         self._missing.clear()
+        self._anchors.clear()
         self._answers.clear()
         self.held = sum(state.size for state in self.boxes.values())
         self.coming.clear()
@@ -257,10 +288,19 @@ class Gathering:
             return
         state = BoxState([])
         anchor, position = self._position(box, state, doubtful)
+        anchor = max(anchor, self._anchors.get(number, anchor), key=lambda at: at.step)
+        self._anchors[number] = anchor
         if box.place is Place.GONE:
             missing.append(f"box {number} (its training job is not heard of)")
             self._ask(number, {})
             return
+        behind = attempt.behind(box, self.step)
+        if behind is not None:
+            other = attempt.left[behind]
+            missing.append(f"box {number} (it has not come beyond step {behind}, after which box {other} left a pass)")
+            self._ask(number, {})
+            return
+        left_from, passes = _left(box, position)
         for slot in box.slots:
             k = slot.key.slot
             place = (position.epoch, position.delivered[k], position.total[k])
@@ -274,7 +314,19 @@ class Gathering:
                 raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
             if slot.phase == pb.READY:
                 rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
-                want = Want(slot.key, slot.generation, slot.worker, self.step, *place, after, rounds, self.serial)
+                left = tuple((epoch, totals[k]) for epoch, totals in passes if k in totals)
+                want = Want(
+                    slot.key,
+                    slot.generation,
+                    slot.worker,
+                    self.step,
+                    *place,
+                    after,
+                    rounds,
+                    self.serial,
+                    left=left,
+                    left_from=left_from,
+                )
                 requests[want.id] = want
             elif slot.phase == pb.STARTING:
                 missing.append(f"{slot} (being started on worker {slot.worker})")
@@ -295,6 +347,7 @@ class Gathering:
 
     def _completed(self, number: int, state: BoxState) -> None:
         del self._wants[number], self._missing[number]
+        self._anchors.pop(number, None)
         self.boxes[number], self.sent[number] = state, 0
         self.complete += 1
         self.completed.append(number)
@@ -372,7 +425,7 @@ class Gathering:
         self.refresh(attempt, box.number)
 
     def _record_flight(self, box: Box, anchor: Position, position: Position) -> None:
-        """The chain of the box, from its last report and the workers' digests since."""
+        """The chain of the box, from a position that it reported and the workers' digests since."""
         position.chain = box.chain(position.step)
         if position.chain is None:
             digests: dict[tuple[int, int], int] = {}

@@ -12,6 +12,7 @@ leaves, and rank 0 waits for the last of them before it stops the daemons.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -83,11 +84,12 @@ class Meeting:
                 return  # closed: this rank leaves
             try:
                 check_peer(sock)
-                sock.send(message)
             except (OSError, PenstockError):
                 sock.close()
                 continue
-            self._others.append(sock)
+            self._others.append(sock)  # before it can have heard: who has joined is waited for
+            with contextlib.suppress(OSError):  # it is gone already, and `leave` sees that
+                sock.send(message)
 
     def join(self, deadline: float, timeout_s: float) -> Place:
         """Ask local rank 0 where the daemons are; from then on it waits for this rank to leave.

@@ -12,7 +12,7 @@ damage is found when it is loaded. It holds nothing that differs between boxes, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
@@ -26,7 +26,10 @@ KEY = "__penstock__"
 """The reserved key of a saved state."""
 STATE = "state"
 """Holds an aggregated state that is no dict."""
-FORMAT = 1
+FORMAT = 2
+"""The newest that is read; written only for a state that was converted to another shape, which has no parts."""
+OF_ITS_SHAPE = 1
+"""Every other state is as the first release writes and reads it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Saved:
     full_digest: bool = False
     """How the digests in it were made: a stream that goes on from here must make them so too."""
     parts: list[Part] = field(default_factory=list)
-    """By global_worker_id; empty at step 0."""
+    """By global_worker_id; empty at step 0, and for a shape that the state was not saved on."""
     aggregated: Any = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +106,8 @@ class Saved:
                 for part in self.parts
             ],
         }
-        ours = {KEY: {"format": FORMAT, "step": self.step, "record": encode_state(record)}}
+        number = FORMAT if self.positions and not self.parts else OF_ITS_SHAPE
+        ours = {KEY: {"format": number, "step": self.step, "record": encode_state(record)}}
         if self.methods != 4:
             return ours
         if type(self.aggregated) is not dict:
@@ -117,8 +121,24 @@ class Saved:
 
     def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> Start:
         """What box `box` of this shape sends. Raises StateMismatchError if the loader cannot change its shape."""
-        same = bool(self.positions) and (num_boxes, num_workers_per_box) == (self.num_boxes, self.num_workers_per_box)
-        if self.positions and not same and self.methods != 4:
+        if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
+            other = self.reshaped(num_boxes, num_workers_per_box)
+            return other.start(box, num_boxes, num_workers_per_box, strict=strict)
+        base = self.positions[box] if self.positions else Position.start(num_workers_per_box, step=self.step)
+        if not self.positions and self.methods != 4:
+            return Start(base.to_proto(), b"", False)
+        slots = {
+            part.slot: {"user": part.user, "restart": part.restart, "digest": part.digest}
+            for part in self.parts
+            if part.box == box
+        }
+        blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots})
+        return Start(base.to_proto(), blob, bool(slots))
+
+    def reshaped(self, num_boxes: int, num_workers_per_box: int) -> Saved:
+        """This state for other boxes and workers: the loader's own methods alone decide who goes on with what, so no
+        worker has a part of its own any more. Raises StateMismatchError if the loader cannot change its shape."""
+        if self.methods != 4:
             raise StateMismatchError(
                 f"the state of {self.input_fn} at step {self.step} was saved on "
                 f"{_shape(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
@@ -126,22 +146,13 @@ class Saved:
                 f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it "
                 "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
             )
-        if same:
-            base = self.positions[box]
-        else:
-            epoch = max((position.epoch for position in self.positions), default=0)
-            base = Position.start(num_workers_per_box, step=self.step, epoch=epoch)
-            if self.positions:  # the same stream over other workers, or the streams of other boxes
-                base.chain = self.positions[box].chain if num_boxes == self.num_boxes else None
-        if not self.positions and self.methods != 4:
-            return Start(base.to_proto(), b"", False)
-        slots = {
-            part.slot: {"user": part.user, "restart": part.restart, "digest": part.digest}
-            for part in self.parts
-            if same and part.box == box
-        }
-        blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots})
-        return Start(base.to_proto(), blob, same)
+        epoch = max((position.epoch for position in self.positions), default=0)
+        positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
+        for box, position in enumerate(positions):  # the same stream over other workers, or the streams of other boxes
+            position.chain = self.positions[box].chain if num_boxes == self.num_boxes else None
+        return replace(
+            self, num_boxes=num_boxes, num_workers_per_box=num_workers_per_box, positions=positions, parts=[]
+        )
 
 
 def _shape(num_boxes: int, num_workers_per_box: int) -> str:
@@ -204,11 +215,12 @@ def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
     if saved.positions:
         # Counted first: the numbers are only said, what was decoded is here.
         places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
-        if (len(saved.positions), len(places)) != (saved.num_boxes, saved.num_boxes * workers):
+        wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0  # none: converted to this shape
+        if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):
             raise ValueError(
                 f"{len(saved.positions)} positions and {len(places)} workers for {saved.num_boxes} boxes of {workers}"
             )
-        if places != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
+        if places and places != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
             raise ValueError(f"workers {str(places)[:200]} for {saved.num_boxes} boxes of {workers}")
         if any(len(position.total) != workers for position in saved.positions):
             raise ValueError(f"a position of other than {workers} workers")

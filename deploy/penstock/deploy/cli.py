@@ -7,9 +7,11 @@ see torch.
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from penstock.deploy.exits import EXIT_LINES, guarded
 from penstock.deploy.options import (
@@ -162,9 +164,33 @@ def status(
     show_status(coordinator, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
-@app.command(epilog=_EPILOG)
+class _ShowsByDefault(TyperGroup):
+    """`penstock state RUN` is short for `penstock state show RUN`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+state = typer.Typer(
+    cls=_ShowsByDefault,
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+app.add_typer(state, name="state")
+
+
+@state.callback()
+def _state() -> None:
+    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another shape."""
+
+
+@state.command("show", epilog=_EPILOG)
 @guarded
-def state(
+def state_show(
     run: Annotated[str, typer.Argument(metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.")],
     step: Annotated[
         int | None,
@@ -188,6 +214,89 @@ def state(
     from penstock.deploy.state import show_state
 
     show_state(run, step, deadline, coordinator, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
+
+
+@state.command("convert", epilog=_EPILOG)
+@guarded
+def state_convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="File with what DataLoader.state_dict() returned.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, of the same kind.")],
+    boxes: Annotated[int, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the job that goes on.")],
+    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, help="Workers of each of them.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Turn a saved state for one number of boxes and workers into one for another, and say what that means.
+
+    IN was written by encode_state or torch.save; the state may be a part of a larger checkpoint, the rest of which is
+    copied. A loader without the four state methods cannot change its shape: 22.
+    """
+    from penstock.deploy.convert import show_convert
+
+    show_convert(source, target, boxes, workers, as_json)
+
+
+@app.command(epilog=_EPILOG)
+@guarded
+def replay(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="JOB/ORDINAL; JOB is JOB/0. None: from a --checkpoint alone."),
+    ] = None,
+    step: Annotated[int, typer.Option("--step", metavar="S", min=1, help="Step of the box that got the batch.")] = ...,  # type: ignore[assignment]
+    box: Annotated[int, typer.Option("--box", metavar="B", min=0, help="The box.")] = 0,
+    row: Annotated[int | None, typer.Option("--row", metavar="I", min=0, help="Show one row of the batch too.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the batch, to FILE.pst, FILE.npz or FILE.pt.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="PREFIX", help="Prefix of modules whose input_fn may run here; repeatable."),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option("--state-dir", metavar="DIR", help="Read the journal of a coordinator that is stopped."),
+    ] = None,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option("--checkpoint", metavar="FILE", help="File with a saved state to start from; repeatable."),
+    ] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option("--attempt", metavar="N", min=1, help="Of the run. Default: the last that had the step."),
+    ] = None,
+    args: Annotated[
+        str | None, typer.Option("--args", metavar="JSON", help="Positional arguments of input_fn, if not the run's.")
+    ] = None,
+    kwargs: Annotated[str | None, typer.Option("--kwargs", metavar="JSON", help="Named ones, a JSON object.")] = None,
+    script: Annotated[
+        Path | None, typer.Option("--script", metavar="FILE", help="The training script, if input_fn is in it.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after so long.")
+    ] = 3600.0,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a batch again that a box was handed, bit by bit, and show what is in it.
+
+    Runs the loader here, in processes of its own, from the newest place that is kept: a snapshot, a checkpoint, or the
+    beginning. What it made is compared with the flight record, where that is known. Needs your data, and --allow.
+    """
+    _quiet_grpc()
+    from penstock.deploy.replay import Request
+    from penstock.deploy.replayed import show_replay
+
+    request = Request(
+        run, step, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
+    )
+    show_replay(request, coordinator, _tls(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
 @app.command(epilog=_EPILOG)

@@ -17,7 +17,7 @@ from penstock.deploy.exits import CANNOT_SAVE, DIFFERS
 from penstock.deploy.ward import Ward
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
 
-__all__ = ["Check", "Diagnosis", "Patient", "Question", "examine", "examine_in"]
+__all__ = ["Check", "Diagnosis", "Patient", "Question", "examine", "examine_in", "json_option"]
 
 COMPARED = 8
 """Batches and ends of passes that are compared after a restored snapshot; after the start of the first pass it is
@@ -59,15 +59,16 @@ class Question:
             raise InvalidArgumentError(f"{self.input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
         return {
             "input_fn": self.input_fn,
-            "args": _json("--args", self.args, list),
-            "kwargs": _json("--kwargs", self.kwargs, dict),
+            "args": json_option("--args", self.args, list),
+            "kwargs": json_option("--kwargs", self.kwargs, dict),
             "slot": slot,
             "workers": self.workers,
             "seed": self.seed,
         }
 
 
-def _json(option: str, text: str, kind: type) -> Any:
+def json_option(option: str, text: str, kind: type) -> Any:
+    """The value of an option that is JSON. Raises InvalidArgumentError."""
     what = "list, such as '[1, \"a\"]'" if kind is list else "object, such as '{\"name\": 1}'"
     try:
         value = json.loads(text)

@@ -91,6 +91,11 @@ CODES = (
         ("UnsupportedLeafError", "StructureChangedError", "BatchTooLargeError", "EmptyInputError"),
     ),
     Code(27, "a runner holds more memory than its worker allows", ("MemoryLimitError",)),
+    Code(
+        28,
+        "a dataset that cannot be fetched or read",
+        ("DatasetError", "ShardCorruptError", "ShardUnavailableError"),
+    ),
     Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
     Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
     Code(INTERRUPTED, "interrupted (Ctrl-C)"),

@@ -20,7 +20,7 @@ from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["as_dict", "show_state", "tables"]
+__all__ = ["as_dict", "run_name", "show_state", "tables"]
 
 
 def show_state(
@@ -34,7 +34,7 @@ def show_state(
 ) -> None:
     """Fetch the state of `run` ("job/ordinal", or "job" for its first loader) at `step` (None: the newest); print
     it."""
-    name = _run_name(run)
+    name = run_name(run)
     settings = resolve(PeerSettings, coordinator=coordinator)
     request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
     tls = resolve(TlsSettings, **tls_flags).load()
@@ -49,7 +49,8 @@ def show_state(
         show(tables(found))
 
 
-def _run_name(run: str) -> str:
+def run_name(run: str) -> str:
+    """ "JOB/ORDINAL" of what was typed. Raises InvalidArgumentError."""
     job, slash, ordinal = run.partition("/")
     if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
         raise InvalidArgumentError(f"{run!r} names no run: JOB/ORDINAL, as `penstock status` shows it")

@@ -18,7 +18,7 @@ from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError,
 from penstock.worker.children import START_DEADLINE_S, child_environment
 from penstock.worker.control import Channel, Message
 
-__all__ = ["Answer", "Ward"]
+__all__ = ["Answer", "Ward", "kill_group", "show_stack"]
 
 ABORT_S = 2.0
 """For a child that is told to show its stack and end."""
@@ -98,7 +98,7 @@ class Ward:
                 else:
                     said.append(message)
         finally:
-            _kill_group(pid)  # what it left behind too
+            kill_group(pid)  # what it left behind too
         if said and said.done.kind == "failed":
             raise error_named(**said.done.fields["error"])
         if not said or said.done.kind != "done":
@@ -110,14 +110,14 @@ class Ward:
         try:
             while (message := self._channel.receive(wait=False)) is None:
                 if not select.select([self._channel.fileno()], [], [], max(0.0, until - time.monotonic()))[0]:
-                    _show_stack(pid)
+                    show_stack(pid)
                     raise DeadlineError(late + ("; its stack is above" if pid else ""))
         except LaneLostError as error:
             raise WorkerLostError("the interpreter that runs the loader died; see above") from error
         return message
 
 
-def _show_stack(pid: int) -> None:
+def show_stack(pid: int) -> None:
     """faulthandler prints the stack of every thread before it dies."""
     if not pid:
         return
@@ -130,7 +130,8 @@ def _show_stack(pid: int) -> None:
             os.close(fd)
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """A child, and whatever it started."""
     if pid:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

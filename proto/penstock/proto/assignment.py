@@ -14,9 +14,20 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["NEUTRAL", "Assignment", "assigned", "current_assignment", "looked_at", "mark_looked_at", "set_assignment"]
+__all__ = [
+    "NEUTRAL",
+    "Assignment",
+    "assigned",
+    "current_assignment",
+    "looked_at",
+    "mark_looked_at",
+    "set_assignment",
+    "stands_aside",
+    "step_aside",
+    "step_back",
+]
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,8 @@ NEUTRAL = Assignment(box=0, num_boxes=1, slot=0, num_workers_per_box=1, seed=0, 
 """What current_assignment() answers outside a worker."""
 
 _current = NEUTRAL
+_alone = replace(NEUTRAL)
+"""What those are told who must not divide anything; not NEUTRAL itself, for that means that there is no run."""
 _looked = mmap.mmap(-1, 1)  # shared with forked children
 
 
@@ -77,6 +90,28 @@ def assigned(assignment: Assignment) -> Iterator[None]:
         yield
     finally:
         _current, _looked = before
+
+
+def step_aside() -> Assignment:
+    """From now on whoever asks is told that it is the only worker of the only box. Returns the place to `step_back` to.
+    Whether anybody looked stays as it is."""
+    global _current, _alone
+    before = _current
+    if (_alone.seed, _alone.first_step) != (before.seed, before.first_step):
+        _alone = replace(NEUTRAL, seed=before.seed, first_step=before.first_step)
+    _current = _alone
+    return before
+
+
+def step_back(place: Assignment) -> None:
+    """Take the place again that `step_aside` returned."""
+    global _current
+    _current = place
+
+
+def stands_aside() -> bool:
+    """Whether those who ask now are told that they are alone."""
+    return _current is _alone
 
 
 def looked_at() -> bool:

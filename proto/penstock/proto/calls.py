@@ -293,6 +293,20 @@ class CoordinatorClient(_Base):
         with self._guarded("Status", deadline_s):
             return self._stub.Status(pb.StatusRequest(), timeout=deadline_s, metadata=self._metadata)
 
+    def fetch_histories(self, run: str, box: int) -> list[pb.History]:
+        """Of all attempts that are remembered, oldest first; empty for a run or box that is not known."""
+        request = pb.FetchHistoryRequest(run=run, box=box)
+        with self._guarded("FetchHistory", self.deadline_s):
+            parts = self._stub.FetchHistory(request, timeout=self.deadline_s, metadata=self._metadata)
+            return [part.history for part in parts]
+
+    def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
+        """The bytes of a snapshot that a history named. StateUnavailableError: it is not kept any more."""
+        request = pb.FetchHistoryRequest(snapshot=header)
+        with self._guarded("FetchHistory", deadline_s):
+            parts = self._stub.FetchHistory(request, timeout=deadline_s, metadata=self._metadata)
+            return b"".join(part.data for part in parts)
+
 
 class AsyncCoordinatorClient(_Base):
     """Calls for the running event loop, for worker daemons. Make it inside the loop."""
@@ -407,6 +421,12 @@ class AsyncCoordinatorClient(_Base):
             async for part in self._stub.FetchState(request, timeout=deadline_s, metadata=self._metadata):
                 gather.add(part)
         return gather.all()
+
+    async def fetch_histories(self, run: str, box: int) -> list[pb.History]:
+        request, limit = pb.FetchHistoryRequest(run=run, box=box), self.deadline_s
+        with self._guarded("FetchHistory", limit):
+            parts = self._stub.FetchHistory(request, timeout=limit, metadata=self._metadata)
+            return [part.history async for part in parts]
 
     async def status(self) -> pb.StatusReply:
         limit = self.deadline_s

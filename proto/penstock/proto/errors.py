@@ -10,6 +10,9 @@
     │   ├── StructureChangedError              strict mode: the tree or a dtype changed between batches
     │   ├── BatchTooLargeError                 a batch above max_batch_bytes
     │   └── EmptyInputError (RuntimeError)     an input without a single batch
+    ├── DatasetError                           a dataset that cannot be read as it is: its index, columns or settings
+    │   ├── ShardCorruptError                  a shard that is not what its index says, or not readable
+    │   └── ShardUnavailableError              a file that could not be fetched; names its address, and why
     ├── state
     │   ├── UnsupportedStateError (TypeError)  a state holds an object that has no safe encoding
     │   ├── StateCorruptError (ValueError)     checksum or framing does not hold
@@ -56,6 +59,7 @@ __all__ = [
     "BoxOutOfRangeError",
     "BoxTakenError",
     "CoordinatorUnavailableError",
+    "DatasetError",
     "DeadlineError",
     "EmptyInputError",
     "InputFnError",
@@ -75,6 +79,8 @@ __all__ = [
     "ProtocolError",
     "ReplayMismatchError",
     "RunShapeError",
+    "ShardCorruptError",
+    "ShardUnavailableError",
     "StateCorruptError",
     "StateMismatchError",
     "StateUnavailableError",
@@ -138,6 +144,18 @@ class BatchTooLargeError(PenstockError):
 
 class EmptyInputError(PenstockError, RuntimeError):
     """An input yielded no batch at all."""
+
+
+class DatasetError(PenstockError):
+    """A dataset that cannot be read as it is; names where it lies, and what is wrong with it."""
+
+
+class ShardCorruptError(DatasetError):
+    """A shard's size, hash or content is not what the index says; names the file, expected and found."""
+
+
+class ShardUnavailableError(DatasetError):
+    """A file of a dataset could not be fetched, or not in time; names its address, the tries, and the last reason."""
 
 
 class UnsupportedStateError(PenstockError, TypeError):
@@ -279,6 +297,9 @@ CATALOGUE: dict[str, Entry] = {
         Entry(StructureChangedError, "FAILED_PRECONDITION"),
         Entry(BatchTooLargeError, "RESOURCE_EXHAUSTED"),
         Entry(EmptyInputError, "FAILED_PRECONDITION"),
+        Entry(DatasetError, "FAILED_PRECONDITION"),
+        Entry(ShardCorruptError, "DATA_LOSS"),
+        Entry(ShardUnavailableError, "UNAVAILABLE"),
         Entry(UnsupportedStateError, "INVALID_ARGUMENT"),
         Entry(StateCorruptError, "DATA_LOSS"),
         Entry(StateVersionError, "FAILED_PRECONDITION"),

@@ -30,7 +30,8 @@ METHODS: dict[str, frozenset[Role]] = {
     "PutState": _WORKER,
     "DeregisterWorker": _WORKER,
     "PutBlob": _BOTH,
-    "GetBlob": _BOTH,
+    "GetBlob": frozenset(("client", "worker", "admin")),
     "Status": frozenset(("admin",)),
+    "FetchHistory": frozenset(("admin",)),
 }
 """Method of coordinator.proto -> the roles that may call it. A method that is missing here cannot be called."""

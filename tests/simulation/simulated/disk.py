@@ -143,7 +143,7 @@ class SimulatedJournal(Journal):
                 self._disk.notes.update([values])
             elif what == "put":
                 table, key, stored = values
-                self._disk.tables[table][key] = stored
+                self._disk.tables[table][key] = {name: at() if callable(at) else at for name, at in stored.items()}
             else:
                 table, where = values
                 kept = self._disk.tables[table]

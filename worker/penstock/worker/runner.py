@@ -32,8 +32,9 @@ from penstock.worker.control import Channel, DescriptorsClosedError, Message, pl
 from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
-from penstock.worker.source import END, Base, Place, Source
+from penstock.worker.source import END, Base, Source
 from penstock.worker.stacking import Builder
+from penstock.worker.starting import leave, start
 
 __all__ = ["run_slot"]
 
@@ -43,6 +44,8 @@ LONGEST_DEAF_S = 0.1
 """Between two looks when neither of the others calls for one."""
 KEPT_BASES = 16
 """Origins, and snapshots, that the runner itself remembers, to go back to where the loop left a pass."""
+KEPT_LEFT = 64
+"""Passes left that it remembers; each has at least an origin of its own."""
 
 
 class _StopError(Exception):
@@ -99,6 +102,8 @@ class _Runner:
         self._cadence = Cadence()
         self._origins: deque[_Kept] = deque(maxlen=KEPT_BASES)
         self._snapshots: deque[_Kept] = deque(maxlen=KEPT_BASES)
+        self._left: dict[int, int] = {}
+        """Pass -> the slot's batches when the loop left it."""
         self._trusted = False
         self._hello: lane_pb2.Hello | None = None
         self._looked = False
@@ -120,13 +125,13 @@ class _Runner:
         source = self.source
         self._doing("starting")
         try:
-            start = self._receive_start()
+            sent = self._receive_start()
             source.build()
             if self.assignment.recovery:
                 self._say_ready()
-                self._recover(start.bases)
+                self._recover(sent.bases)
             else:
-                self._start(start.resume)
+                start(source, sent.resume, lambda base: self._keep(base, origin=True), self._seek)
                 self._say_ready()
         except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
@@ -138,47 +143,15 @@ class _Runner:
         self._ledger.place(source.place.total, source.place.epoch, source.place.samples)
 
     def _receive_start(self) -> _Start:
-        start = _Start(None, [])
+        sent = _Start(None, [])
         while (message := cast(Message, self._channel.receive())).kind != "go":
             if message.kind == "resume":
-                start.resume = cast(dict[str, Any], decode_state(message.payload))
+                sent.resume = cast(dict[str, Any], decode_state(message.payload))
             elif message.kind == "base":
-                start.bases.append(Base.decode(message.payload))
+                sent.bases.append(Base.decode(message.payload))
             elif message.kind == "stop":
                 raise _StopError
-        return start
-
-    def _start(self, resume: dict[str, Any] | None) -> None:
-        source, a = self.source, self.assignment
-        base, slots = a.base, a.base.slots
-        own = slots[a.slot] if len(slots) > a.slot else records_pb2.SlotPosition()
-        source.place = Place(base.epoch, own.delivered, own.total, 0)
-        if resume is None:
-            self._keep(source.open_pass(step=base.step), origin=True)
-            return
-        part = resume["slots"].get(a.slot) if a.resume.same_shape else None
-        if source.traits.state_methods == 4:
-            if part is not None:
-                source.learn_skips(Base.of(part))
-            source.resume_by_own_methods(resume["aggregated"], resume["strict"])
-            if part is None:
-                self._keep(source.open_pass(step=base.step), origin=True)
-                return
-            source.place = Place(*part["restart"]["at"])
-            self._keep(source.open_pass(step=base.step, rng_after=part["restart"]["rng"]), origin=True)
-        elif part is None:
-            raise StateMismatchError(
-                f"{source.name}: the state holds nothing for this slot, and a loader with "
-                f"{source.traits.state_methods or 'none'} of the four state methods cannot take another's"
-            )
-        else:
-            source.restore(Base.of(part))
-            self._keep(Base.of(part), origin=True)  # all that this attempt yields comes from there
-        self._seek(own.total, base.epoch, part["digest"])
-        if a.slot not in base.live:
-            source.reach_end()  # it had ended when the state was saved, and the others had not
-        elif base.epoch > source.place.epoch:
-            source.reach_end()
+        return sent
 
     def _recover(self, bases: list[Base]) -> None:
         """Another runner had this slot: go to the batch after the last one delivered, and prove the way right."""
@@ -187,7 +160,7 @@ class _Runner:
             self._serve(None)
         hello = self._hello
         delivered, epoch = hello.next_total - 1, hello.epoch
-        left = {pass_left.epoch: pass_left.total for pass_left in hello.left}
+        left = self._left = {pass_left.epoch: pass_left.total for pass_left in hello.left}
         usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
         # What was taken of a pass beyond the place where the loop left it is not on the way.
         usable = [base for base in usable if base.place.total <= left.get(base.place.epoch, base.place.total)]
@@ -209,11 +182,8 @@ class _Runner:
             sure = [base for base in nearest if base.is_sure]
             ways += (sure or [base for base in nearest if base.place.epoch < ways[0].place.epoch])[:1]
         for base in ways:
-            self.source.restore(base)
             try:
-                for earlier in sorted(known for known in left if base.place.epoch <= known < epoch):
-                    self._leave_again(earlier, left[earlier])
-                self._seek(delivered, epoch, hello.last_digest)
+                self._replay(base, delivered, epoch, hello.last_digest)
                 break
             except ReplayMismatchError:
                 if base is ways[-1]:
@@ -227,17 +197,17 @@ class _Runner:
         source = self.source
         self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
 
+    def _replay(self, base: Base, total: int, epoch: int, digest: int) -> None:
+        """Go to the place after batch `total`, the way that the loop went."""
+        self.source.restore(base)
+        for earlier in sorted(known for known in self._left if base.place.epoch <= known < epoch):
+            self._leave_again(earlier, self._left[earlier])
+        self._seek(total, epoch, digest)
+
     def _leave_again(self, epoch: int, total: int) -> None:
         """Leave a pass where the loop left it, on the way from a base before that."""
-        source = self.source
         self._seek(total, epoch, 0)
-        if source.place.epoch < epoch:
-            source.reach_end()
-        if not source.is_open:
-            source.open_pass()
-        if not source.saves_state:
-            source.reseed("left", epoch, total)
-        source.leave_pass()
+        leave(self.source, epoch, total)
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
         source, offprint = self.source, Offprint(self._flattener, full_digest=self._full_digest)
@@ -470,6 +440,9 @@ class _Runner:
         elif not (place.epoch == epoch and place.total == delivered and source.is_open):
             self._return_to(epoch, delivered)
         source.leave_pass()
+        self._left[epoch] = delivered
+        if len(self._left) > KEPT_LEFT:
+            del self._left[min(self._left)]
         self._lease.release()
         for bases in (self._origins, self._snapshots):
             while bases and bases[-1].epoch > epoch:
@@ -483,21 +456,22 @@ class _Runner:
 
         Best from a snapshot before it: a loader that was just loaded and has yielded nothing may not know yet that it
         is in the middle of a pass, and would go on with it when the next one is opened. Then from the pass's origin,
-        and last from just there.
+        which does not do for a loader that begins a pass in its first next(); then from before the pass, and last from
+        just there.
         """
         source = self.source
-        if source.traits.own_workers and not self._trusted:
-            before, there = [], []
-        else:
-            before = [base for base in self._snapshots if base.epoch == epoch and base.total < total]
-            there = [base for base in self._snapshots if base.epoch == epoch and base.total == total]
+        snapshots = [] if source.traits.own_workers and not self._trusted else list(self._snapshots)
+        inside = [base for base in snapshots if base.epoch == epoch and base.total < total]
         origins = [base for base in self._origins if base.epoch == epoch and base.total <= total]
+        earlier = [base for base in self._origins if base.epoch == 0 < epoch]
+        earlier += [base for base in snapshots if base.epoch < epoch and base.total < self._left.get(base.epoch, total)]
+        there = [base for base in snapshots if base.epoch == epoch and base.total == total]
         delivered = self._ledger.entry(total)
         failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
-        for base in [*before[-1:], *origins[-1:], *there[-1:]]:
+        for base in [*inside[-1:], *origins[-1:], *earlier[-1:], *there[-1:]]:
             try:
-                source.restore(Base.decode(base.data))
-                self._seek(total, epoch, delivered.digest if delivered is not None else 0)
+                digest = delivered.digest if delivered is not None else 0
+                self._replay(Base.decode(base.data), total, epoch, digest)
                 return
             except ReplayMismatchError as mismatch:
                 failure = StateMismatchError(mismatch.message)

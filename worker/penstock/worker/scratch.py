@@ -11,14 +11,17 @@ It sits in memory of its own, so whatever the user's code does here, the stream 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import Any, cast
 
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.ledger import ENTRIES
 from penstock.worker.offprint import Offprint
 from penstock.worker.source import END, Base, Source
+from penstock.worker.starting import leave
 
 __all__ = ["run_scratch"]
 
@@ -65,14 +68,27 @@ def _check(source: Source, bases: list[Base], fields: dict[str, Any], offprint: 
     channel.send("done", same=True)
 
 
+def _all_over(source: Source, epoch: int) -> bool:
+    """Nothing comes before pass `epoch`. Else the loop left a pass, of which nobody here knows, and who resumed from
+    the state of this place would go on with what it left."""
+    while source.place.epoch < epoch:
+        if not source.is_open:
+            source.open_pass()
+        if source.next() is not END:
+            return False
+    return True
+
+
 def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, channel: Channel) -> None:
     """Replay to `total` in pass `epoch` and save there, as of the box's `step`."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     source.restore(base)
+    replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 
     def seen(batch: Any) -> None:
         source.digest, samples = offprint.take(batch)
         source.place.samples += samples
+        replayed.append((source.place.epoch, source.digest, source.place.samples))
         expected = delivered.get(source.place.total)
         if expected is not None and expected != source.digest:
             raise ReplayMismatchError(
@@ -81,14 +97,33 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
             )
 
     epoch, total = fields["epoch"], fields["total"]
+    left = {int(known): at for known, at in fields["left"].items() if base.place.epoch <= int(known) < epoch}
     first, pass_of_base = base.place.total + 1, base.place.epoch
-    if fields["doubting"] and first <= total and not source.seek(first, pass_of_base, seen):
+    sure = left.get(pass_of_base, total)
+    if fields["doubting"] and first <= sure and not source.seek(first, pass_of_base, seen):
         channel.send("done", at_once=True)
         return
+    for known in sorted(left):
+        if not (source.seek(left[known], known, seen) and _all_over(source, known)):
+            channel.send("done", elsewhere=True)
+            return
+        leave(source, known, left[known])
+    if left:
+        base = source.open_pass(step=fields["step"])
     if not source.seek(total, epoch, seen):
         channel.send("done", ended=True, epoch=epoch, total=source.place.total)
         return
     place = source.place.copy()
+    unheard = pass_of_base < fields["left_from"] <= epoch
+    if unheard or (place.epoch == epoch and place.delivered != fields["delivered"]):
+        channel.send("done", elsewhere=True)
+        return
+    if left and place == base.place:  # a pass that begins is saved by its origin
+        if source.unsaved is not None:
+            raise source.unsaved
+        data = source.marked(base).encode()
+        channel.send("done", data, ended=False, samples=place.samples, digest=source.digest, replayed=list(replayed))
+        return
     if source.traits.state_methods:
         source.require_state()
         user, _ = source.state(fields["step"])
@@ -99,4 +134,7 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
         data = source.marked(base).encode_at(user, place, rng, source.digest)
     else:
         data = source.marked(Base(place, user, rng, None, source.digest)).encode()
-    channel.send("done", data, ended=False, samples=place.samples, digest=source.digest)
+    if place.epoch < epoch and not _all_over(source, epoch):
+        channel.send("done", elsewhere=True)
+        return
+    channel.send("done", data, ended=False, samples=place.samples, digest=source.digest, replayed=list(replayed))

@@ -198,6 +198,7 @@ class Slot:
                     header.step,
                     data,
                     durable=True,
+                    inherited=True,
                 ),
                 0,
             )
@@ -225,7 +226,7 @@ class Slot:
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
-        _log.warning("%s: %s", self.name, error.message)
+        _log.warning("%s: %.4000s", self.name, error.message)
         if self._child is not None:
             self._child.kill()
         self.host.slot_changed()
@@ -346,14 +347,14 @@ class Slot:
             self._spawn(self._become_ready())
         elif message.kind == "unsaved":
             self.unsaved = records_pb2.ErrorDetail(**fields["error"])
-            _log.warning("%s: its state cannot be saved: %s", self.name, self.unsaved.message)
+            _log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
         elif message.kind == "begun":
             self._begun.set()
         elif message.kind == "left":
             epoch, total = counts(message, "epoch", "total")
             self.store.forget_after(epoch, total)
         elif message.kind == "broken":
-            _log.warning("%s: %s", self.name, fields["error"]["message"])
+            _log.warning("%s: %.4000s", self.name, fields["error"]["message"])
         elif message.kind == "failed":
             self.fail(records_pb2.ErrorDetail(**fields["error"]), lost=False)
         self.host.slot_changed()

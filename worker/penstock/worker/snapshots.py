@@ -7,8 +7,9 @@ them is then a longer replay, not an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 __all__ = ["Kept", "SnapshotStore"]
 
@@ -30,6 +31,8 @@ class Kept:
     step: int
     data: bytes
     durable: bool = False
+    inherited: bool = False
+    """From the slot's runner before this one."""
     left: bool = False
     """The loop left the pass right behind it: not where to go on from, see `_recover` in runner.py."""
 
@@ -88,13 +91,24 @@ class SnapshotStore:
                 return kept
         return None
 
-    def nearest(self, epoch: int, total: int, *, origins_only: bool) -> Kept | None:
-        """The base to replay from: the latest at or before a place, in the latest pass."""
+    def nearest(
+        self, epoch: int, total: int, *, origins_only: bool, left: Mapping[int, int] = MappingProxyType({})
+    ) -> Kept | None:
+        """The base to replay from: the latest at or before a place, in the latest pass.
+
+        `left`: epoch -> total where the loop left that pass. What was taken ahead of such a place is not on the way,
+        and what was taken just there only the last resort, as in `_recover` in runner.py.
+        """
         usable = [
             kept
             for kept in self._kept
-            if kept.epoch <= epoch and kept.total <= total and (kept.origin or not origins_only)
+            if kept.epoch <= epoch
+            and kept.total <= total
+            and (kept.origin or not origins_only)
+            and kept.total - kept.delivered <= left.get(kept.epoch - 1, kept.total)
+            and all(kept.total <= there for number, there in left.items() if number >= kept.epoch)
         ]
+        usable = [kept for kept in usable if kept.origin or kept.total != left.get(kept.epoch)] or usable
         return max(usable, key=lambda kept: (kept.epoch, kept.total, kept.origin), default=None)
 
     def _keep_only(self, kept: list[Kept]) -> None:

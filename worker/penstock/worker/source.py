@@ -502,7 +502,7 @@ def _offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
     theirs = torch_worker.get_worker_info
 
     def get_worker_info() -> Any:
-        if os.getpid() != own:
+        if os.getpid() != own or place_of.stands_aside():
             return theirs()
         if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
             return None

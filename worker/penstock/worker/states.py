@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
 from penstock.proto.v1 import coordinator_pb2
-from penstock.worker.ledger import ENTRIES
+from penstock.worker.ledger import ENTRIES, Entry
 from penstock.worker.scratches import DEADLINE_S
 
 if TYPE_CHECKING:
     from penstock.worker.slot import Slot
+    from penstock.worker.snapshots import Kept
 
 __all__ = ["POLL_S", "States"]
 
@@ -25,6 +27,11 @@ SCRATCH_SHARE = 0.7
 
 def _share(until: float) -> float:
     return min(DEADLINE_S, max(0.1, SCRATCH_SHARE * (until - time.monotonic())))
+
+
+def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
+    """Epoch -> the slot's total where the loop left it by `break`, as far as the coordinator knows."""
+    return {end.epoch: end.total for end in request.left}
 
 
 class States:
@@ -58,7 +65,8 @@ class States:
         for epoch, total in self._slot.ledger.ends().items():
             answer.ends.add(epoch=epoch, total=total)
         answer.digests_after = request.digests_after
-        answer.digests.extend(self._digests(request))
+        if not answer.digests:
+            answer.digests.extend(self._digests(request, self._slot.ledger.entry))
         answer.traits.CopyFrom(self._slot.traits)
         answer.state_bytes = len(data)
         return answer, data
@@ -82,19 +90,50 @@ class States:
         base = self._slot.store.exactly(epoch, delivered, total, request.step)
         if self._slot.traits.state_methods == 0:
             base = self._slot.store.nearest(epoch, total, origins_only=True)
-        if base is not None and self._slot.usable(base):
+        known = base is not None and base.epoch == epoch  # else whether nothing was left between is to be found out
+        if base is not None and known and self._slot.usable(base) and not self._lacks(base, request):
             if entry is None and base.total == total:
                 answer.samples_streamed = base.samples
             return base.data
         return await self._materialise(request, answer, until)
 
-    def _digests(self, request: coordinator_pb2.StateRequest) -> list[int]:
+    @property
+    def _waits_for_loop(self) -> bool:
+        """The runner took over and has not heard where the training loop goes on: its ledger is empty."""
+        return self._slot.assignment.recovery and not self._slot.attached
+
+    def _lacks(self, base: Kept, request: coordinator_pb2.StateRequest) -> bool:
+        """It is an earlier runner's, and a replay in a scratch child tells more: which batches are left out since, or
+        the digests that nobody here has noted."""
+        if not base.inherited:
+            return False
+        if self._slot.assignment.skips:
+            return True
+        start, after = self._start(request), request.digests_after
+        return self._waits_for_loop and start is not None and start.total <= after < request.position.total
+
+    def _start(self, request: coordinator_pb2.StateRequest) -> Kept | None:
+        """The base to replay from: the nearest, or one of its pass from which all digests asked for are seen."""
+        store, origins_only = self._slot.store, self._origins_only
+        left = _left(request)
+        base = store.nearest(request.epoch, request.position.total, origins_only=origins_only, left=left)
+        if base is not None and self._waits_for_loop:
+            before = store.nearest(base.epoch, request.digests_after, origins_only=origins_only, left=left)
+            if before is not None and before.epoch == base.epoch:
+                return before
+        return base
+
+    @property
+    def _origins_only(self) -> bool:
+        return self._slot.traits.state_methods == 0 or self._slot.origins_only()
+
+    def _digests(self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], Entry | None]) -> list[int]:
         """Of the batches that lead to the place; empty if one is not known here, or is of a pass that was left."""
         total = request.position.total
         began = total - request.position.delivered
         digests = []
         for count in range(request.digests_after + 1, total + 1) if total - request.digests_after <= ENTRIES else ():
-            entry = self._slot.ledger.entry(count)
+            entry = entry_of(count)
             if entry is None or (entry.epoch == request.epoch) != (count > began):
                 return []
             digests.append(entry.digest)
@@ -133,9 +172,9 @@ class States:
             if ends.get(epoch, total) < total:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
                 return False
-            if self._slot.assignment.recovery and not self._slot.attached:
-                # The runner waits for the training loop to say where it goes on, and the loop may be waiting for this
-                # state. What was delivered was produced once, so it can be had by replay.
+            if self._waits_for_loop:
+                # And the loop may be waiting for this state. What was delivered was produced once, so it can be had by
+                # replay.
                 return True
             if self._slot.ledger.total >= total:
                 self._slot.drain()  # its snapshots were sent before the ledger showed the batch
@@ -144,16 +183,32 @@ class States:
                 raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
             await asyncio.sleep(POLL_S)
 
+    async def _begun(self, request: coordinator_pb2.StateRequest, tried: Kept) -> None:
+        """Wait until the runner begins the pass, behind one that the loop left: it saves itself there then. `tried`:
+        from where that place was not come to. Raises StateUnavailableError if there will be no other one."""
+        slot, epoch, position = self._slot, request.epoch, request.position
+        waits = not (self._waits_for_loop or position.delivered)
+        while waits and slot.ledger.begun < epoch:
+            if slot.phase == coordinator_pb2.FAILED:
+                raise StateUnavailableError(f"{slot.name}: it failed before pass {epoch}")
+            await asyncio.sleep(POLL_S)
+        slot.drain()
+        if not waits or self._start(request) is tried:
+            raise StateUnavailableError(
+                f"{slot.name}: step {request.step} lies behind a pass that the loop left, after batch "
+                f"{position.total - position.delivered} of the worker; its runner, which has taken over, has not heard "
+                "that yet, and another state would come of it. Ask again once the loop has taken a batch more of this "
+                "worker"
+            )
+
     async def _materialise(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
         epoch, total = request.epoch, request.position.total
-        if self._slot.host.trust(self._slot.assignment).exact is None and self._slot.traits.own_workers == 0:
-            origins_only = False
-        else:
-            origins_only = self._slot.origins_only()
-        base = self._slot.store.nearest(epoch, total, origins_only=origins_only)
+        origins_only = self._origins_only
+        base = self._start(request)
         doubting = True
+        left = _left(request)
         while True:
             if base is None:
                 raise StateUnavailableError(
@@ -169,21 +224,30 @@ class States:
                 "state",
                 _share(until),
                 epoch=epoch,
+                delivered=request.position.delivered,
                 total=total,
                 step=request.step,
                 from_origin=origins_only,
                 digests=digests,
                 doubting=doubting and base.origin,
+                left={str(epoch): there for epoch, there in left.items()},
+                left_from=request.left_from,
             )
             # A loader that begins a pass in its first next() could not say in the pass's origin that it had been asked
             # to: restored from there it ends the pass before, at once, and whatever it yields then is a pass too early.
             # From a base of that one it goes the right way. If there is none, the pass is taken to be empty.
             if "at_once" not in done.fields:
                 break
-            older = self._slot.store.nearest(base.epoch - 1, base.total, origins_only=origins_only)
+            older = self._slot.store.nearest(base.epoch - 1, base.total, origins_only=origins_only, left=left)
             base, doubting = older or base, older is not None
+        if "elsewhere" in done.fields:
+            await self._begun(request, base)
+            return await self._state(request, answer, until)
         if done.fields["ended"]:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
             return b""
         answer.samples_streamed, answer.digest = done.fields["samples"], done.fields["digest"]
+        seen = done.fields["replayed"]
+        replayed = {count: Entry(count, *at) for count, at in enumerate(seen, total + 1 - len(seen))}
+        answer.digests.extend(self._digests(request, replayed.get))
         return done.payload

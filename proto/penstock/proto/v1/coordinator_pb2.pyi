@@ -783,6 +783,8 @@ class StateRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     AGGREGATE_BLOB_FIELD_NUMBER: _builtins.int
     DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    LEFT_FROM_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     run: _builtins.str
     attempt: _builtins.int
@@ -796,9 +798,15 @@ class StateRequest(_message.Message):
     """instead of a state: aggregate_state_dict over the list of states in this blob"""
     digests_after: _builtins.int
     """answer with the digests of the batches after this total, up to the position's"""
+    left_from: _builtins.int
+    """of passes before this one, that is not known here any more"""
     @_builtins.property
     def position(self) -> _records_pb2.SlotPosition:
         """of the slot at the step, if its passes are as long as known so far"""
+
+    @_builtins.property
+    def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassEnd]:
+        """where the loop left passes by `break`, for a runner that has not heard of it"""
 
     def __init__(
         self,
@@ -815,10 +823,12 @@ class StateRequest(_message.Message):
         deadline_s: _builtins.float = ...,
         aggregate_blob: _builtins.str = ...,
         digests_after: _builtins.int = ...,
+        left: _abc.Iterable[Global___PassEnd] | None = ...,
+        left_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "box", b"box", "deadline_s", b"deadline_s", "digests_after", b"digests_after", "epoch", b"epoch", "generation", b"generation", "left", b"left", "left_from", b"left_from", "position", b"position", "request", b"request", "run", b"run", "slot", b"slot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1426,3 +1436,129 @@ class WorkerStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class FetchHistoryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    box: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotHeader:
+        """one that a history named"""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        box: _builtins.int = ...,
+        snapshot: Global___SnapshotHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "run", b"run", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchHistoryRequest: _TypeAlias = FetchHistoryRequest  # noqa: Y015
+
+@_typing.final
+class HistoryPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HISTORY_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    @_builtins.property
+    def history(self) -> Global___History: ...
+    def __init__(
+        self,
+        *,
+        history: Global___History | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "history", b"history"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryPart: _TypeAlias = HistoryPart  # noqa: Y015
+
+@_typing.final
+class History(_message.Message):
+    """One box in one attempt: how it was opened, where its training loop was, and what there is to start from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    settled: _builtins.bool
+    """it has been handed what is known and no more: it reports, or has closed"""
+    @_builtins.property
+    def opening(self) -> Global___OpenRunRequest:
+        """with the seed that the attempt has, without what names the client"""
+
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]: ...
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.BoxPosition]:
+        """where the box was at some steps, as it reported; oldest first"""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotHistory]: ...
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        opening: Global___OpenRunRequest | None = ...,
+        cuts: _abc.Iterable[Global___Cut] | None = ...,
+        known: _abc.Iterable[_records_pb2.BoxPosition] | None = ...,
+        slots: _abc.Iterable[Global___SlotHistory] | None = ...,
+        settled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cuts", b"cuts", "known", b"known", "opening", b"opening", "settled", b"settled", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___History: _TypeAlias = History  # noqa: Y015
+
+@_typing.final
+class SlotHistory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SKIPS_FIELD_NUMBER: _builtins.int
+    TRAITS_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def skips(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.Skip]: ...
+    @_builtins.property
+    def traits(self) -> _records_pb2.LoaderTraits: ...
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotHeader]:
+        """durable ones, oldest first"""
+
+    def __init__(
+        self,
+        *,
+        skips: _abc.Iterable[_records_pb2.Skip] | None = ...,
+        traits: _records_pb2.LoaderTraits | None = ...,
+        snapshots: _abc.Iterable[Global___SnapshotHeader] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["traits", b"traits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["skips", b"skips", "snapshots", b"snapshots", "traits", b"traits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotHistory: _TypeAlias = SlotHistory  # noqa: Y015

@@ -99,6 +99,11 @@ class CoordinatorStub(object):
                 request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
                 response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.FetchHistory = channel.unary_stream(
+                '/penstock.proto.v1.Coordinator/FetchHistory',
+                request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.FetchHistoryRequest.SerializeToString,
+                response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.HistoryPart.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -201,6 +206,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchHistory(self, request, context):
+        """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
+        oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -268,6 +281,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.StatusRequest.FromString,
                     response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.StatusReply.SerializeToString,
+            ),
+            'FetchHistory': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchHistory,
+                    request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.FetchHistoryRequest.FromString,
+                    response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.HistoryPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -621,6 +639,33 @@ class Coordinator(object):
             '/penstock.proto.v1.Coordinator/Status',
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.proto.v1.Coordinator/FetchHistory',
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.FetchHistoryRequest.SerializeToString,
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.HistoryPart.FromString,
             options,
             channel_credentials,
             insecure,

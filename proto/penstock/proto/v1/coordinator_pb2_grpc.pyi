@@ -83,6 +83,10 @@ class CoordinatorStub:
     GetBlob: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """---- operators"""
+    FetchHistory: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchHistoryRequest, _coordinator_pb2.HistoryPart]
+    """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
+    oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+    """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -125,6 +129,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     GetBlob: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """---- operators"""
+    FetchHistory: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchHistoryRequest, _coordinator_pb2.HistoryPart]  # type: ignore[assignment]
+    """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
+    oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+    """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -242,5 +250,15 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]:
         """---- operators"""
+
+    @_abc_1.abstractmethod
+    def FetchHistory(
+        self,
+        request: _coordinator_pb2.FetchHistoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.HistoryPart], _abc.AsyncIterator[_coordinator_pb2.HistoryPart]]:
+        """What is kept of a box's stream, so that `penstock replay` can make a batch of it again: a `history` for each attempt,
+        oldest first. With `snapshot` in the request: that snapshot's bytes, as `data`.
+        """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,35 @@
+"""mosaicml-streaming, imported where torchvision cannot be."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+
+__all__ = ["import_streaming"]
+
+
+def import_streaming() -> Any:
+    """The package, by name, for the type checker's environment has none.
+
+    It imports torchvision for its image datasets, which are not used here, and fails where torchvision was built for
+    another torch: the one that pip finds may be for CUDA where torch is not. Then a stand-in takes its place.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except Exception:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        names: dict[str, dict[str, Any]] = {"": {}, ".datasets": {"VisionDataset": object}, ".transforms": {}}
+        names[".transforms.functional"] = {"to_tensor": torch.as_tensor}
+        for name, attributes in names.items():
+            module = types.ModuleType(f"torchvision{name}")
+            module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
+            module.__path__ = []
+            vars(module).update(attributes)
+            sys.modules[module.__name__] = module
+    return importlib.import_module("streaming")

@@ -1,0 +1,68 @@
+"""litdata as a reader of streaming datasets, of data in its own format.
+
+    python -m benchmarks.peers.litdata_streaming
+
+As its documentation advises: written by `optimize` in chunks of 64 MB, read by StreamingDataset and StreamingDataLoader
+with their defaults. No images: it decodes them with torchvision and not with Pillow, which would compare those two.
+Nothing from a server: it reads no plain HTTP.
+No start in 10^6 tiny samples: to write them takes it minutes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from benchmarks.streaming_data import BATCH, KINDS
+from benchmarks.streaming_player import Reader, play
+
+# By name, for the type checker's environment has none.
+litdata: Any = importlib.import_module("litdata")
+
+
+def _sample(kind: str, number: int) -> dict[str, Any]:
+    return KINDS[kind].sample(number)
+
+
+def _collate(samples: list[dict[str, Any]]) -> Any:
+    """Of bytes. Its own makes a tensor of each byte of what it reads in batches, which is no bytes but a view."""
+    numbers = torch.tensor([sample["number"] for sample in samples])
+    return {"number": numbers, "data": [bytes(sample["data"]) for sample in samples]}
+
+
+class LitData(Reader):
+    packages = ("litdata", "torch", "numpy")
+
+    def write(self, kind: str, folder: str, samples: int) -> None:
+        litdata.optimize(
+            partial(_sample, kind),
+            list(range(samples)),
+            folder,
+            chunk_bytes="64MB",
+            num_workers=1,
+            keep_data_ordered=True,
+            verbose=False,
+        )
+
+    def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
+        # Asking it for its iterator begins again: nobody else may.
+        for sample in litdata.StreamingDataset(folder, shuffle=shuffle):  # noqa: UP028
+            yield sample
+
+    def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
+        if remote:
+            raise NotImplementedError("it reads no plain HTTP")
+        dataset = litdata.StreamingDataset(folder, shuffle=shuffle)
+        more: dict[str, Any] = {"collate_fn": _collate} if KINDS[kind].encoding == "bytes" else {}
+        if workers:
+            # As it says for Linux: a forked worker of a process that has read data before may wait for ever.
+            more["multiprocessing_context"] = "spawn"
+        loader: Iterable[Any] = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, **more)
+        return loader
+
+
+if __name__ == "__main__":
+    play(LitData())

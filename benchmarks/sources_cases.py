@@ -1,0 +1,104 @@
+"""What benchmarks/sources.py reads: rows of a map-style dataset, and documents to be packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from penstock.worker.datasets import Chunked, LogicalShards, MapLoader, Packed, Repeated, ShardLoader, WindowShuffled
+
+__all__ = ["BATCH", "LINE", "ByHand", "Make", "Numbers", "Rows", "documents", "packed", "readers"]
+
+BATCH = 64
+LINE = 1024
+"""Tokens of a packed line."""
+WINDOW = 256
+"""Lines that are shuffled with each other."""
+BOS, EOS = 1, 2
+
+Make = Callable[[], Iterable[Any]]
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows of 32 numbers, ready in memory: what a loader costs shows best where reading costs nothing."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = torch.arange(rows * 32).reshape(rows, 32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """As many samples as you like, each its own number."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def readers(dataset: torch.utils.data.Dataset[Any], processes: int) -> dict[str, Make]:
+    """A shuffled epoch in batches, by everyone."""
+
+    def sampled(**settings: Any) -> Make:
+        return lambda: torch.utils.data.DataLoader(dataset, BATCH, num_workers=processes, **settings)
+
+    def ours(reseed: bool) -> Make:
+        return lambda: MapLoader(
+            dataset, batch_size=BATCH, shuffle=True, seed=1, fetch_processes=processes, reseed=reseed
+        )
+
+    one_rank: Any = torch.utils.data.DistributedSampler(dataset, num_replicas=1, rank=0)
+    return {
+        "Penstock": ours(False),
+        "Penstock, reseeded": ours(True),
+        "DataLoader": sampled(shuffle=True),
+        "DataLoader, DistributedSampler": sampled(sampler=one_rank),
+        "StatefulDataLoader": lambda: StatefulDataLoader(dataset, BATCH, shuffle=True, num_workers=processes),
+    }
+
+
+def documents(count: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    """Of 20 to 2,000 tokens, 1,010 on average."""
+    random = np.random.default_rng(1)
+    return [random.integers(3, 50_000, int(size)) for size in random.integers(20, 2001, count)]
+
+
+def packed(texts: list[Any], shards: int) -> ShardLoader:
+    """Lines of LINE tokens in batches, without end."""
+    chunks = Chunked(LogicalShards([texts], shards=shards, shuffle=True), length=LINE, bos=BOS, eos=EOS)
+    lines = Packed(Repeated(chunks), length=LINE)
+    return ShardLoader(WindowShuffled(lines, WINDOW // shards), batch_size=8, seed=1)
+
+
+class ByHand(torch.utils.data.IterableDataset[torch.Tensor]):
+    """What one would write without us: no state, no shards, no window."""
+
+    def __init__(self, texts: list[Any]) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        random, line, filled = np.random.default_rng(1), np.empty(LINE, np.int64), 0
+        while True:
+            for number in random.permutation(len(self.texts)):
+                document = np.concatenate([[BOS], self.texts[number], [EOS]])
+                while document.size:
+                    part = document[: LINE - filled]
+                    line[filled : filled + part.size] = part
+                    filled, document = filled + part.size, document[part.size :]
+                    if filled == LINE:
+                        yield torch.from_numpy(line)
+                        line, filled = np.empty(LINE, np.int64), 0

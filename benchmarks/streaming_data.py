@@ -1,0 +1,110 @@
+"""The datasets of the benchmark of streaming datasets, and what is done with a sample: the same for all who read them.
+
+Values are a function of the sample's number, so whoever writes them in a format of his own writes the same ones. Runs
+in the peers' environments too: numpy, torch and Pillow only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+__all__ = ["BATCH", "KINDS", "TINY", "Kind", "collate", "look_at", "value_checksum"]
+
+BATCH = 32
+"""Samples."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A dataset. `column`: what a sample has besides its number."""
+
+    name: str
+    column: str
+    encoding: str
+    samples: int
+    nbytes: int
+    """Of a value, about."""
+    shard_bytes: int
+    value: Callable[[int], Any]
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Column -> MDS encoding."""
+        return {"number": "int", **({self.column: self.encoding} if self.column else {})}
+
+    def sample(self, number: int) -> dict[str, Any]:
+        return {"number": number, **({self.column: self.value(number)} if self.column else {})}
+
+    def fewer(self, times: int) -> Kind:
+        """For a short run."""
+        return Kind(**{**vars(self), "samples": max(2 * BATCH, self.samples // times)})
+
+
+_NOISE = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8).tobytes()
+
+
+def _noise(size: int) -> Callable[[int], bytes]:
+    def value(number: int) -> bytes:
+        begin = number * 7919 % (len(_NOISE) - size)
+        return _NOISE[begin : begin + size]
+
+    return value
+
+
+def _tokens(number: int) -> Any:
+    return np.frombuffer(_noise(4 * 2049)(number), np.int32)
+
+
+def _image(number: int) -> Any:
+    """Read from a JPEG in memory. Smooth: noise would take three times as long to decode as a photograph does."""
+    small = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+    out = BytesIO()
+    Image.fromarray(small).resize((64, 64), Image.Resampling.BICUBIC).save(out, "JPEG")
+    return Image.open(out)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("1 KiB", "data", "bytes", 50_000, 1 << 10, 16 << 20, _noise(1 << 10)),
+        Kind("64 KiB", "data", "bytes", 2_000, 64 << 10, 16 << 20, _noise(64 << 10)),
+        Kind("tokens", "tokens", "ndarray:int32:2049", 16_000, 4 * 2049, 16 << 20, _tokens),
+        Kind("JPEG", "image", "jpeg", 8_000, 1_200, 1 << 20, _image),
+        # What is read from a server: 50 shards.
+        Kind("cold", "data", "bytes", 50_000, 1 << 10, 1 << 20, _noise(1 << 10)),
+    )
+}
+
+TINY = Kind("tiny", "", "", 1_000_000, 8, 4 + 4 * 1001 + 8 * 1000 + 400, lambda number: number)
+"""An epoch to resume in: 1,000 shards of about 1,000 samples."""
+
+
+def look_at(sample: dict[str, Any]) -> None:
+    """An image is decoded when somebody asks for its pixels; everything else is there."""
+    np.asarray(sample["image"])
+
+
+def collate(samples: list[dict[str, Any]]) -> Any:
+    """Of images, for torch's own does not take them."""
+    pixels = torch.from_numpy(np.stack([np.asarray(sample["image"]) for sample in samples]))
+    return {"number": torch.tensor([sample["number"] for sample in samples]), "image": pixels}
+
+
+def value_checksum(samples: Iterable[dict[str, Any]]) -> tuple[int, int]:
+    """(samples, checksum of all bytes of all values), whatever the order."""
+    count = total = 0
+    for sample in samples:
+        check = zlib.crc32(int(sample["number"]).to_bytes(8, "little"))
+        for name, value in sample.items():
+            if name != "number":
+                check = zlib.crc32(value if isinstance(value, bytes) else np.ascontiguousarray(value).tobytes(), check)
+        count, total = count + 1, (total + check) % (1 << 64)
+    return count, total

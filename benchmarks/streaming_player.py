@@ -1,0 +1,176 @@
+"""What a reader of streaming datasets is asked, and how it is timed: the same for ours and for the peers'.
+
+A player is a process (see benchmarks/modes.py) that answers requests, one a line. What is measured:
+
+    rate    samples/s of warm epochs: the first tenth of each is the warm-up, the clock stops at its last sample
+    cold    seconds of a whole epoch, from opening the dataset, with nothing in the local folder
+    start   seconds from nothing but imports to the first batch at a position, and the memory that it took. It is the
+            only request of its process
+
+Runs in the peers' environments.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.streaming_data import BATCH, KINDS, look_at, value_checksum
+
+__all__ = ["Reader", "answer_of", "memory_mib", "play"]
+
+WARM_SHARE = 10
+"""One sample of so many is the warm-up."""
+LONGEST_S = 3.0
+"""Of the epochs of one rate, with their openings, if none of them alone takes longer."""
+LARGE_BYTES = 24 << 20
+
+
+class Reader(ABC):
+    packages: Sequence[str] = ()
+    """Whose versions are told."""
+    decodes = True
+    """Else it gives bytes of samples, and not their values."""
+
+    @abstractmethod
+    def samples(self, kind: str, folder: str, *, shuffle: bool) -> Iterator[dict[str, Any]]:
+        """An epoch of local data out of the dataset's iterator, in this process."""
+
+    @abstractmethod
+    def batches(self, kind: str, folder: str, *, shuffle: bool, workers: int, remote: str = "") -> Iterable[Any]:
+        """An epoch in batches of BATCH, collated. `remote`: where the data lie, to be kept in `folder`."""
+
+    def write(self, kind: str, folder: str, samples: int) -> None:
+        """The dataset in the reader's own format, where that is not MDS."""
+        raise NotImplementedError
+
+    def first_batch(self, folder: str, position: int) -> Any:
+        """Of a shuffled epoch resumed at a position."""
+        raise NotImplementedError
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """To what not all readers are asked."""
+        raise NotImplementedError(request["do"])
+
+
+def memory_mib(key: str) -> float:
+    """VmRSS or VmHWM of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) / 1024
+    raise ValueError(key)
+
+
+def _size(batch: Any) -> int:
+    return len(batch["number"])
+
+
+def _rate(items: Iterator[Any], total: int, size: int) -> dict[str, Any]:
+    """Read an epoch of `total` samples, `size` of them an item."""
+    expected = -(-total // size)
+    warm = expected // WARM_SHARE
+    item = None
+    for item in islice(items, warm):  # noqa: B007
+        pass
+    started = time.perf_counter()
+    for item in islice(items, expected - warm):  # noqa: B007  # held until the next one is there, as a loop does
+        pass
+    seconds = time.perf_counter() - started
+    if size > 1 and _size(item) != (total - 1) % size + 1:
+        raise ValueError(f"the last batch has {_size(item)} samples")
+    if next(items, None) is not None:
+        raise ValueError(f"more than {total} samples")
+    return {"samples": total - warm * size, "seconds": seconds}
+
+
+def _epochs(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
+    """As many as make a span of at least `at_least_s`."""
+    answer, begun = {"samples": 0, "seconds": 0.0}, time.perf_counter()
+    while True:
+        found = _epoch(reader, request)
+        answer = {name: answer[name] + found[name] for name in answer}
+        if answer["seconds"] >= request["at_least_s"] or time.perf_counter() - begun > LONGEST_S:
+            return answer
+        gc.collect()  # an epoch that is read may be held by a cycle, and some readers cannot be opened twice at a time
+
+
+def _epoch(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
+    kind, folder, shuffle = request["kind"], request["folder"], request["shuffle"]
+    if request["shape"] == "samples":
+        samples = reader.samples(kind, folder, shuffle=shuffle)
+        looks = reader.decodes and KINDS[kind].column == "image"
+        return _rate(_looked_at(samples) if looks else samples, request["samples"], 1)
+    batches = reader.batches(kind, folder, shuffle=shuffle, workers=request["workers"])
+    return _rate(iter(batches), request["samples"], BATCH)
+
+
+def _looked_at(samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for sample in samples:
+        look_at(sample)
+        yield sample
+
+
+def answer_of(reader: Reader, request: dict[str, Any]) -> dict[str, Any]:
+    what = request["do"]
+    if what == "hello":
+        return {"versions": {name: version(name) for name in reader.packages}}
+    if what == "write":
+        reader.write(request["kind"], request["folder"], request["samples"])
+        return {}
+    if what == "check":
+        samples = reader.samples(request["kind"], request["folder"], shuffle=request["shuffle"])
+        count, total = value_checksum(samples)
+        return {"samples": count, "checksum": total}
+    if what == "rate":
+        return _epochs(reader, request)
+    if what == "cold":
+        started = time.perf_counter()
+        epoch = iter(
+            reader.batches(
+                "cold", request["folder"], shuffle=True, workers=request["workers"], remote=request["remote"]
+            )
+        )
+        first = next(epoch)
+        first_s = time.perf_counter() - started
+        count = sum(map(_size, chain([first], epoch)))
+        return {"samples": count, "seconds": time.perf_counter() - started, "first_s": first_s}
+    if what == "start":
+        before, started = memory_mib("VmRSS"), time.perf_counter()
+        batch = reader.first_batch(request["folder"], request["position"])
+        seconds = time.perf_counter() - started
+        if _size(batch) != BATCH:
+            raise ValueError(f"a first batch of {_size(batch)}")
+        return {"seconds": seconds, "mib": memory_mib("VmHWM") - before}
+    return reader.answer(request)
+
+
+def play(reader: Reader) -> None:
+    """Answer requests until standard input ends."""
+    torch.set_num_threads(1)
+    # Until a process has freed a large block, the C library gives each freed batch back to the kernel, and takes it
+    # anew page by page (samples of 64 KiB: a fifth of the rate). A training process has freed one.
+    np.empty(LARGE_BYTES, np.uint8)
+    # Libraries print to standard output, and so do processes that they start: the answers take a copy of it.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            try:
+                answer = answer_of(reader, json.loads(line))
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+                traceback.print_exc()
+            gc.collect()
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()

@@ -1,0 +1,85 @@
+"""How well an order is shuffled, and what that costs, in numbers.
+
+`order[p]` is the sample at position p; sample i lies in shard i // per_shard. Every figure is 1 for a permutation drawn
+uniformly from all, but for what is said of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, lgamma
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Quality", "quality"]
+
+WINDOW = 256
+"""Samples: a large global batch."""
+BINS = 20
+"""Of an epoch, for the chi-square."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    displacement: float
+    """Mean of |position - sample| / samples; a third if uniform."""
+    neighbours: float
+    """P(two consecutive samples are from one shard) over the same for uniform."""
+    window_shards: float
+    """Mean number of shards in WINDOW consecutive samples over its expectation."""
+    chi_square: float
+    """Mean over the shards of how unevenly their samples lie in BINS parts of the epoch, over its degrees of
+    freedom."""
+    most_in_use: float
+    """Shards between their first and their last sample at the worst moment, over all shards: what a cache must hold
+    so that none is fetched twice. All but 1 if uniform."""
+    mean_in_use: float
+    """The same on average."""
+
+
+def quality(order: npt.NDArray[np.int64], shards: int, per_shard: int) -> Quality:
+    """Raises ValueError if the order is no permutation."""
+    samples = shards * per_shard
+    positions = np.full(samples, -1, np.int64)
+    positions[order] = np.arange(samples)
+    if len(order) != samples or (positions < 0).any():
+        raise ValueError(f"{len(order)} positions are no permutation of {samples} samples")
+    of_shard = positions.reshape(shards, per_shard)
+    first, last = of_shard.min(axis=1), of_shard.max(axis=1)
+    changes = np.zeros(samples + 1, np.int64)
+    np.add.at(changes, first, 1)
+    np.add.at(changes, last + 1, -1)
+    in_use = np.cumsum(changes[:-1])
+    return Quality(
+        displacement=float(np.abs(positions - np.arange(samples)).mean() / samples),
+        neighbours=_neighbours(order // per_shard, samples, per_shard),
+        window_shards=_window_shards(order // per_shard, shards, per_shard),
+        chi_square=_chi_square(of_shard, samples, per_shard),
+        most_in_use=float(in_use.max() / shards),
+        mean_in_use=float(in_use.mean() / shards),
+    )
+
+
+def _neighbours(shard_at: Any, samples: int, per_shard: int) -> float:
+    return float((shard_at[1:] == shard_at[:-1]).mean() * (samples - 1) / (per_shard - 1))
+
+
+def _window_shards(shard_at: Any, shards: int, per_shard: int) -> float:
+    samples = len(shard_at)
+    windows = np.sort(shard_at[: samples // WINDOW * WINDOW].reshape(-1, WINDOW), axis=1)
+    found = (np.diff(windows, axis=1) != 0).sum(axis=1).mean() + 1
+
+    def ways(of: int) -> float:  # log of (of choose WINDOW), without what cancels
+        return lgamma(of + 1) - lgamma(of - WINDOW + 1)
+
+    missed = exp(ways(samples - per_shard) - ways(samples))
+    return float(found / (shards * (1 - missed)))
+
+
+def _chi_square(of_shard: Any, samples: int, per_shard: int) -> float:
+    bins = of_shard * BINS // samples
+    counts = np.stack([(bins == number).sum(axis=1) for number in range(BINS)], axis=1)
+    expected = per_shard / BINS
+    return float((((counts - expected) ** 2).sum(axis=1) / expected).mean() / (BINS - 1))

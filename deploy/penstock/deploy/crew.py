@@ -1,0 +1,194 @@
+"""The processes that run a box's loaders again, seen from `penstock replay`, which waits with a deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from penstock.deploy.ward import kill_group, show_stack
+from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, WorkerLostError, error_named
+from penstock.worker.children import START_DEADLINE_S, child_environment
+from penstock.worker.control import Channel, Message
+
+__all__ = ["Crew", "Forker", "Task", "digests_of"]
+
+EXIT_S = 2.0
+"""For a child whose socket is closed to be seen to have ended."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a child is asked: see rerun.py."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    payload: bytes = b""
+    parts: Sequence[bytes] = ()
+
+
+def digests_of(answer: Message) -> list[int]:
+    """Of the batches since the child's last answer; the last is that of batch `total`."""
+    return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
+
+
+class Forker:
+    """One interpreter, which forks children that have seen no user code. What that prints goes to standard error."""
+
+    def __init__(self, seed: int) -> None:
+        self._control, theirs = _pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "from penstock.deploy.rerun import main; main()",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=[theirs.fileno()],
+                env=child_environment(seed),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,  # Ctrl-C is ours alone
+            )
+        try:
+            self._hear()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Forker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill it; its children die with it."""
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+    def fork(self) -> tuple[Channel, int]:
+        """A new child: the socket to it, and its process id."""
+        ours, theirs = _pair()
+        with theirs:
+            self._control.send("fork", fds=[theirs.fileno()])
+            return ours, int(self._hear().fields["pid"])
+
+    def reap(self, pid: int) -> int:
+        """The exit status of a child that has ended, as Python has it."""
+        self._control.send("reap", pid=pid)
+        return int(self._hear().fields["status"])
+
+    def _hear(self) -> Message:
+        until = time.monotonic() + START_DEADLINE_S
+        try:
+            while (message := self._control.receive(wait=False)) is None:
+                if not select.select([self._control.fileno()], [], [], max(0.0, until - time.monotonic()))[0]:
+                    raise DeadlineError("the interpreter that runs the loaders does not answer")
+        except LaneLostError as error:
+            raise WorkerLostError("the interpreter that runs the loaders died; see above") from error
+        return message
+
+
+class Crew:
+    """`count` children, one for each worker of the box.
+
+    `until`: the monotonic time at which everything must be done. `told`: hears (slot, total) from time to time.
+    """
+
+    def __init__(self, forker: Forker, count: int, until: float, told: Callable[[int, int], None]) -> None:
+        self._forker, self._until, self._told = forker, until, told
+        self._at = [0] * count
+        self._channels: list[Channel] = []
+        self._pids: list[int] = []
+        for _ in range(count):
+            channel, pid = forker.fork()
+            self._channels.append(channel)
+            self._pids.append(pid)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill them, and what they left behind."""
+        for pid in self._pids:
+            kill_group(pid)
+        for channel in self._channels:
+            channel.close()
+
+    def ask(self, tasks: Mapping[int, Task]) -> dict[int, Message]:
+        """Have children do their tasks, all at the same time; their answers by slot.
+
+        Raises what one of them raised first; WorkerLostError if one died; DeadlineError, with the stacks on standard
+        error.
+        """
+        for slot, task in tasks.items():
+            try:
+                self._channels[slot].send(task.kind, task.payload, parts=len(task.parts), **task.fields)
+                for part in task.parts:
+                    self._channels[slot].send("part", part)
+            except LaneLostError as error:
+                raise self._died(slot) from error
+        answers: dict[int, Message] = {}
+        while len(answers) < len(tasks):
+            waited = {self._channels[slot].fileno(): slot for slot in tasks if slot not in answers}
+            ready, _, _ = select.select(list(waited), [], [], max(0.0, self._until - time.monotonic()))
+            if not ready:
+                raise self._late(sorted(waited.values()))
+            for fd in ready:
+                self._hear(waited[fd], answers)
+        return answers
+
+    def _hear(self, slot: int, answers: dict[int, Message]) -> None:
+        try:
+            while slot not in answers and (message := self._channels[slot].receive(wait=False)) is not None:
+                if message.kind == "at":
+                    self._at[slot] = message.fields["total"]
+                    self._told(slot, self._at[slot])
+                elif message.kind == "failed":
+                    raise error_named(**message.fields["error"])
+                else:
+                    answers[slot] = message
+        except LaneLostError as error:
+            raise self._died(slot) from error
+
+    def _died(self, slot: int) -> PenstockError:
+        how = "closed its descriptors"
+        fd = os.pidfd_open(self._pids[slot])
+        try:
+            if select.select([fd], [], [], EXIT_S)[0]:
+                status = self._forker.reap(self._pids[slot])
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        finally:
+            os.close(fd)
+        return WorkerLostError(
+            f"the process that ran slot {slot} again {how}, after batch {self._at[slot]} of the worker or later"
+        )
+
+    def _late(self, slots: list[int]) -> DeadlineError:
+        for slot in slots:
+            show_stack(self._pids[slot])
+        at = ", ".join(f"slot {slot} at batch {self._at[slot]}" for slot in slots)
+        return DeadlineError(
+            f"the replay did not get there in time: {at}; give it more with --timeout. Stacks are above"
+        )
+
+
+def _pair() -> tuple[Channel, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(ours), theirs

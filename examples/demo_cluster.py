@@ -1,0 +1,161 @@
+"""The processes of a demo: coordinator, worker daemons, and a training process for each box.
+
+An operator starts these with `penstock coordinator`, `penstock worker` and torchrun; here one program starts them all,
+so that it can kill some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Cluster", "DemoError", "Step", "free_port", "read_log"]
+
+EXAMPLES = Path(__file__).resolve().parent
+DEADLINE_S = 300.0  # of each training, and of each daemon's start
+
+Step = dict[str, Any]
+"""A line of a box's log."""
+
+
+class DemoError(Exception):
+    """Something did not come up, did not end well, or did not end in time."""
+
+
+class Cluster:
+    """Starts processes; what they print goes to `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        ours = ("PENSTOCK_", "TORCHELASTIC_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        # The token is nowhere but in the environment: command lines can be read by everyone on the machine.
+        self.environment = {**kept, "PYTHONPATH": str(EXAMPLES), "PENSTOCK_TOKEN": secrets.token_urlsafe(24)}
+
+    @contextlib.contextmanager
+    def daemons(self, allow: str, slots: int) -> Iterator[None]:
+        """A coordinator on a free port, and two worker daemons with so many slots each that may run `allow`."""
+        with contextlib.ExitStack() as stack:
+            lifeline = ["--lifeline-pid", str(os.getpid())]
+            books = ["--listen", "127.0.0.1:0", "--state-dir", str(self.out / "coordinator")]
+            address = self._daemon(stack, "coordinator", "penstock.appliance", *books, *lifeline)
+            for name in ("worker-1", "worker-2"):
+                work = ["--coordinator", address, "--name", name, "--slots", str(slots), "--allow", allow]
+                self._daemon(stack, name, "penstock.worker", *work, *lifeline)
+            self.environment["PENSTOCK_COORDINATOR"] = address
+            yield
+
+    def _daemon(self, stack: contextlib.ExitStack, name: str, *command: str) -> str:
+        """Start a daemon, to be stopped with the stack; returns the line that it writes when it is up."""
+        read, write = os.pipe()
+        process = self._start(name, *command, "--ready-fd", str(write), pass_fds=(write,))
+        stack.callback(_stop, process)
+        os.close(write)
+        with open(read) as ready:
+            in_time, _, _ = select.select([ready], [], [], DEADLINE_S)
+            line = ready.readline().strip() if in_time else ""
+        if not line:
+            raise DemoError(f"the {name} did not start:\n{self._last_words(name)}")
+        return line
+
+    def _start(
+        self, name: str, *command: str, pass_fds: tuple[int, ...] = (), env: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Run a Python module; what it prints goes to a file."""
+        with open(self.out / f"{name}.log", "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env={**self.environment, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=pass_fds,
+            )
+
+    def train(
+        self,
+        name: str,
+        title: str,
+        command: list[str],
+        *,
+        boxes: int,
+        workers: int,
+        kill_when: Callable[[], bool] | None = None,
+        env: dict[str, str],
+    ) -> None:
+        """Run a training module on all boxes, as torchrun would, to its end or until `kill_when`."""
+        print(f"running {title}", flush=True)
+        shared = {
+            "PENSTOCK_NUM_WORKERS_PER_BOX": str(workers),
+            "WORLD_SIZE": str(boxes),
+            "LOCAL_WORLD_SIZE": str(boxes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo",
+            **env,
+        }
+        names = [f"{name}-box{rank}" for rank in range(boxes)]
+        processes = [
+            self._start(box, *command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank, box in enumerate(names)
+        ]
+        deadline = time.monotonic() + DEADLINE_S
+        killed = False
+        try:
+            while any(process.poll() is None for process in processes):
+                if kill_when is not None and kill_when():
+                    killed = True
+                    break
+                for process, box in zip(processes, names, strict=True):
+                    if process.poll():
+                        raise DemoError(f"{box} ended with status {process.returncode}:\n{self._last_words(box)}")
+                if time.monotonic() > deadline:
+                    raise DemoError(f"{title} took more than {DEADLINE_S:g} s:\n{self._last_words(*names)}")
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                process.kill()  # SIGKILL: the training cannot prepare for it
+            statuses = [process.wait() for process in processes]
+        expected = -signal.SIGKILL if killed else 0
+        if killed != (kill_when is not None) or any(status != expected for status in statuses):
+            raise DemoError(f"{title}: the boxes ended with {statuses}, not {expected}:\n{self._last_words(*names)}")
+
+    def _last_words(self, *names: str) -> str:
+        """The ends of what processes printed."""
+        return "\n".join(
+            f"--- {name}\n" + "\n".join((self.out / f"{name}.log").read_text(errors="replace").splitlines()[-25:])
+            for name in names
+        )
+
+
+def read_log(path: Path) -> list[Step]:
+    """The whole lines of a box's log, which may be killed while it writes one."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,218 @@
+"""What the coordinator keeps so that a batch can be made again: in its books, and in its files when it is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.appliance.history import StoppedCoordinator, Track, past
+from penstock.appliance.journal import StateDir
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import SlotKey
+from penstock.appliance.store import Store
+from penstock.appliance.testing import FakeBox, World
+from penstock.proto.errors import JournalError
+from penstock.proto.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "state")
+
+
+def stopped(world: World, state: StateDir) -> StoppedCoordinator:
+    Store(state).close()
+    world.journal.close()
+    state.close()
+    return StoppedCoordinator(state.path)
+
+
+def told(world: World) -> pb.History:
+    """By the books, of box 0."""
+    track = world.registry.books.track("job/0", 0)
+    assert track is not None
+    return track.message()
+
+
+def leave(box: FakeBox, epoch: int) -> None:
+    """The loop leaves its pass by a break, and reports."""
+    assert box.position is not None
+    box.cuts[epoch] = box.position.step
+    box.position.cut()
+    box.report()
+
+
+def test_the_books_tell_where_the_box_was_and_what_it_left(state: StateDir) -> None:
+    world = World(directory=state)
+    box = world.open(attempt_key="secret")
+    box.deliver(5)
+    leave(box, 0)
+    box.deliver(3)
+    slot = world.registry.books.slot(SlotKey("job/0", 1, 0, 1))
+    assert slot is not None
+    slot.skips[1, 4] = 2
+    history = told(world)
+    assert (history.attempt, history.settled, history.opening.seed) == (1, True, 4242)
+    assert (history.opening.client_id, history.opening.attempt_key) == ("", "")
+    assert [(cut.epoch, cut.step) for cut in history.cuts] == [(0, 5)]
+    assert [position.step for position in history.known][-1] == 8
+    assert [(skip.epoch, skip.total, skip.count) for skip in history.slots[1].skips] == [(1, 4, 2)]
+    assert world.registry.books.track("job/0", 1) is None
+    assert world.registry.books.track("other/0", 0) is None
+
+
+def test_an_attempt_that_is_over_is_remembered_with_all_that_it_was(state: StateDir) -> None:
+    world = World(directory=state)
+    box = world.open()
+    box.deliver(5)
+    leave(box, 0)
+    box.deliver(4)
+    world.open(client_id="next", has_seed=True, seed=4242)  # supersedes it
+    (first,) = past(state.path / "journal.db", "job/0", 0)
+    assert (first.attempt, first.settled, [cut.step for cut in first.cuts]) == (1, False, [5])
+    assert first.known[-1].step == 9
+    assert first.opening.loader.input_fn == "m:f"
+    with stopped(world, state) as files:
+        assert [history.attempt for history in files.histories("job/0", 0)] == [1, 2]
+        assert not files.histories("job/0", 1)
+
+
+def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
+    """Killed: its last word is the break, and where the box had come after it is not known."""
+    world = World(directory=state)
+    box = world.open()
+    box.deliver(5)
+    leave(box, 0)
+    box.deliver(4)
+    stale = {"run": "job/0", "attempt": 0, "box": 0, "epoch": 7, "step": 3}
+    world.journal.put("cuts", stale)  # of an attempt that a release ended which does not know them
+    world.journal.commit()
+    world.journal.close()
+    world.boot(state)
+    restored = world.registry.books.runs["job/0"].current
+    assert restored is not None
+    assert restored.boxes[0].cuts == {0: 5}
+    with stopped(world, state) as files:
+        (history,) = files.histories("job/0", 0)
+        assert [(cut.epoch, cut.step) for cut in history.cuts] == [(0, 5)]
+        assert [position.step for position in history.known] == []
+
+
+def chained(box: FakeBox, steps: int) -> None:
+    """The loop takes batches whose digests it knows, and reports."""
+    box.position = box.position or Position.start(2)
+    for number in range(steps):
+        box.position.deliver(number)
+    box.watch()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_flight_record_of_a_box_outlives_the_coordinator(state: StateDir, closed: bool) -> None:
+    """Of one that has closed nobody will report again; nor of one at work, where it was before."""
+    world = World(directory=state)
+    one, other = world.open(0, num_boxes=2), world.open(1, num_boxes=2)
+    chained(one, 5)
+    chained(one, 4)
+    chained(other, 3)
+    if closed:
+        one.close()
+    for attempt in world.registry.books.open_attempts():
+        world.registry.books.save_track(attempt, attempt.boxes[0])  # as the coordinator does when it is told to stop
+    world.journal.commit()
+    for _ in range(2):
+        world.journal.close()
+        world.boot(state)
+        history = told(world)
+        assert [(at.step, at.HasField("chain")) for at in history.known] == [(0, True), (5, True), (9, True)]
+        assert history.settled == closed
+    if not closed:
+        chained(one, 2)
+    other.close()
+    if not closed:
+        one.close()
+    (over,) = past(state.path / "journal.db", "job/0", 0)
+    assert [at.step for at in over.known] == [0, 5, 9] + ([] if closed else [11])
+    assert over.settled
+
+
+def test_what_is_kept_of_a_large_attempt_is_made_where_it_is_written(
+    state: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not in the event loop, which would hear no heartbeat meanwhile."""
+    made: list[int] = []
+    message = Track.message
+
+    def counted(track: Track) -> pb.History:
+        made.append(track.attempt)
+        return message(track)
+
+    monkeypatch.setattr(Track, "message", counted)
+    world = World(directory=state)
+    boxes = [world.open(number, num_boxes=8, attempt_key="first") for number in range(8)]
+    for box in boxes:
+        box.deliver(3)
+    world.journal.deferred = True
+    world.open(0, client_id="next", num_boxes=8, attempt_key="second")
+    assert not made
+    world.journal.write(world.journal.take())
+    assert made == [1] * 8
+    assert past(state.path / "journal.db", "job/0", 5)[0].known[-1].step == 3
+
+
+def test_of_a_long_attempt_a_few_positions_are_kept(state: StateDir) -> None:
+    world = World(directory=state)
+    box = world.open(retention=6400)
+    for _ in range(64):
+        box.deliver(100)
+    world.open(client_id="next")
+    (first,) = past(state.path / "journal.db", "job/0", 0)
+    steps = [position.step for position in first.known]
+    assert steps[-1] == 6400
+    assert 8 <= len(steps) <= 10
+    assert steps == sorted(steps)
+
+
+def test_what_is_forgotten_is_gone(state: StateDir) -> None:
+    world = World(Limits(past_attempts=2), state)
+    for number in range(5):
+        box = world.open(client_id=f"client-{number}", box=0)
+        box.deliver(2)
+        leave(box, 0)
+    found = past(state.path / "journal.db", "job/0", 0)
+    assert [history.attempt for history in found] == [3, 4]
+    box.close(forget=True)
+    assert not past(state.path / "journal.db", "job/0", 0)
+    assert not world.journal.rows("cuts")
+
+
+def test_snapshots_and_blobs_are_read_from_the_files(state: StateDir) -> None:
+    world = World(directory=state)
+    world.open()
+    store = Store(state)
+    header = pb.SnapshotHeader(run="job/0", attempt=1, slot=1, total=4, epoch=0, origin=True, size=4)
+    store.put_snapshot(header, b"data")
+    store.put_blob("name", b"blob")
+    store.close()
+    with stopped(world, state) as files:
+        (history,) = files.histories("job/0", 0)
+        (kept,) = history.slots[1].snapshots
+        assert (kept.total, kept.origin) == (4, True)
+        assert files.find_snapshot(kept) == b"data"
+        kept.total = 5
+        assert files.find_snapshot(kept) is None
+        assert (files.blob("name"), files.blob("other")) == (b"blob", None)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) -> None:
+    World(directory=state).journal.close()
+    with pytest.raises(JournalError, match="in use by a coordinator that runs: ask that one"):
+        StoppedCoordinator(state.path)
+    with pytest.raises(JournalError, match=r"has no journal\.db"):
+        StoppedCoordinator(tmp_path)
+    state.close()
+    journal = state.path / "journal.db"
+    journal.write_bytes(b"no database" * 400)
+    with StoppedCoordinator(state.path) as files, pytest.raises(JournalError, match=r"journal\.db cannot be read"):
+        files.histories("job/0", 0)

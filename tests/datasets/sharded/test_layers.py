@@ -1,0 +1,346 @@
+"""Repeated, Mapped and Filtered; and what all layers refuse."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from given_shards import Given, Placed, again, first, whole
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
+from penstock.worker.datasets import (
+    Chunked,
+    Filtered,
+    Mapped,
+    Mixture,
+    Packed,
+    Repeated,
+    ShardedSource,
+    SkipSample,
+    WindowShuffled,
+)
+from penstock.worker.datasets.sharded import layer
+
+NUMBERS = [list(range(10)), list(range(100, 103))]
+
+
+def even(number: int) -> bool:
+    return number % 2 == 0
+
+
+def never(sample: Any) -> bool:
+    return False
+
+
+def drawn(sample: Any, generator: np.random.Generator) -> tuple[Any, float]:
+    return sample, generator.random()
+
+
+# --- repeated
+
+
+def test_each_shard_goes_on_with_its_next_epoch_by_itself() -> None:
+    source = Repeated(Placed([3, 1]))
+    assert [sample[:3] for sample in first(source, 7)] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 0, 2),
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 0, 2),
+        (2, 0, 0),
+    ]
+    assert [sample[:3] for sample in first(source, 3, shard=1)] == [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
+
+
+def test_the_place_of_a_sample_goes_on_across_epochs() -> None:
+    source = Repeated(Placed([3, 3]))
+    assert [sample[3] for sample in first(source, 7, shard=1)] == [1, 3, 5, 7, 9, 11, 13]
+    cursor = source.open(0, 0, 1, None, lambda index: 100 + index)
+    next(cursor)
+    cursor.skip(3)
+    assert next(cursor)[3] == 104
+    cursor = source.open(0, 0, 1, cursor.token(), lambda index: 100 + index)
+    assert next(cursor)[3] == 105
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_shard_without_samples_is_an_error_that_names_it(known: bool) -> None:
+    source = Repeated(Given([[1], []], known=known))
+    with pytest.raises(DatasetError, match=r"shard 1 of 2 has no sample in epoch 0.*fewer shards"):
+        next(source.open(1, 0, 1))
+    with pytest.raises(DatasetError, match="shard 1 of 2"):
+        source.open(1, 0, 1).skip(1)
+
+
+def test_an_epoch_that_becomes_empty_later_is_an_error_too() -> None:
+    source = Repeated(Filtered(Placed([4]), lambda sample: sample[0] == 0))
+    cursor = source.open(0, 0, 1)
+    assert len(list(itertools.islice(cursor, 4))) == 4
+    cursor = again(source, cursor)
+    with pytest.raises(DatasetError, match="shard 0 of 1 has no sample in epoch 1"):
+        next(cursor)
+
+
+def test_what_never_ends_is_not_repeated() -> None:
+    with pytest.raises(InvalidArgumentError, match="never ends"):
+        Repeated(Repeated(Given(NUMBERS)))
+
+
+# --- mapped
+
+
+def test_a_function_of_each_sample_is_not_called_for_those_that_are_passed_over() -> None:
+    calls: list[int] = []
+
+    def doubled(number: int) -> int:
+        calls.append(number)
+        return number * 2
+
+    source = Mapped(Given(NUMBERS), doubled)
+    cursor = source.open(0, 0, 1)
+    assert cursor.skip(4) == 4
+    assert next(cursor) == 8
+    assert cursor.skip(100) == 5
+    assert calls == [4]
+    assert source.lengths(0) == [10, 3]
+    assert Mapped(Given(NUMBERS, known=False), doubled).lengths(0) is None
+
+
+def test_the_place_goes_through_a_mapped() -> None:
+    source = Mapped(Placed([3]), lambda sample: sample[3])
+    assert list(source.open(0, 0, 1, None, lambda index: index + 7)) == [7, 8, 9]
+
+
+def test_the_generator_is_of_the_sample_and_of_nothing_else() -> None:
+    source = Mapped(Given([[5] * 4, [5] * 4]), drawn, random=True)
+    seen = [
+        sample
+        for epoch in (0, 1)
+        for shard in (0, 1)
+        for seed in (1, 2)
+        for sample in whole(source, shard=shard, epoch=epoch, seed=seed)
+    ]
+    assert len(set(seen)) == len(seen)
+    cursor = source.open(1, 1, 2)
+    cursor.skip(2)
+    assert [next(cursor), next(cursor)] == seen[-2:]
+
+
+def test_a_generator_that_is_kept_is_not_disturbed_by_the_next_sample() -> None:
+    kept: list[np.random.Generator] = []
+    source = Mapped(Given(NUMBERS), lambda _, generator: kept.append(generator), random=True)
+    whole(source)
+    values = [generator.random() for generator in kept]
+    kept.clear()
+    cursor = source.open(0, 0, 1)
+    for value in values:
+        next(cursor)
+        assert kept[-1].random() == value
+
+
+def test_two_random_layers_of_a_stack_draw_differently() -> None:
+    inner = Mapped(Given([[0] * 5]), drawn, random=True)
+    values = whole(Mapped(inner, drawn, random=True))
+    assert all(below != above for (_, below), above in values)
+
+
+def test_what_a_function_raises_says_where() -> None:
+    def refuses(number: int) -> int:
+        if number == 102:
+            raise KeyError("no 102")
+        return number
+
+    cursor = Mapped(Given(NUMBERS), refuses).open(1, 3, 1)
+    cursor.skip(2)
+    with pytest.raises(KeyError, match="no 102") as caught:
+        next(cursor)
+    assert caught.value.__notes__ == [f"Mapped {refuses.__qualname__}: shard 1, epoch 3, sample 2"]
+
+
+def fails_at(bad: set[int], how: type[Exception] = ValueError) -> Callable[[int], int]:
+    def function(number: int) -> int:
+        if number in bad:
+            raise how(f"bad {number}")
+        return number
+
+    return function
+
+
+def test_failures_are_left_out_with_a_warning() -> None:
+    source = Mapped(Given(NUMBERS), fails_at({1, 2, 5}), skip_failures=2, name="f")
+    with pytest.warns(
+        UserWarning, match=r"Mapped f: shard 0, epoch 0, sample \d is left out: ValueError: bad"
+    ) as caught:
+        assert whole(source) == [0, 3, 4, 6, 7, 8, 9]
+    assert len(caught) == 3
+    assert source.lengths(0) is None
+
+
+def test_too_many_failures_in_a_row_are_an_error() -> None:
+    cursor = Mapped(Given(NUMBERS), fails_at({3, 4, 5}), skip_failures=2, name="f").open(0, 0, 1)
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(ValueError, match="bad 5") as caught:
+        list(cursor)
+    assert caught.value.__notes__ == ["Mapped f: shard 0, epoch 0, sample 5"]
+
+
+def test_to_skip_a_sample_is_no_failure() -> None:
+    source = Mapped(Given(NUMBERS), fails_at({1, 2, 3, 4, 5}, SkipSample), skip_failures=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert whole(source) == [0, 6, 7, 8, 9]
+        cursor = source.open(0, 0, 1)
+        assert cursor.skip(2) == 2
+        assert next(again(source, cursor)) == 7
+
+
+def test_a_sample_that_is_skipped_ends_a_row_of_failures() -> None:
+    def function(number: int) -> int:
+        if number == 1:
+            raise SkipSample
+        if number < 3:
+            raise ValueError(number)
+        return number
+
+    with pytest.warns(UserWarning, match="sample [02] is left out"):
+        assert first(Mapped(Given(NUMBERS), function, skip_failures=1), 2) == [3, 4]
+
+
+def test_to_skip_a_sample_where_each_gives_one_is_an_error() -> None:
+    cursor = Mapped(Given(NUMBERS), fails_at({0}, SkipSample)).open(0, 0, 1)
+    with pytest.raises(InvalidArgumentError, match="skip_failures=1 or more, or use Filtered"):
+        next(cursor)
+
+
+# --- filtered
+
+
+def test_filtered() -> None:
+    source = Filtered(Given(NUMBERS), even)
+    assert whole(source) == [0, 2, 4, 6, 8]
+    assert source.lengths(0) is None
+    cursor = source.open(0, 0, 1)
+    assert (cursor.skip(2), next(cursor), cursor.skip(9)) == (2, 4, 2)
+
+
+def test_a_random_filter_takes_the_same_again() -> None:
+    source = Filtered(Given([range(200)]), lambda _, generator: generator.random() < 0.5, random=True)
+    taken = whole(source)
+    assert 60 < len(taken) < 140
+    assert whole(source) == taken
+    assert whole(source, epoch=1) != taken
+    cursor = source.open(0, 0, 1)
+    cursor.skip(20)
+    assert list(again(source, cursor)) == taken[20:]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda source: Filtered(source, never),
+        lambda source: Mapped(source, fails_at(set(range(10)), SkipSample), skip_failures=1),
+        lambda source: Chunked(Mapped(source, lambda _: []), length=4),
+        lambda source: Packed(Mapped(source, lambda _: []), length=4),
+    ],
+    ids=["Filtered", "Mapped", "Chunked", "Packed"],
+)
+def test_nothing_is_searched_for_ever(
+    over: Callable[[ShardedSource], ShardedSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "PATIENCE", 50)
+    with pytest.raises(DatasetError, match=r"left out 50 samples of shard 0 in a row.*Put Repeated on top"):
+        next(over(Repeated(Given(NUMBERS))).open(0, 0, 1))
+    assert whole(over(Given(NUMBERS))) == []
+    with pytest.raises(DatasetError, match="shard 0 of 2 has no sample in epoch 0"):
+        next(Repeated(over(Given(NUMBERS))).open(0, 0, 1))
+
+
+# --- all layers
+
+LAYERS: dict[str, Callable[[Any], ShardedSource]] = {
+    "Repeated": Repeated,
+    "Mapped": lambda source: Mapped(source, str),
+    "Mapped, skipping": lambda source: Mapped(source, str, skip_failures=1),
+    "Filtered": lambda source: Filtered(source, bool),
+    "Chunked": lambda source: Chunked(source, length=4),
+    "Packed": lambda source: Packed(source, length=4),
+    "WindowShuffled": lambda source: WindowShuffled(source, 4),
+    "Mixture": lambda source: Mixture([source], [1], stop="last"),
+}
+
+
+@pytest.mark.parametrize("over", LAYERS)
+def test_a_token_that_cannot_be(over: str) -> None:
+    source = LAYERS[over](Given(NUMBERS))
+    good = source.open(0, 0, 1).token()
+    source.open(0, 0, 1, good)
+    wrong = [{name: value for name, value in good.items() if name != "index"} if "index" in good else {}, [], "x", 3]
+    wrong += [
+        {**good, name: bad}
+        for name, value in good.items()
+        if type(value) is int
+        for bad in (-1, 0.0, True, None, 1 << 70)
+    ]
+    for token in wrong:
+        with pytest.raises(StateCorruptError, match=f"a token of (a )?{over.split(',')[0]}.* that cannot be"):
+            source.open(0, 0, 1, token)
+
+
+@pytest.mark.parametrize("over", LAYERS)
+def test_what_is_no_source(over: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"{over.split(',')[0]} reads sources.*not a list.*LogicalShards"):
+        LAYERS[over]([1, 2, 3])
+
+
+@pytest.mark.parametrize("over", LAYERS)
+def test_the_description_is_nested_and_json(over: str) -> None:
+    described = LAYERS[over](Given(NUMBERS)).described()
+    assert json.loads(json.dumps(described)) == described
+    assert described["kind"] == over.split(",")[0]
+    assert (described.get("source") or described["sources"][0]) == Given(NUMBERS).described()
+
+
+def test_how_functions_are_named() -> None:
+    class Callable_:
+        def __call__(self, sample: Any) -> Any:
+            return sample
+
+    source = Given(NUMBERS)
+    names = [
+        Mapped(source, function).described()["function"]
+        for function in (even, functools.partial(even), Callable_(), lambda _: 0)
+    ]
+    here = "test_how_functions_are_named.<locals>."
+    assert names == ["even", "even", f"{here}Callable_", f"{here}<lambda>"]
+    assert Filtered(source, even, name="2").described() == {
+        "kind": "Filtered",
+        "function": "2",
+        "random": False,
+        "source": source.described(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda source: Mapped(source, cast(Any, 3)), "3 is no function"),
+        (lambda source: Mapped(source, str, skip_failures=-1), "skip_failures=-1: it must not be negative"),
+        (lambda source: Chunked(source, length=0), "length=0: it must be at least 1"),
+        (lambda source: Chunked(source, length=cast(Any, 2.5)), "length=2.5: it must be a whole number"),
+        (lambda source: Chunked(source, length=2, longest=0), "longest=0: it must be at least 1"),
+        (lambda source: Packed(source, length=-1), "length=-1: it must be at least 1"),
+        (lambda source: WindowShuffled(source, 0), "window=0: it must be at least 1"),
+        (lambda source: WindowShuffled(source, cast(Any, None)), "window=None: it must be at least 1"),
+        (lambda source: Chunked(source, length=2, bos=1 << 63), "bos=9223372036854775808: a token is an int64"),
+        (lambda source: Packed(source, length=2, pad=1 << 63), "pad=9223372036854775808: a token is an int64"),
+    ],
+)
+def test_settings_that_cannot_be_meant(make: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        make(Given(NUMBERS))

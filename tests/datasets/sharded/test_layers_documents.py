@@ -1,0 +1,187 @@
+"""Documents in pieces and in lines, against cutting a list by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from given_shards import Given, again, first, whole
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.proto.errors import DatasetError
+from penstock.proto.state import encode_state
+from penstock.worker.datasets import Chunked, Mapped, Packed, Repeated
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 99), max_size=12), max_size=12)
+SEPARATOR = st.sampled_from([None, -1])
+
+
+def pieces_by_hand(documents: list[list[int]], length: int, bos: int | None, eos: int | None) -> list[list[int]]:
+    pieces = []
+    for document in filter(None, documents):
+        tokens = [token for token in [bos, *document, eos] if token is not None]
+        pieces += [tokens[at : at + length] for at in range(0, len(tokens), length)]
+    return pieces
+
+
+def lists(samples: list[torch.Tensor]) -> list[list[int]]:
+    assert all(sample.dtype == torch.int64 and sample.ndim == 1 for sample in samples)
+    return [sample.tolist() for sample in samples]
+
+
+def cut_everywhere(source: Any, expected: list[list[int]], skipped: int) -> None:
+    """Reading on from every place, and from behind some that are passed over."""
+    for at in range(len(expected) + 1):
+        cursor = source.open(0, 0, 1)
+        assert lists([next(cursor) for _ in range(at)]) == expected[:at]
+        cursor = again(source, cursor)
+        assert cursor.skip(skipped) == min(skipped, len(expected) - at)
+        cursor = again(source, cursor)
+        assert lists(list(cursor)) == expected[at + skipped :]
+        assert next(cursor, None) is None
+        assert list(again(source, cursor)) == []
+
+
+@given(DOCUMENTS, st.integers(1, 8), SEPARATOR, SEPARATOR, st.integers(0, 5))
+def test_documents_in_pieces(
+    documents: list[list[int]], length: int, bos: int | None, eos: int | None, skipped: int
+) -> None:
+    source = Chunked(Given([documents]), length=length, bos=bos, eos=eos)
+    cut_everywhere(source, pieces_by_hand(documents, length, bos, eos), skipped)
+
+
+@given(DOCUMENTS, st.integers(1, 30), st.sampled_from([None, 7]), st.integers(0, 5))
+def test_documents_in_lines(documents: list[list[int]], length: int, pad: int | None, skipped: int) -> None:
+    tokens = [token for document in documents for token in document]
+    if pad is not None:
+        tokens += [pad] * (-len(tokens) % length)
+    lines = [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)]
+    cut_everywhere(Packed(Given([documents]), length=length, pad=pad), lines, skipped)
+
+
+def test_a_piece_includes_its_bos_and_eos() -> None:
+    source = Chunked(Given([[[1, 2, 3, 4, 5, 6]]]), length=4, bos=0, eos=9)
+    assert lists(whole(source)) == [[0, 1, 2, 3], [4, 5, 6, 9]]
+    source = Chunked(Given([[[1, 2, 3], [], [4]]]), length=4, bos=0, eos=9)
+    assert lists(whole(source)) == [[0, 1, 2, 3], [9], [0, 4, 9]]
+
+
+def test_the_kinds_of_documents(tmp_path: Path) -> None:
+    np.arange(3, dtype=np.uint16).tofile(tmp_path / "tokens")
+    documents = [
+        [0, 1, 2],
+        (0, 1, 2),
+        np.arange(3, dtype=np.uint16),
+        np.arange(6)[::2] // 2,
+        np.memmap(tmp_path / "tokens", np.uint16),
+        torch.arange(3, dtype=torch.int32),
+        torch.arange(6)[::2] // 2,
+        [],
+        torch.zeros(0),
+    ]
+    assert lists(whole(Chunked(Given([documents]), length=8))) == [[0, 1, 2]] * 7
+    assert lists(whole(Packed(Given([documents]), length=21))) == [[0, 1, 2] * 7]
+
+
+@pytest.mark.parametrize(
+    ("document", "what"),
+    [
+        ("text", "a str"),
+        ({"tokens": [1]}, "a dict"),
+        ([1.5], r"float64 of shape \(1,\)"),
+        ([[1], [2]], r"int64 of shape \(2, 1\)"),
+        ([[1], [2, 3]], r"object of shape \(2,\)"),
+        (torch.ones(2, 2, dtype=torch.int64), r"int64 of shape \(2, 2\)"),
+        (torch.ones(2), r"float32 of shape \(2,\)"),
+        (["a"], r"<U1 of shape \(1,\)"),
+        (np.array(True), r"bool of shape \(\)"),
+        (7, "a int"),
+    ],
+)
+def test_what_is_no_document(document: Any, what: str) -> None:
+    for layer in (Chunked(Given([[[1], document]]), length=1), Packed(Given([[[1], document]]), length=1)):
+        cursor = layer.open(0, 2, 1)
+        next(cursor)
+        with pytest.raises(DatasetError, match=rf"document 1 of shard 0 in epoch 2 is {what}; .*Use Mapped"):
+            next(cursor)
+
+
+def test_a_document_longer_than_allowed() -> None:
+    source = Chunked(Given([[[1]], [[1, 2, 3], [1, 2, 3, 4]]]), length=2, bos=0, longest=3)
+    cursor = source.open(1, 0, 1)
+    assert cursor.skip(2) == 2
+    message = r"document 1 of shard 1 in epoch 0 has 4 tokens, more than longest=3: a document longer than allowed"
+    with pytest.raises(DatasetError, match=message):
+        next(cursor)
+
+
+def test_a_token_that_no_int64_holds() -> None:
+    """It would come out negative."""
+    cursor = Packed(Given([[np.array([1, 1 << 63], np.uint64)]]), length=2).open(0, 0, 1)
+    with pytest.raises(DatasetError, match="has a token 9223372036854775808, more than int64 holds"):
+        next(cursor)
+
+
+def test_lines_go_on_across_epochs() -> None:
+    source = Packed(Repeated(Given([[[1, 2], [3]]])), length=4)
+    assert lists(first(source, 3)) == [[1, 2, 3, 1], [2, 3, 1, 2], [3, 1, 2, 3]]
+
+
+def test_the_tokens_of_an_open_line_are_not_lost() -> None:
+    """IBM's packing lost 16 to 32 tokens of its open line whenever it was rescaled."""
+    documents = [list(range(at, at + 23)) for at in range(0, 2300, 23)]
+    source = Packed(Given([documents]), length=32)
+    got: list[int] = []
+    cursor = source.open(0, 0, 1)
+    while (line := next(cursor, None)) is not None:
+        got += line.tolist()
+        cursor = again(source, again(source, cursor))
+    assert got == list(range(len(got)))
+    assert len(got) == 2300 // 32 * 32
+
+
+def test_a_state_holds_no_text() -> None:
+    source = Packed(Chunked(Given([[list(range(100_000))] * 3]), length=70_000), length=1000)
+    cursor = source.open(0, 0, 1)
+    cursor.skip(150)
+    assert len(encode_state(cursor.token())) < 300
+
+
+def test_what_a_reader_does_with_a_line_changes_no_other() -> None:
+    document = torch.arange(8)
+    for source in (Packed(Given([[document]]), length=4), Chunked(Given([[document]]), length=4)):
+        cursor = source.open(0, 0, 1)
+        next(cursor).fill_(-1)
+        next(cursor).fill_(-1)
+    assert document.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda source: Packed(source, length=4), "has 2 tokens, but the state stands at 8 of them"),
+        (lambda source: Chunked(source, length=4), "has 1 pieces, but the state stands at 2 of them"),
+    ],
+)
+def test_a_document_that_has_become_shorter(layer: Any, message: str) -> None:
+    cursor = layer(Given([[list(range(10))]])).open(0, 0, 1)
+    cursor.skip(2)
+    cursor = layer(Given([[[0, 1]]])).open(0, 0, 1, cursor.token())
+    with pytest.raises(DatasetError, match=message):
+        next(cursor)
+
+
+def test_to_pass_over_lines_reads_documents_but_makes_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Packed(Chunked(Mapped(Given([[[1] * 5] * 20]), list), length=3), length=10)
+    cursor = source.open(0, 0, 1)
+    monkeypatch.setattr(torch, "from_numpy", None)
+    with pytest.raises(TypeError):
+        next(cursor)
+    monkeypatch.undo()
+    cursor = Packed(Given([[[1] * 5] * 20]), length=10).open(0, 0, 1)
+    monkeypatch.setattr(torch, "from_numpy", None)
+    assert cursor.skip(100) == 10

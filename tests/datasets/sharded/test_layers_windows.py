@@ -1,0 +1,119 @@
+"""A shuffle within windows."""
+
+from __future__ import annotations
+
+import itertools
+from operator import itemgetter
+
+import pytest
+import torch
+from given_shards import Given, again, first, whole
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.proto.errors import DatasetError
+from penstock.worker.datasets import Grouped, Mapped, Mixture, Repeated, ShardLoader, WindowShuffled
+
+
+@given(st.integers(0, 25), st.integers(1, 12), st.booleans())
+def test_each_window_has_its_samples_in_another_order(length: int, window: int, known: bool) -> None:
+    source = WindowShuffled(Given([range(length)], known=known), window)
+    samples = whole(source)
+    for begin in range(0, length, window):
+        assert sorted(samples[begin : begin + window]) == list(range(begin, min(begin + window, length)))
+    assert source.lengths(0) == ([length] if known else None)
+
+
+@given(st.integers(0, 25), st.integers(1, 12), st.integers(0, 25), st.integers(0, 25))
+def test_cut_and_passed_over(length: int, window: int, at: int, skipped: int) -> None:
+    source = WindowShuffled(Given([range(length)]), window)
+    samples = whole(source)
+    cursor = source.open(0, 0, 1)
+    assert cursor.skip(at) == min(at, length)
+    cursor = again(source, cursor)
+    assert first(source, 3) == samples[:3]
+    assert cursor.skip(skipped) == min(skipped, max(0, length - at))
+    assert list(again(source, cursor)) == samples[at + skipped :]
+
+
+def test_the_order_is_keyed() -> None:
+    source = WindowShuffled(Given([range(64)] * 2), 32)
+    orders = [tuple(whole(source, shard=s, epoch=e, seed=d)) for s in (0, 1) for e in (0, 1) for d in (1, 2)]
+    assert len(set(orders)) == 8
+    one = whole(source)
+    assert [number - 32 for number in one[32:]] != one[:32], "each window has another permutation"
+
+
+def test_two_windows_on_top_of_each_other_do_not_undo_each_other() -> None:
+    once = WindowShuffled(Given([range(64)]), 64)
+    twice = whole(WindowShuffled(once, 64))
+    order = whole(once)
+    assert twice != [order[at] for at in order]
+    assert sorted(twice) == list(range(64))
+
+
+def test_windows_go_on_across_epochs() -> None:
+    source = WindowShuffled(Repeated(Given([range(10)])), 8)
+    assert sorted(first(source, 16)[8:]) == [0, 1, 2, 3, 4, 5, 8, 9]
+
+
+def test_a_window_is_the_same_though_places_have_changed() -> None:
+    """As they do with the batch size, for what is still to come."""
+    source = WindowShuffled(Mixture([Given([range(100)]), Given([range(100, 200)])], [1, 1], stop="last"), 8)
+    for at in range(17):
+        cursor = source.open(0, 0, 1, None, lambda index: index)
+        samples = list(itertools.islice(cursor, at))
+        samples += source.open(0, 0, 1, cursor.token(), lambda index: 5 * index + 3)
+        assert sorted(samples) == list(range(200))
+
+
+def test_a_resume_reads_one_window_and_whole_windows_are_passed_over_unread() -> None:
+    numbers = Given([range(1000)])
+    source = WindowShuffled(numbers, 10)
+    cursor = source.open(0, 0, 1)
+    assert cursor.skip(503) == 503
+    assert numbers.made == 10
+    cursor = again(source, cursor)
+    next(cursor)
+    assert numbers.made == 20
+
+
+def test_a_window_that_has_become_smaller() -> None:
+    cursor = WindowShuffled(Given([range(9)]), 10).open(0, 0, 1)
+    cursor.skip(7)
+    cursor = WindowShuffled(Given([range(6)]), 10).open(0, 0, 1, cursor.token())
+    with pytest.raises(DatasetError, match="shard 0, epoch 0: window 0 has 6 samples, but the state stands at 7"):
+        next(cursor)
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4), st.integers(1, 9), st.booleans())
+def test_lists_of_samples_that_are_alike(keys: list[int], size: int, window: int, drop: bool) -> None:
+    samples = list(enumerate(keys))
+    lists = whole(Grouped(Given([samples]), lambda sample: sample[1], size, window=window, drop_rest=drop))
+    expected: list[list[tuple[int, int]]] = []
+    for begin in range(0, len(samples), window):
+        of_window = samples[begin : begin + window]
+        mine = [
+            [s for s in of_window if s[1] == key][at : at + size] for key in range(4) for at in range(0, window, size)
+        ]
+        expected += [group for group in mine if group and (len(group) == size or not drop)]
+    assert sorted(lists) == sorted(expected)
+    ends = [group[-1][0] for group in lists if len(group) == size]
+    assert ends == sorted(ends), "a list comes when it is full"
+
+
+def test_lists_that_never_fill_are_not_waited_for_for_ever() -> None:
+    source = Grouped(Repeated(Given([range(50)])), lambda number: number, 2, window=50, drop_rest=True)
+    with pytest.raises(DatasetError, match="left out 1,000,000 samples of shard 0 in a row"):
+        next(source.open(0, 0, 1))
+
+
+def test_lists_are_dealt_as_batches() -> None:
+    source = Mapped(Grouped(Given([[(n, n % 3) for n in range(40)]] * 2), itemgetter(1), 4, window=20), as_tensor)
+    got = list(ShardLoader(source, unbatched=True))
+    assert all(len(set((batch % 3).tolist())) == 1 for batch in got)
+    assert sorted(n for batch in got for n in batch.tolist()) == sorted([*range(40)] * 2)
+
+
+def as_tensor(group: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.tensor([number for number, _ in group])

@@ -1,0 +1,456 @@
+"""The order in which a ShardLoader deals out a source: on any boxes and workers, through chains of rescales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.utils.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from listed import Counting, Listed
+from tests.datasets.sharded.contract import Fleet, Shape
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.restartable import RestartableDataLoader
+from penstock.proto.rng import capture_rng
+from penstock.worker.datasets.ordering.dealing import Dealing
+from penstock.worker.datasets.sharded.loader import ShardLoader
+
+SHAPES: list[Shape] = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (1, 11), (12, 1)]
+UNEQUAL = [7, 0, 23, 1, 12]
+
+
+def loader_of(source: Any, **options: Any) -> ShardLoader:
+    return ShardLoader(source, **{"seed": 3, "collate_fn": list, **options})
+
+
+def stream_of(lengths: list[int], epoch: int) -> list[int]:
+    """An epoch of a Listed, in order."""
+    lengths = lengths[:: -1 if epoch % 2 else 1]
+    return [
+        (epoch * 1000 + s) * 1000 + i for i in range(max(lengths)) for s, length in enumerate(lengths) if i < length
+    ]
+
+
+# ---- finite
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_finite_source_is_read_round_robin_whatever_the_shape(shape: Shape, known: bool) -> None:
+    fleet = Fleet(lambda: Listed(UNEQUAL, known=known), shape, global_batch_size=12)
+    got = [row for batch in fleet.take(8) for row in batch]
+    assert got[:86] == [*stream_of(UNEQUAL, 0), *stream_of(UNEQUAL, 1)]
+
+
+def dealt(lengths: list[int], legs: list[tuple[Shape, int, int]], tail: Any) -> list[list[int]]:
+    """Global batches of (shape, rows of a batch, batches) one after another, by Dealing on epochs laid out."""
+    batches: list[list[int]] = []
+    epoch = start = done = 0
+    before: tuple[Shape, int] | None = None
+    for (boxes, workers), rows, count in legs:
+        if before != ((boxes, workers), rows) and before is not None:
+            dealing = Dealing(sum(lengths), start, before[1], before[0][0], tail)
+            start, done = dealing.position(done), 0
+        before = (boxes, workers), rows
+        for _ in range(count):
+            while True:
+                dealing = Dealing(sum(lengths), start, rows, boxes, tail)
+                if start < sum(lengths) and done < dealing.batches:
+                    break
+                epoch, start, done = epoch + 1, 0, 0
+            own = [dealing.rows(done, box).tolist() for box in range(boxes)]
+            stream = stream_of(lengths, epoch)
+            size = sum(map(len, own))
+            batches.append([stream[own[at % boxes][at // boxes]] for at in range(size)])
+            done += 1
+    return batches
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=7).filter(lambda lengths: sum(lengths) >= 9),
+    st.booleans(),
+    st.sampled_from(["emit", "pad", "drop"]),
+    st.lists(st.tuples(st.sampled_from(SHAPES[:6]), st.integers(4, 9), st.integers(0, 9)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_finite_through_any_chain_of_shapes_and_batch_sizes(
+    lengths: list[int], known: bool, tail: Any, legs: list[tuple[Shape, int, int]], grows: bool
+) -> None:
+    if not grows:  # where lengths are not known, what "drop" leaves out shows only in the batch that is not made
+        legs = [(shape, legs[0][1], count) for shape, _, count in legs]
+    elif tail == "drop":
+        known = True
+    got: list[list[int]] = []
+    fleet: Fleet | None = None
+    for shape, rows, count in legs:
+        fleet = Fleet(lambda: Listed(lengths, known=known), shape, fleet, global_batch_size=rows, tail=tail)
+        got += fleet.take(count)
+    assert got == dealt(lengths, legs, tail)
+
+
+def test_the_chains_that_rescaling_systems_fail_at() -> None:
+    """2 -> 3 -> 5, 12 -> 11 -> 12, 1 -> 64 -> 1 workers; fewer shards than workers; saved at each step in turn."""
+    for chain in ([2, 3, 5], [12, 11, 12], [1, 64, 1]):
+        for steps in range(4):
+            got: list[int] = []
+            fleet: Fleet | None = None
+            for workers in chain:
+                fleet = Fleet(lambda: Listed(UNEQUAL, known=False), (1, workers), fleet, batch_size=3, tail="drop")
+                got += [row for batch in fleet.take(steps) for row in batch]
+            assert fleet is not None
+            got += [row for batch in fleet.take(14 - 3 * steps) for row in batch]
+            assert got == stream_of(UNEQUAL, 0)[:42]
+
+
+def test_a_second_rescale_at_once_loses_nothing() -> None:
+    fleet = Fleet(lambda: Listed(UNEQUAL, known=False), (2, 2), global_batch_size=4)
+    got = fleet.take(5)
+    for shape in [(1, 3), (3, 1), (1, 1), (2, 3), (2, 2)]:
+        fleet = Fleet(fleet.make, shape, fleet, global_batch_size=4)
+    assert [row for batch in [*got, *fleet.take(6)] for row in batch] == stream_of(UNEQUAL, 0)
+
+
+def test_what_is_not_its_own_is_skipped_and_not_made() -> None:
+    for known in (True, False):
+        source = Listed(UNEQUAL, known=known)
+        fleet = Fleet(lambda: source, (1, 3), batch_size=5)  # noqa: B023
+        fleet.take(9)
+        assert source.made == sum(UNEQUAL), "each sample was made by one worker alone"
+
+
+def test_it_looks_ahead_only_as_far_as_needed() -> None:
+    """With boxes, fewer rows than boxes go with the batch before: so many are looked at. One box needs none."""
+    source = Listed([50, 50], known=False)
+    stream = iter(loader_of(source, batch_size=4))
+    next(stream)
+    assert source.made == 4
+    source = Listed([50, 50], known=False)
+    stream = iter(loader_of(source, global_batch_size=9, rank=(1, 3)))
+    next(stream)
+    assert source.made == 3 + 1
+    for _ in range(5):
+        next(stream)
+    assert source.made == 6 * 3 + 1
+
+
+def test_lengths_that_are_known_are_not_looked_for() -> None:
+    source = Listed([50, 50])
+    loader = loader_of(source, global_batch_size=6, rank=(2, 3))
+    next(iter(loader))
+    assert len(loader) == 17
+    assert source.made == 2
+
+
+@pytest.mark.parametrize("boxes", [2, 3, 5])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_epoch_s_last_rows_go_with_the_batch_before_if_they_are_fewer_than_boxes(boxes: int, workers: int) -> None:
+    for rest in range(boxes + 1):
+        lengths = [8, 2 + rest]
+        fleet = Fleet(lambda: Listed(lengths, known=False), (boxes, workers), global_batch_size=5)  # noqa: B023
+        batches = []
+        while (rows := fleet.step_rows()) is not None:
+            batches.append(sum(map(len, rows)))
+        whole = [5, 5 + rest] if rest < boxes else [5, 5, rest]
+        assert batches == whole, f"{rest} rows left"
+
+
+# ---- endless
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([(1, 1), (1, 4), (2, 3), (3, 2), (4, 1), (5, 1)]),
+    st.lists(st.tuples(st.sampled_from(SHAPES[:6]), st.integers(4, 9), st.integers(0, 7)), min_size=1, max_size=5),
+)
+def test_endless_through_any_chain_of_shapes_and_batch_sizes(
+    grid: tuple[int, int], legs: list[tuple[Shape, int, int]]
+) -> None:
+    """Against one worker that has the same batches; Counting's samples say where the loader says that they come."""
+    partitions, columns = grid
+
+    def make() -> Counting:
+        return Counting(partitions * columns)
+
+    got: list[list[Any]] = []
+    whole: list[list[Any]] = []
+    fleet: Fleet | None = None
+    alone: Fleet | None = None
+    for shape, rows, count in legs:
+        fleet = Fleet(make, shape, fleet, global_batch_size=rows, partitions=partitions)
+        got += fleet.take(count)
+        alone = Fleet(make, (1, 1), alone, global_batch_size=rows, partitions=partitions)
+        whole += alone.take(count)
+    assert got == whole
+    rows_in_order = [row for batch in got for row in batch]
+    assert [place for _, _, place, _ in rows_in_order] == list(range(len(rows_in_order)))
+    for shard in range(partitions * columns):
+        indices = [index for s, index, _, _ in rows_in_order if s == shard]
+        assert indices == list(range(len(indices)))
+
+
+def test_a_worker_of_an_endless_source_opens_only_its_own_shards() -> None:
+    sources: list[Counting] = []
+
+    def make() -> Counting:
+        sources.append(Counting(24))
+        return sources[-1]
+
+    fleet = Fleet(make, (2, 3), global_batch_size=8, partitions=4)
+    fleet.take(30)
+    opened = [{shard for shard, _ in source.opened} for source in sources]
+    assert sum(map(len, opened)) == len(set().union(*opened)) == 24
+    got = Fleet(make, (4, 2), fleet, global_batch_size=8, partitions=4)
+    got.take(30)
+    again = [opening for source in sources[6:] for opening in source.opened]
+    assert {shard for shard, _ in again} == set(range(24))
+    assert {index for _, index in again} == {10}, "each was opened where it was left"
+
+
+def test_a_pass_that_is_begun_after_an_endless_one_is_another_order_of_it() -> None:
+    loader = loader_of(Counting(4), batch_size=2)
+    first = next(iter(loader))
+    second = next(iter(loader))
+    assert (first[0][:3], second[0][:3]) == ((0, 0, 0), (0, 0, 0))
+    assert first[0][3] == 3
+    assert second[0][3] != 3
+    loader.set_epoch(0)
+    assert next(iter(loader)) == first
+    loader.set_epoch(1)
+    assert next(iter(loader)) == second
+
+
+def test_an_endless_source_that_ends_is_an_error() -> None:
+    stream = iter(loader_of(Counting(4, empty=2), batch_size=3, partitions=4))
+    with pytest.raises(DatasetError, match=r"shard 2 of 4 ended before sample 0.*endless"):
+        next(stream)
+
+
+# ---- passes
+
+
+def test_an_epoch_has_every_sample_once() -> None:
+    loader = loader_of(Listed(UNEQUAL, known=False), batch_size=5)
+    epochs = [[row for batch in loader for row in batch] for _ in range(3)]
+    assert epochs == [stream_of(UNEQUAL, epoch) for epoch in range(3)]
+
+
+def test_the_last_batch_is_emitted_padded_or_dropped() -> None:
+    for known in (True, False):
+        last = {
+            tail: list(loader_of(Listed([5, 2], known=known), batch_size=4, tail=tail))[1:]
+            for tail in ("emit", "pad", "drop")
+        }
+        assert last == {"emit": [[2, 3, 4]], "pad": [[2, 3, 4, 0]], "drop": []}
+    source = Listed([9], known=False)
+    assert list(loader_of(source, batch_size=8, tail="pad"))[1] == [8, 0, 1, 2, 3, 4, 5, 6]
+    assert source.opened == [(0, 0), (0, 0)], "what comes again is read along, too"
+    few = list(loader_of(Listed([1, 1], known=False), batch_size=5, tail="pad"))
+    assert few == [[0, 1000, 0, 1000, 0]], "again and again, if need be"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_epoch_without_a_batch_is_an_error(known: bool) -> None:
+    def first(source: Listed, **options: Any) -> Any:
+        return next(iter(loader_of(source, **options)))
+
+    with pytest.raises(DatasetError, match=r"epoch 0 of 2 shards: 0 samples"):
+        first(Listed([0, 0], known=known), batch_size=1)
+    with pytest.raises(DatasetError, match="5 samples make no batch of 6 with tail='drop'"):
+        first(Listed([2, 3], known=known), batch_size=6, tail="drop")
+
+
+def test_an_epoch_that_a_loaded_state_is_in_is_not_begun_again() -> None:
+    for known in (True, False):
+        loader = loader_of(Listed(UNEQUAL, known=known), batch_size=10)
+        whole = [list(loader) for _ in range(3)]
+        loader.set_epoch(1)
+        stream = iter(loader)
+        for _ in range(3):
+            next(stream)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        got = []
+        for epoch in range(state["epoch"], 3):
+            loader.set_epoch(epoch)
+            got.append(list(loader))
+        assert got == [whole[1][3:], whole[2]]
+        loader.set_epoch(1)
+        assert next(iter(loader)) == whole[1][0]
+        for number in (-1, 0.5):
+            with pytest.raises(InvalidArgumentError, match=f"epoch={number}"):
+                loader.set_epoch(number)  # type: ignore[arg-type]
+
+
+def test_a_state_of_an_epoch_s_end_is_the_next_one_s_beginning() -> None:
+    for known in (True, False):
+        loader = loader_of(Listed([10, 10], known=known), batch_size=5)
+        stream = iter(loader)
+        for _ in range(4):
+            next(stream)
+        states = [loader.state_dict()]
+        assert next(stream, None) is None
+        states.append(loader.state_dict())
+        second = list(loader)
+        for state in states:
+            loader.load_state_dict(state)
+            assert list(loader) == second
+
+
+def test_for_one_of_several_workers_the_end_of_a_pass_is_a_pass_of_its_own() -> None:
+    """A box counts its passes: a worker that stands at the end yields nothing, once."""
+    for known in (True, False):
+        fleet = Fleet(lambda: Listed([10, 10], known=known), (1, 2), batch_size=5)  # noqa: B023
+        fleet.take(4)
+        state = fleet.state()
+        for number in range(2):
+            loader = fleet._worker(number, state)
+            assert list(loader) == []
+            assert next(iter(loader))[0] >= 1_000_000
+
+
+def test_an_iterator_that_was_left_yields_nothing_more() -> None:
+    loader = loader_of(Listed([20, 20]), batch_size=5)
+    left = iter(loader)
+    next(left)
+    stream = iter(loader)
+    assert next(left, None) is None
+    assert len(list(stream)) == 8
+    assert next(stream, None) is None, "a pass that is over stays over"
+
+
+def test_a_batch_can_be_passed_over() -> None:
+    for source in (Listed(UNEQUAL), Listed(UNEQUAL, known=False), Counting(4)):
+        whole = iter(loader_of(source, global_batch_size=6, rank=(1, 2)))
+        expected = [next(whole) for _ in range(5)]
+        stream: Any = iter(loader_of(source, global_batch_size=6, rank=(1, 2)))
+        assert next(stream) == expected[0]
+        stream.skip_batch()
+        stream.skip_batch()
+        made = source.made
+        assert next(stream) == expected[3]
+        assert source.made <= made + 4, "what was passed over was not made"
+        stream.skip_batch()
+
+
+def test_a_batch_that_is_passed_over_ends_a_pass_too() -> None:
+    for known in (True, False):
+        loader = loader_of(Listed([7], known=known), batch_size=5)
+        stream: Any = iter(loader)
+        stream.skip_batch()
+        stream.skip_batch()
+        with pytest.raises(StopIteration):
+            stream.skip_batch()
+        assert next(iter(loader)) == [1_000_000 + i for i in range(5)]
+
+
+# ---- in other hands
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
+@pytest.mark.parametrize("workers", [0, 3])
+def test_in_a_plain_torch_dataloader(workers: int) -> None:
+    loader = loader_of(Listed(UNEQUAL, known=False), batch_size=5)
+    got = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        got.append(
+            [row for b in torch.utils.data.DataLoader(loader, batch_size=None, num_workers=workers) for row in b]
+        )
+    assert got == [stream_of(UNEQUAL, 0), stream_of(UNEQUAL, 1)]
+
+
+def test_a_state_of_one_process_goes_on_in_worker_processes() -> None:
+    for source in (Listed(UNEQUAL, known=False), Counting(4)):
+        loader = loader_of(source, batch_size=5)
+        stream = iter(loader)
+        for _ in range(3):
+            next(stream)
+        other = loader_of(source, batch_size=5)
+        other.load_state_dict(loader.state_dict())
+        rest = iter(torch.utils.data.DataLoader(other, batch_size=None, num_workers=2))
+        # As JSON: torch makes lists of tuples on the way.
+        assert json.dumps([next(rest) for _ in range(4)]) == json.dumps([next(stream) for _ in range(4)])
+        del rest
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_a_stateful_dataloader(workers: int) -> None:
+    def made() -> Any:
+        loader = loader_of(Listed(UNEQUAL, known=False), batch_size=5)
+        return StatefulDataLoader(loader, batch_size=None, num_workers=workers)
+
+    first = made()
+    stream: Iterator[Any] = iter(first)
+    got = [next(stream) for _ in range(3)]
+    again = made()
+    again.load_state_dict(first.state_dict())
+    assert [row for batch in [*got, *again] for row in batch] == stream_of(UNEQUAL, 0)
+
+
+def test_a_collate_function_that_raises_stop_iteration_ends_no_pass() -> None:
+    with pytest.raises(DatasetError, match="StopIteration came out of the collate_fn"):
+        list(loader_of(Listed([3, 4]), batch_size=2, collate_fn=lambda samples: next(iter([]))))
+
+
+def test_batches_of_the_source_s_own() -> None:
+    """One for each box; the last ones are padded, for a box gets one at each step."""
+    for known in (True, False):
+        fleet = Fleet(lambda: Listed([4, 3], known=known), (3, 2), unbatched=True)  # noqa: B023
+        steps = []
+        while (rows := fleet.step_rows()) is not None:
+            steps.append(rows)
+        assert steps == [[0, 1000, 1], [1001, 2, 1002], [3, 0, 1000]]
+    with pytest.raises(InvalidArgumentError, match="give no batch size"):
+        ShardLoader(Listed([4]), unbatched=True, batch_size=1)
+
+
+def test_replicas_get_the_same() -> None:
+    loaders = [loader_of(Counting(6), global_batch_size=4, partitions=2, rank=(0, 2)) for _ in range(2)]
+    streams = [iter(loader) for loader in loaders]
+    assert [next(streams[0]) for _ in range(5)] == [next(streams[1]) for _ in range(5)]
+
+
+def test_it_is_a_restartable_loader_and_uses_nobody_s_randomness() -> None:
+    before = capture_rng()
+    loader = loader_of(Listed(UNEQUAL), batch_size=3)
+    assert isinstance(loader, RestartableDataLoader)
+    list(loader)
+    loader.state_dict()
+    assert capture_rng() == before
+
+
+def test_its_length_where_that_is_known() -> None:
+    assert len(loader_of(Listed(UNEQUAL), batch_size=5)) == 9
+    for source, why in ((Listed(UNEQUAL, known=False), "does not know"), (Counting(3), "is endless")):
+        with pytest.raises(TypeError, match=why):
+            len(loader_of(source, batch_size=5))
+    assert list(loader_of(Listed([3], known=False), batch_size=5)) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        (Listed([3]), {}, "one of the two"),
+        (Listed([3]), {"batch_size": 0}, "batch_size=0: each of 1 boxes needs at least one row"),
+        (Listed([3]), {"batch_size": 1.5}, "batch_size=1.5: it must be a whole number"),
+        (Listed([3]), {"batch_size": 1, "tail": "none"}, "tail='none'"),
+        (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions=2 with a finite source"),
+        (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions=0"),
+        (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions=3 with 4 shards: it must divide them"),
+        (Listed([]), {"batch_size": 1}, "a source of 0 shards"),
+        (Listed([3]), {"batch_size": 1, "keys": ""}, "keys=''"),
+        (Listed([3]), {"batch_size": 1, "seed": "7"}, "seed='7'"),
+        ([1, 2, 3], {"batch_size": 1}, "reads sources in logical shards, and not a list: cut it .* by LogicalShards"),
+        (Counting(4), {"batch_size": 1, "partitions": None}, "partitions=None: it must be at least 1"),
+        (Listed([3]), {"batch_size": 1, "rank": 3}, "rank=3: it is .this rank"),
+    ],
+)
+def test_settings_that_cannot_be_meant(source: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        ShardLoader(source, **options)

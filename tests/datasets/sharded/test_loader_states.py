@@ -1,0 +1,477 @@
+"""States of a ShardLoader: what they hold and cost, failures between two of them, and which ones are refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from all_workers import saved
+from listed import Counting, Listed
+from tests.datasets.sharded.contract import Fleet, Shape
+
+from penstock.proto.assignment import Assignment, assigned
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    StateCorruptError,
+    StateMismatchError,
+    StateVersionError,
+)
+from penstock.worker.datasets import LogicalShards, MapLoader, Repeated
+from penstock.worker.datasets.sharded.loader import ShardLoader
+from penstock.worker.datasets.sharded.protocol import Place, Token
+from penstock.worker.datasets.sharded.rounds import Rounds
+from penstock.worker.datasets.sharded.states import differences
+
+UNEQUAL = [7, 0, 23, 1, 12]
+
+
+def loader_of(source: Any, **options: Any) -> ShardLoader:
+    return ShardLoader(source, **{"seed": 3, "collate_fn": list, "batch_size": 4, **options})
+
+
+def marks_of(state: Any) -> dict[int, int]:
+    """Shard -> index of its mark."""
+    return dict(zip(state["shards"], state["indices"], strict=True))
+
+
+def marked(shard: Any, index: Any, token: Any) -> dict[str, Any]:
+    """The part of a state that has one mark."""
+    return {"shards": [shard], "indices": [index], "tokens": [token]}
+
+
+def test_a_state_is_a_few_integers_and_the_tokens_of_its_shards() -> None:
+    loader = loader_of(Listed(UNEQUAL, known=False))
+    stream = iter(loader)
+    for _ in range(5):
+        next(stream)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert (state["epoch"], state["start"], state["done"], state["first"]) == (0, 0, 5, 0)
+    assert marks_of(state) == {0: 7, 1: 0, 2: 6, 3: 1, 4: 6}
+    assert state["tokens"] == [{"at": index} for index in state["indices"]]
+    assert dict(zip(state["ended"], state["lengths"], strict=True)) == {1: 0, 3: 1}
+    assert state["order"]["source"] == {"kind": "listed", "lengths": UNEQUAL}
+    assert state["order"]["shards"] == 5
+
+
+def test_only_tokens_of_shards_that_were_touched_are_asked_for() -> None:
+    """A thousand shards are not asked at each step."""
+    source = Counting(1000)
+    loader = loader_of(source, partitions=4, batch_size=8)
+    stream = iter(loader)
+    for _ in range(250):
+        next(stream)
+    assert len(loader.state_dict()["shards"]) == 1000
+    source.tokens = 0
+    for step in range(1, 20):
+        next(stream)
+        state = loader.state_dict()
+        assert loader.state_dict() == state
+        assert source.tokens == 4 * step
+    assert len(state["shards"]) == 1000
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "says"),
+    [
+        ([3, 4], {"seed": 4}, "worker 1 makes batches of another order than worker 0.*seed was 3 and is 4"),
+        ([4, 4], {}, r"source.lengths\[0\] was 3 and is 4"),
+        ([3, 4], {"batch_size": 2}, "shape.batch was 4 and is 2"),
+    ],
+)
+def test_workers_of_different_orders_have_no_state_together(
+    lengths: list[int], options: dict[str, Any], says: str
+) -> None:
+    states = []
+    for number, (own, changed) in enumerate([([3, 4], {}), (lengths, options)]):
+        with assigned(Assignment(0, 1, number, 2, 0, 1)):
+            states.append(loader_of(Listed(own), **changed).state_dict())
+    with pytest.raises(StateMismatchError, match=says):
+        loader_of(Listed([3, 4])).aggregate_state_dict(states)
+    with pytest.raises(InvalidArgumentError, match="of no states"):
+        loader_of(Listed([3, 4])).aggregate_state_dict([])
+
+
+def test_a_state_does_not_change_once_it_is_given() -> None:
+    loader = loader_of(Listed(UNEQUAL, known=False))
+    stream = iter(loader)
+    states = []
+    for _ in range(8):
+        states.append((loader.state_dict(), saved(loader.state_dict())))
+        next(stream)
+    assert all(given == copy for given, copy in states)
+
+
+def test_a_shard_is_opened_where_it_was_left_also_behind_a_look_ahead() -> None:
+    """Nothing is passed over again but what was looked at ahead."""
+    for shape in [(1, 1), (1, 3), (3, 1), (3, 2)]:
+        fleet = Fleet(lambda: Listed([100] * 6, known=False), shape, global_batch_size=6)
+        fleet.take(60)
+        sources: list[Listed] = []
+
+        def make(sources: list[Listed] = sources) -> Listed:
+            sources.append(Listed([100] * 6, known=False))
+            return sources[-1]
+
+        fleet.make = make
+        Fleet(make, (2, 2), fleet, global_batch_size=6).take(1)
+        opened = [opening for source in sources for opening in source.opened]
+        assert min(index for _, index in opened) >= 59
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (3, 2)])
+def test_marks_are_exact_where_a_worker_goes_along(shape: Shape) -> None:
+    """Each says how many of the shard's samples come before the end of the worker's last batch, look-ahead or not."""
+    lengths = [6, 0, 9, 1, 5, 9, 3, 8, 0, 7, 2, 9]
+    fleet = Fleet(lambda: Listed(lengths, known=False), shape, global_batch_size=4)
+    rounds = Rounds(len(lengths), lengths)
+    for step in range(1, 15):
+        fleet.take(1)
+        for worker in fleet.workers[(step - 1) % shape[1] :: shape[1]]:
+            marks = marks_of(worker.state_dict())
+            assert marks == {shard: count for shard, count in enumerate(rounds.counts(4 * step)) if shard in marks}
+            assert len(marks) >= min(4 * step, len(lengths))
+
+
+def test_a_worker_is_given_the_marks_of_its_own_shards_only() -> None:
+    fleet = Fleet(lambda: Counting(24), (1, 1), global_batch_size=8, partitions=4)
+    fleet.take(30)
+    assert len(fleet.workers[0].state_dict()["shards"]) == 24
+    parts = Fleet(fleet.make, (2, 3), fleet, global_batch_size=8, partitions=4).workers
+    shards = [set(part.state_dict()["shards"]) for part in parts]
+    assert list(map(len, shards)) == [4] * 6
+    assert len(set().union(*shards)) == 24
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("tail", ["emit", "pad", "drop"])
+def test_other_workers_pass_over_the_end_of_an_epoch(known: bool, tail: Any) -> None:
+    """They begin the next one, where the same ones would find out that this one is over."""
+    fleet = Fleet(lambda: Listed([5, 4], known=known), (1, 2), global_batch_size=4, tail=tail)
+    fleet.take(2 if tail == "drop" else 3)
+    for shape, epoch in [((1, 2), 0), ((1, 3), 1), ((2, 1), 1)]:
+        moved = Fleet(fleet.make, shape, fleet, global_batch_size=4, tail=tail)
+        assert {worker.state_dict()["epoch"] for worker in moved.workers} == {epoch}
+        assert moved.take(1)[0][0] == 1_000_000
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_is_still_at_the_end_of_the_pass_before_has_done_nothing_of_this_one(known: bool) -> None:
+    fleet = Fleet(lambda: Listed([10, 10], known=known), (1, 2), global_batch_size=5)
+    whole = Fleet(fleet.make, (1, 1), global_batch_size=5).take(8)
+    fleet.take(4)
+    fleet.passes[0] = iter(fleet.workers[0])
+    assert next(fleet.passes[0]) == whole[4]
+    state = fleet.state()
+    assert (state["epoch"], state["done"]) == (1, 1)
+    again = [fleet._worker(number, state) for number in range(2)]
+    assert next(iter(again[0])) == whole[6]
+    assert list(again[1]) == [], "it finds out first that its pass is over"
+    assert next(iter(again[1])) == whole[5]
+    assert Fleet(fleet.make, (2, 2), fleet, global_batch_size=5).take(3) == whole[5:]
+
+
+@pytest.mark.parametrize("source", [Listed(UNEQUAL), Listed(UNEQUAL, known=False), Counting(4)])
+def test_a_batch_that_fails_is_tried_again(source: Any) -> None:
+    fails = [True, True]
+
+    def collate(samples: list[Any]) -> Any:
+        if fails and fails.pop():
+            raise ValueError("once")
+        return samples
+
+    whole = iter(loader_of(source, rank=(1, 2), batch_size=3))
+    expected = [next(whole) for _ in range(6)]
+    loader = loader_of(source, collate_fn=collate, rank=(1, 2), batch_size=3)
+    stream = iter(loader)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="once"):
+            next(stream)
+        assert loader.state_dict()["done"] == 0
+    assert [next(stream) for _ in range(2)] == expected[:2]
+    fails.append(True)
+    with pytest.raises(ValueError, match="once"):
+        next(stream)
+    other = loader_of(source, rank=(1, 2), batch_size=3)
+    other.load_state_dict(saved(loader.state_dict()))
+    rest = iter(other)
+    assert [next(rest) for _ in range(4)] == expected[2:]
+    assert [next(stream) for _ in range(4)] == expected[2:]
+
+
+class Failing(Listed):
+    """Fails once at each sample of a set, and its cursor is good for nothing then."""
+
+    def __init__(self, *arguments: Any, bad: set[int], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.bad = bad
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Any:
+        return _FailingCursor(self, super().open(shard, epoch, seed, token, place))
+
+
+class _FailingCursor:
+    def __init__(self, source: Failing, inner: Any) -> None:
+        self._source, self._inner, self._broken = source, inner, False
+
+    def __iter__(self) -> _FailingCursor:
+        return self
+
+    def __next__(self) -> Any:
+        assert not self._broken, "a cursor that failed was used again"
+        sample = next(self._inner)
+        if sample in self._source.bad:
+            self._source.bad.remove(sample)
+            self._broken = True
+            raise OSError(f"sample {sample}")
+        return sample
+
+    def skip(self, count: int) -> int:
+        assert not self._broken, "a cursor that failed was used again"
+        passed: int = self._inner.skip(count)
+        return passed
+
+    def token(self) -> Token:
+        assert not self._broken, "a cursor that failed was used again"
+        return self._inner.token()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("rank", [(0, 1), (1, 3)])
+def test_a_sample_that_cannot_be_read_is_tried_again(known: bool, rank: tuple[int, int]) -> None:
+    expected = list(loader_of(Listed(UNEQUAL), rank=rank, batch_size=3))
+    bad = {batch[-1] for batch in expected} | {batch[0] for batch in expected[1:]}
+    loader = loader_of(Failing(UNEQUAL, known=known, bad=set(bad)), rank=rank, batch_size=3)
+    stream, got, failures = iter(loader), [], 0
+    while True:
+        try:
+            got.append(next(stream))
+        except OSError:
+            failures += 1
+            other = loader_of(Listed(UNEQUAL, known=known), rank=rank, batch_size=3)
+            other.load_state_dict(saved(loader.state_dict()))
+            assert next(iter(other)) == expected[len(got)]
+        except StopIteration:
+            break
+    assert got == expected
+    assert failures == len(bad)
+
+
+def test_a_sample_that_fills_up_a_batch_is_tried_again_too() -> None:
+    for known in (True, False):
+        source = Failing([3, 2], known=known, bad=set())
+        stream = iter(loader_of(source, tail="pad"))
+        next(stream)
+        source.bad = {1000}
+        with pytest.raises(OSError, match="sample 1000"):
+            next(stream)
+        assert next(stream) == [2, 0, 1000, 1]
+
+
+def test_workers_that_stand_at_different_places_go_on_each_at_its_own() -> None:
+    """On the same shape exactly; on another one behind the last batch that all of them have done."""
+    for make in (lambda: Listed(UNEQUAL, known=False), lambda: Counting(6)):
+        whole = Fleet(make, (1, 1), batch_size=3).take(12)
+        fleet = Fleet(make, (1, 3), batch_size=3)
+        got = [next(fleet.passes[number]) for number in (0, 0, 0, 1)]
+        assert got == [whole[0], whole[3], whole[6], whole[1]]
+        state = fleet.state()
+        again = [iter(fleet._worker(number, state)) for number in range(3)]
+        assert [next(stream) for stream in again] == [whole[9], whole[4], whole[2]]
+        assert Fleet(make, (1, 2), fleet, batch_size=3).take(4) == whole[2:6]
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("source", "changed", "says"),
+    [
+        (Listed([7, 3]), {"seed": 4}, "seed was 3 and is 4"),
+        (Listed([7, 3]), {"tail": "drop"}, "tail was 'emit' and is 'drop'"),
+        (Listed([7, 4]), {}, r"source\.lengths\[1\] was 3 and is 4"),
+        (Listed([7, 3], name="other"), {}, r"source\.kind was 'listed' and is 'other'"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_by_name(source: Any, changed: dict[str, Any], says: str) -> None:
+    loader = loader_of(Listed([7, 3]))
+    next(iter(loader))
+    states = [loader.state_dict(), loader.aggregate_state_dict([loader.state_dict()])]
+    other = loader_of(source, **changed)
+    for state in states:
+        with pytest.raises(StateMismatchError, match=f"another order of samples: {says}. Use"):
+            other.load_state_dict(state)
+        with pytest.warns(UserWarning, match=says):
+            other.load_state_dict(state, strict=False)
+        assert other.state_dict()["done"] == 1
+    with pytest.raises(StateMismatchError, match=says):
+        other.deaggregate_state_dict(states[1])
+
+
+@pytest.mark.parametrize(
+    ("was", "source", "changed", "says"),
+    [
+        (Listed([7, 3]), Listed([7, 3, 1]), {}, "shards was 2 and is 3"),
+        (Counting(6), Counting(6), {"partitions": 2}, "partitions was 1 and is 2"),
+        (Counting(6), Listed([1] * 6), {}, "endless was True and is False"),
+    ],
+)
+def test_a_place_in_other_shards_means_nothing_strict_or_not(
+    was: Any, source: Any, changed: dict[str, Any], says: str
+) -> None:
+    state = loader_of(was).state_dict()
+    other = loader_of(source, **changed)
+    for strict in (True, False):
+        with pytest.raises(StateMismatchError, match=says):
+            other.load_state_dict(state, strict=strict)
+
+
+def test_differences_are_named_by_their_path() -> None:
+    was = {"kind": "Packed", "length": 8, "source": {"kind": "Listed", "length": 128, "names": ["a", "b"]}}
+    now = {"kind": "Packed", "length": 8, "source": {"kind": "Listed", "length": 64, "names": ("a", "b"), "more": 1}}
+    assert differences({"source": was}, {"source": now}) == {
+        "source.source.length": "source.source.length was 128 and is 64",
+        "source.source.more": "source.source.more was not there and is 1",
+    }
+    assert list(differences({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}).values()) == ["a[1].b was 2 and is 3"]
+    assert list(differences({"a": [1]}, {"a": [1, 2]}).values()) == ["a was [1] and is [1, 2]"]
+    assert list(differences({"a": [1]}, {}).values()) == ["a was [1] and is not there"]
+
+
+def test_a_worker_s_state_is_refused_in_another_shape() -> None:
+    fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
+    fleet.take(2)
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict fits any shape"):
+        loader_of(Listed(UNEQUAL), seed=11).load_state_dict(fleet.workers[0].state_dict())
+
+
+def test_workers_of_another_order_are_not_put_together() -> None:
+    """os.listdir gives another one on each machine."""
+    made = iter([["b.txt", "a.txt"], ["a.txt", "b.txt"], ["b.txt", "a.txt"]])
+    fleet = Fleet(lambda: LogicalShards([[1, 2], [3, 4]], shards=2, names=next(made)), (1, 2), batch_size=1)
+    with pytest.raises(StateMismatchError, match=r"worker 1 .* than worker 0.*names\[0\] was 'b.txt' and is 'a.txt'"):
+        fleet.state()
+    states = [MapLoader([1, 2, 3], batch_size=1, seed=seed).state_dict() for seed in (0, 1)]
+    with pytest.raises(StateMismatchError, match=r"worker 1 .* than worker 0.*seed 0 and 1"):
+        MapLoader([1, 2, 3], batch_size=1).aggregate_state_dict(states)
+
+
+def test_one_worker_s_state_is_not_taken_for_all_workers() -> None:
+    fleet = Fleet(lambda: Listed(UNEQUAL), (1, 2), batch_size=4)
+    fleet.take(2)
+    with pytest.raises(StateMismatchError, match="the state of one worker; deaggregate_state_dict takes"):
+        loader_of(Listed(UNEQUAL), seed=11).deaggregate_state_dict(fleet.workers[0].state_dict())
+
+
+@pytest.mark.parametrize("source", [LogicalShards([partial(iter, range(40))], shards=2), Counting(4)])
+def test_a_loader_can_be_sent_to_another_process_in_the_middle_of_a_pass(source: Any) -> None:
+    """Without what it has open; one batch is often looked at before worker processes are started."""
+    loader = ShardLoader(Repeated(source) if not source.endless else source, batch_size=4, seed=1)
+    next(iter(loader))
+    sent = pickle.loads(pickle.dumps(loader))
+    assert sent.state_dict() == loader.state_dict()
+    assert next(iter(sent)) is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"described": lambda: {"words": {"a", "b"}}}, "described.. of Listed is no value of JSON: .*set"),
+        ({"described": lambda: {"rate": float("nan")}}, "described.. of Listed is no value of JSON"),
+        ({"lengths": lambda epoch: [5, -3, 0, 1, 2]}, "a shard of -3 samples in epoch 0"),
+    ],
+)
+def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -> None:
+    source = Listed(UNEQUAL)
+    for name, method in changed.items():
+        setattr(source, name, method)
+    with pytest.raises((InvalidArgumentError, DatasetError), match=says):
+        next(iter(loader_of(source)))
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "error"),
+    [
+        ({"epoch": -1}, StateCorruptError),
+        ({"done": "3"}, StateCorruptError),
+        ({"start": True}, StateCorruptError),
+        ({"shape": {}}, StateCorruptError),
+        ({"shape": {"boxes": 0, "workers": 1, "batch": 4}}, StateCorruptError),
+        ({"epoch": 10**30}, StateCorruptError),
+        ({"first": 1}, StateCorruptError),
+        ({"others": None, "workers": 1}, StateCorruptError),
+        ({"format": 0}, StateCorruptError),
+        ({"format": 2}, StateVersionError),
+        ({"order": 3}, StateCorruptError),
+        ({"shards": None}, StateCorruptError),
+        (marked(9, 0, None), StateCorruptError),
+        (marked("one", 0, None), StateCorruptError),
+        (marked(1, -1, None), StateCorruptError),
+        (marked(1, 0, {"at": "x"}), StateCorruptError),
+        ({**marked(1, 0, None), "tokens": []}, StateCorruptError),
+        ({**marked(1, 0, None), "indices": None}, StateCorruptError),
+        ({"ended": [1], "lengths": [-3]}, StateCorruptError),
+        ({"ended": [2], "lengths": [3]}, StateCorruptError),
+        ({"ended": [1], "lengths": []}, StateCorruptError),
+        ({"ended": None}, StateCorruptError),
+        ({"ended": [0, 1], "lengths": [4, 4], "start": 9}, StateCorruptError),
+        ({"start": 9}, DatasetError),
+        (marked(1, 2, {"at": 2}), StateCorruptError),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[Exception]) -> None:
+    loader = loader_of(Listed([4, 4], known=False))
+
+    def load() -> None:
+        loader.load_state_dict({**loader.state_dict(), **spoilt})
+        next(iter(loader))  # a token is looked at by its source
+
+    with pytest.raises(error):
+        load()
+    for other in ({}, None, {"model": 3}, [1]):
+        with pytest.raises(StateMismatchError, match="a state of another loader"):
+            loader.load_state_dict(other)
+
+
+@pytest.mark.parametrize("legs", [None, [], [[4, 0, 0]], [[5, 0, 0, []]], [[4, 3, 0, []]]])
+def test_a_state_with_legs_that_cannot_be_is_refused(legs: Any) -> None:
+    loader = loader_of(Counting(4))
+    with pytest.raises(StateCorruptError):
+        loader.load_state_dict({**loader.state_dict(), "legs": legs})
+
+
+def test_shards_that_ended_before_their_place_are_an_error_by_name() -> None:
+    """The data were changed behind a state's back."""
+
+    class Shorter(Listed):
+        def described(self) -> dict[str, Any]:
+            return {"kind": "listed", "lengths": [9, 9]}
+
+    loader = loader_of(Shorter([9, 9]))
+    stream = iter(loader)
+    next(stream)
+    other = loader_of(Shorter([9, 3]))
+    other.load_state_dict(loader.state_dict())
+    other.source = cast(Any, other.source)
+    cast(Any, other.source).lengths = lambda epoch: [9, 9]
+    with pytest.raises(DatasetError, match=r"shard 1 of 2 ended before sample 3 of epoch 0: it has fewer"):
+        list(other)
+    cast(Any, other.source).lengths = lambda epoch: [9]
+    with pytest.raises(DatasetError, match="2 shards, and lengths of 1"):
+        list(other)
+
+
+def test_numbers_of_numpy_s_do() -> None:
+    loader = loader_of(Counting(4), batch_size=np.int64(3), seed=np.int32(5), rank=(np.int64(0), np.int64(1)))
+    other = loader_of(Counting(4), batch_size=3, seed=5)
+    stream = iter(loader)
+    next(stream)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert next(iter(other)) == next(stream)

@@ -1,0 +1,415 @@
+"""Pieces that are opened and closed, and what is said of those that are not as they should be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from opaque_streams import Counter
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
+from penstock.proto.state import decode_state, encode_state
+from penstock.worker.datasets import Filtered, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
+from penstock.worker.datasets.sharded import runs
+from penstock.worker.datasets.sharded.protocol import Token
+from penstock.worker.datasets.sharded.runs import dealt
+
+SEED = 3
+
+
+class Files:
+    """Pieces that know how many of them are open."""
+
+    def __init__(self, lengths: list[int], *, indexable: bool = True) -> None:
+        self.lengths, self.indexable = lengths, indexable
+        self.now: list[int] = []
+        self.most = self.times = 0
+
+    def pieces(self) -> list[Callable[[], Any]]:
+        return [partial(self._open, number) for number in range(len(self.lengths))]
+
+    def _open(self, number: int) -> Any:
+        self.now.append(number)
+        self.times += 1
+        self.most = max(self.most, len(self.now))
+        return (_Table if self.indexable else _Along)(self, number)
+
+
+class _Along:
+    def __init__(self, files: Files, number: int) -> None:
+        self.files, self.number = files, number
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((self.number, index) for index in range(self.files.lengths[self.number]))
+
+    def close(self) -> None:
+        self.files.now.remove(self.number)
+
+
+class _Table(_Along):
+    def __len__(self) -> int:
+        return self.files.lengths[self.number]
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index >= len(self):
+            raise IndexError("beyond the last")
+        return self.number, index
+
+
+def in_turn(source: LogicalShards) -> list[Any]:
+    """All samples, the shards read in turn as a loader does."""
+    cursors = [source.open(shard, 0, SEED) for shard in range(source.num_shards)]
+    got = [sample for row in itertools.zip_longest(*cursors) for sample in row if sample is not None]
+    for cursor in cursors:
+        cursor.close()
+    return got
+
+
+def token_after(source: LogicalShards, count: int) -> Token:
+    cursor = source.open(0, 0, SEED)
+    assert cursor.skip(count) == count
+    try:
+        return decode_state(encode_state(cursor.token()))
+    finally:
+        cursor.close()
+
+
+def rest(source: LogicalShards, token: Token = None) -> list[Any]:
+    cursor = source.open(0, 0, SEED, token)
+    try:
+        return list(cursor)
+    finally:
+        cursor.close()
+
+
+# ---- open and closed
+
+
+@pytest.mark.parametrize("indexable", [True, False])
+def test_no_more_are_open_than_may_be(indexable: bool) -> None:
+    files = Files([4, 3, 5, 4, 2, 6, 3], indexable=indexable)
+    source = LogicalShards(files.pieces(), shards=4, max_open=4)
+    assert files.now == []
+    assert len(in_turn(source)) == 27
+    assert files.now == []
+    assert 2 <= files.most <= 4
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    files = Files([2, 2, 2])
+    source = LogicalShards(files.pieces(), shards=3, max_open=2)
+    cursors = [source.open(shard, 0, SEED) for shard in range(3)]
+    for shard, opened in [(0, [0]), (1, [0, 1]), (0, [0, 1]), (2, [0, 2]), (1, [2, 1])]:
+        next(cursors[shard])
+        assert files.now == opened
+    for cursor in cursors:
+        assert files.now
+        cursor.close()
+    assert files.now == []
+
+
+def test_iterables_that_must_be_closed_for_others_go_on_where_they_were() -> None:
+    files = Files([3, 4, 2, 3], indexable=False)
+    source = LogicalShards(files.pieces(), shards=4, max_open=2)
+    with pytest.warns(
+        UserWarning, match=r"piece \d is read again from its beginning, again and again.*max_open"
+    ) as caught:
+        got = in_turn(source)
+    assert len(caught) == 1, "once"
+    assert sorted(got) == [(number, index) for number, length in enumerate([3, 4, 2, 3]) for index in range(length)]
+    assert files.most == 2
+    assert files.now == []
+
+
+def test_pieces_with_a_state_are_closed_for_others_without_a_word() -> None:
+    made: list[Counter] = []
+
+    def piece(first: int) -> Counter:
+        made.append(Counter(4, first))
+        return made[-1]
+
+    source = LogicalShards([partial(piece, 10 * number) for number in range(3)], shards=3, max_open=1)
+    assert in_turn(source) == [10 * number + index for index in range(4) for number in range(3)]
+    assert sum(counter.closed for counter in made) >= len(made) - 1
+    assert max(counter.made for counter in made) <= 2, "the one before is read again, and no more"
+
+
+def test_what_a_lost_cursor_held_is_closed() -> None:
+    for indexable in (True, False):
+        files = Files([5, 5], indexable=indexable)
+        source = LogicalShards(files.pieces(), shards=1)
+        next(source.open(0, 0, SEED))
+        assert files.now == []
+
+
+def test_with_counts_one_function_is_called_to_see_what_it_opens() -> None:
+    for indexable in (True, False):
+        files = Files([5, 6, 7], indexable=indexable)
+        source = LogicalShards(files.pieces(), shards=2, counts=[5, 6, 7])
+        assert (files.times, files.now) == (1, [])
+        assert sum(source.lengths(0) or []) == 18
+        assert len(in_turn(source)) == 18
+    files = Files([5, 6, 7])
+    LogicalShards(files.pieces(), shards=2)
+    assert (files.times, files.now) == (3, [])
+
+
+# ---- what is no piece, and settings
+
+
+class Frame:
+    iloc = None
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, name: str) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "options", "message"),
+    [
+        ([], {}, "pieces is empty"),
+        ([[1], (x for x in [1])], {}, "piece 1 is a generator, which can be read only once. Give the function"),
+        ([iter([1])], {"names": ["a.txt"]}, r"piece 0 \(a.txt\) is a list_iterator, which can be read only once"),
+        (["a.txt"], {}, "piece 0 is a str, which is no set of records"),
+        ([{"a": 1}], {}, "piece 0 is a dict, which is no set of records"),
+        ([Frame()], {}, "piece 0 is a Frame, whose items are columns"),
+        ([5], {}, "piece 0 is a int: it has neither length"),
+        ([[1]], {"shards": 0}, "shards=0: it must be at least 1"),
+        ([[1]], {"max_open": 0}, "max_open=0: it must be at least 1"),
+        ([[1]], {"shuffle_block": 0}, "shuffle_block=0: it must be at least 1"),
+        ([[1], [2]], {"counts": [1]}, "counts has 1 entries for 2 pieces"),
+        ([[1], [2]], {"names": ["a", "b", "c"]}, "names has 3 entries for 2 pieces"),
+        ([[1]], {"counts": [-1]}, "counts has -1: each is at least 0"),
+        ([[1]], {"counts": [1.0]}, "counts=1.0: it must be a whole number"),
+    ],
+)
+def test_what_cannot_be_meant(pieces: list[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        LogicalShards(pieces, **{"shards": 1, **options})
+
+
+def test_counts_that_do_not_match() -> None:
+    with pytest.raises(DatasetError, match=r"piece 1 \(b\) has 3 records, and counts says 4"):
+        LogicalShards([[1], [1, 2, 3]], shards=1, counts=[1, 4], names=["a", "b"])
+    with pytest.raises(DatasetError, match="piece 1 has 2 records, and counts says 1"):
+        LogicalShards([lambda: iter([1]), [5, 6]], shards=1, counts=[1, 1])
+    files = Files([5, 6])
+    source = LogicalShards(files.pieces(), shards=1, counts=[5, 7])
+    with pytest.raises(DatasetError, match="piece 1 has 6 records, and counts says 7"):
+        rest(source)
+
+
+@pytest.mark.parametrize("said", [3, 5])
+def test_an_iterable_that_is_shorter_or_longer_than_counts_says(said: int) -> None:
+    source = LogicalShards([lambda: iter(range(4)), lambda: iter([9])], shards=1, counts=[said, 1])
+    message = (
+        "it ends after 4 records, and counts says 5" if said > 4 else "it goes on after 3 records, and counts says"
+    )
+    cursor = source.open(0, 0, SEED)
+    for _ in range(2 if said == 3 else 4):  # with the last record that counts knows it is seen that there are more
+        next(cursor)
+    for _ in range(2):
+        with pytest.raises(DatasetError, match=f"piece 0: {message}"):
+            next(cursor)
+    cursor.close()
+
+
+def test_more_records_than_counts_says_are_seen_at_a_shard_s_end_too() -> None:
+    loader = ShardLoader(LogicalShards([lambda: iter(range(4))], shards=1, counts=[3]), batch_size=3, collate_fn=list)
+    with pytest.raises(DatasetError, match="piece 0: it goes on after 3 records, and counts says that these are all"):
+        next(iter(loader))
+
+
+def test_functions_that_open_things_of_two_kinds_under_counts() -> None:
+    source = LogicalShards([lambda: [1], lambda: iter([2])], shards=1, counts=[1, 1])
+    with pytest.raises(DatasetError, match="piece 1 is a list_iterator without length or records by number"):
+        rest(source)
+    assert rest(LogicalShards([lambda: [1], lambda: iter([2])], shards=1)) == [1, 2]
+
+
+def test_a_table_that_became_shorter() -> None:
+    records = [1, 2, 3]
+    source = LogicalShards([records], shards=1, names=["table"])
+    records.pop()
+    with pytest.raises(DatasetError, match=r"piece 0 \(table\): it has no record 2, and 3 were said to be there"):
+        rest(source)
+
+
+# ---- going on with pieces that are not what they were
+
+
+def along(*pieces: list[int], **options: Any) -> LogicalShards:
+    names = [f"{number}.txt" for number in range(len(pieces))]
+    return LogicalShards([partial(iter, own) for own in pieces], shards=1, names=names, **options)
+
+
+def test_a_piece_that_yields_other_records_is_named() -> None:
+    token = token_after(along([1], [5, 6, 7, 8]), 4)
+    assert rest(along([1], [5, 6, 7, 8]), token) == [8]
+    with pytest.raises(ReplayMismatchError, match=r"piece 1 \(1.txt\): it was read again, and other samples came"):
+        rest(along([1], [5, 66, 7, 8]), token)
+    with pytest.raises(DatasetError, match=r"piece 1 \(1.txt\): it ends after 2 samples, and 3 had been read of it"):
+        rest(along([1], [5, 6]), token)
+
+
+def test_a_piece_whose_state_leads_elsewhere_is_read_again() -> None:
+    token = token_after(LogicalShards([lambda: Counter(9)], shards=1), 5)
+    other = LogicalShards([lambda: Counter(9, 100)], shards=1)
+    with (
+        pytest.warns(UserWarning, match="piece 0: the state that it gave after 1 samples does not lead back there"),
+        pytest.raises(ReplayMismatchError, match="piece 0: it was read again"),
+    ):
+        rest(other, token)
+
+
+def test_another_list_of_pieces_is_seen_in_the_description() -> None:
+    one, other = along(*[[1]] * 12).described(), along(*[[1]] * 11).described()
+    assert (one["pieces"], other["pieces"]) == (12, 11)
+    many = [[number] for number in range(40)]
+    whole = LogicalShards(many, shards=2, names=[f"{number}.txt" for number in range(40)]).described()
+    assert whole["records"] == 40
+    assert whole["names"].startswith("40, digest ")
+    renamed = LogicalShards(many, shards=2, names=[f"{number}.text" for number in range(40)]).described()
+    assert [name for name in whole if whole[name] != renamed[name]] == ["names"]
+    swapped = LogicalShards([[1, 2], [3]], shards=2).described()
+    assert swapped["counts"] == [2, 1] != LogicalShards([[3], [1, 2]], shards=2).described()["counts"]
+    plain = LogicalShards(many, shards=2).described()
+    assert plain not in (
+        LogicalShards(many, shards=3).described(),
+        LogicalShards(many, shards=2, shuffle=True).described(),
+    )
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        5,
+        {"turn": 0},
+        {"turn": 3, "piece": None, "stream": None},
+        {"turn": 0, "piece": 1, "stream": None},
+        {"turn": True, "piece": 0, "stream": None},
+        {"turn": 0, "piece": 0, "stream": {"passed": 1}},
+        {"turn": 0, "piece": 0, "stream": 7},
+    ],
+)
+def test_a_place_that_cannot_be(token: Token) -> None:
+    with pytest.raises(StateCorruptError):
+        along([1], [2]).open(0, 0, SEED, token)
+
+
+# ---- mistakes that would go unseen
+
+
+class EndsAt(list[int]):
+    """A table whose record 3 raises what iterators end with."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return next(iter(())) if index == 3 else index
+
+
+def ends_at(number: int) -> bool:
+    return bool(next(iter(()))) if number == 3 else True
+
+
+def collated(samples: list[int]) -> list[int]:
+    return next(iter(())) if 3 in samples else samples
+
+
+def numbers() -> LogicalShards:
+    return LogicalShards([list(range(8))], shards=1)
+
+
+@pytest.mark.parametrize(
+    ("loader", "out_of"),
+    [
+        (
+            lambda: ShardLoader(Repeated(LogicalShards([EndsAt(range(8))], shards=1)), batch_size=2),
+            "record 3 of piece 0",
+        ),
+        (
+            lambda: ShardLoader(LogicalShards([EndsAt(range(8)), partial(iter, [])], shards=1), batch_size=2),
+            "record 3",
+        ),
+        (lambda: ShardLoader(Repeated(Mapped(numbers(), ends_at)), batch_size=2), "Mapped ends_at: shard 0, epoch 0"),
+        (
+            lambda: ShardLoader(Filtered(numbers(), ends_at), batch_size=2),
+            "Filtered ends_at: shard 0, epoch 0, sample 3",
+        ),
+        (lambda: ShardLoader(numbers(), batch_size=2, collate_fn=collated), "the collate_fn"),
+        (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated), "the collate_fn"),
+        (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated, reseed=False), "the collate_fn"),
+        (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated, fetch_threads=1), "the collate_fn"),
+    ],
+)
+def test_a_stop_iteration_of_the_user_s_does_not_end_the_data(loader: Callable[[], Any], out_of: str) -> None:
+    with pytest.raises(DatasetError, match=f"StopIteration came out of {out_of}"):
+        list(itertools.islice(loader(), 4))
+
+
+def test_a_generator_that_was_read_before_is_no_empty_piece() -> None:
+    once = (number for number in range(3))
+    with pytest.raises(DatasetError, match="piece 2 is a generator that was read or closed before"):
+        rest(LogicalShards([lambda: iter([7]), lambda: once, lambda: once], shards=1))
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        ({"a", "b"}, "piece 0 is a set, whose order is another one in each process"),
+        (lambda: frozenset("ab"), "piece 0 opens a frozenset, whose order"),
+        (lambda: "all of a file", "piece 0 opens a str, which is no set of records"),
+        (lambda: {"columns": [1, 2]}, "piece 0 opens a dict, which is no set of records"),
+    ],
+)
+def test_what_is_opened_is_looked_at_like_what_is_given(piece: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        rest(LogicalShards([piece], shards=1))
+    assert rest(LogicalShards([{"a": 1}.keys()], shards=1)) == ["a"]
+
+
+def test_what_cannot_be_opened_is_named() -> None:
+    source = LogicalShards([lambda: iter([1]), partial(open, "/nowhere/at/all")], shards=1, names=["a", "b"])
+    with pytest.raises(FileNotFoundError) as caught:
+        rest(source)
+    assert caught.value.__notes__ == ["raised by the function that opens piece 1 (b)"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "options", "message"),
+    [
+        (torch.utils.data.TensorDataset(torch.arange(4)), {}, r"pieces is a TensorDataset; give a list .*\[piece\]"),
+        (torch.zeros(3, 2), {}, "pieces is a Tensor"),
+        (lambda: iter([1]), {}, "pieces is a function"),
+        ("abc", {}, "pieces is a str"),
+        ([[1]], {"shards": None}, "shards=None: it must be at least 1"),
+        ([[1]], {"counts": 1}, "counts=1: it is a list"),
+        ([[1]], {"counts": [None]}, "counts has None"),
+        ([[1]], {"names": "a"}, "names='a': it is a list"),
+    ],
+)
+def test_plain_mistakes(pieces: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        LogicalShards(pieces, **{"shards": 1, **options})
+
+
+def test_pieces_are_dealt_once_for_epochs_that_shards_are_in_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an endless source each shard is in an epoch of its own, and to deal is to look at all pieces."""
+    dealings: list[int] = []
+
+    def counted(*arguments: Any, epoch: int, **options: Any) -> list[list[int]]:
+        dealings.append(epoch)
+        return dealt(*arguments, epoch=epoch, **options)
+
+    monkeypatch.setattr(runs, "dealt", counted)
+    source = LogicalShards([partial(iter, [n]) for n in range(8)], shards=2, shuffle=True)
+    for _ in range(3):
+        for epoch in range(5):
+            source.open(0, epoch, SEED).close()
+    assert dealings == [0, 1, 2, 3, 4]

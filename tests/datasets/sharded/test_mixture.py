@@ -1,0 +1,318 @@
+"""Shares, turns, seeds and ends of mixtures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from given_shards import Given, again, first, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
+from penstock.proto.rng import derive_seed
+from penstock.worker.datasets import Mixture, Repeated, ShardedSource, WindowShuffled
+from penstock.worker.datasets.sharded import mixture, shares
+from penstock.worker.datasets.sharded.mixture import Stop
+from penstock.worker.datasets.sharded.protocol import Cursor, Place
+from penstock.worker.datasets.sharded.shares import MOST_PARTS, Turns, parts_of, turns_of
+
+# --- weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "parts"),
+    [
+        ([0.7, 0.2, 0.1], (7, 2, 1)),
+        ([70, 20, 10], (7, 2, 1)),
+        ([0.1 + 0.2, 0.7], None),
+        ([1 / 3, 2 / 3], (1, 2)),
+        ([Fraction(1, 3), Fraction(1, 6), Decimal("0.5")], (2, 1, 3)),
+        ([np.float32(0.7), np.float64(0.3)], (7, 3)),
+        ([5], (1,)),
+        ([0, 3, 0.0, 1], (0, 3, 0, 1)),
+        ([1e-3, 1], (1, 1000)),
+        ([1] * 9, (1,) * 9),
+    ],
+)
+def test_weights_are_what_their_text_says(weights: list[Any], parts: tuple[int, ...] | None) -> None:
+    if parts is None:  # 0.30000000000000004
+        assert sum(parts_of(weights)) <= MOST_PARTS
+        assert abs(parts_of(weights)[0] / sum(parts_of(weights)) - 0.3) < 1e-5
+    else:
+        assert parts_of(weights) == parts
+
+
+@given(st.lists(st.floats(0.5, 1000, allow_nan=False), min_size=2, max_size=20))
+def test_odd_weights_are_rounded_to_the_nearest_parts(weights: list[float]) -> None:
+    parts = parts_of(weights)
+    assert sum(parts) <= MOST_PARTS
+    for part, weight in zip(parts, weights, strict=True):
+        assert abs(part / sum(parts) - weight / sum(weights)) < 1.001 / MOST_PARTS
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.5, -0.1], r"weights\[1\]=-0.1: it must not be negative"),
+        ([0, 0.0], r"weights=\[0, 0.0\]: at least one must be more than 0"),
+        ([float("nan")], r"weights\[0\]=nan: it must be a finite number"),
+        ([1, float("inf")], r"weights\[1\]=inf: it must be a finite number"),
+        ([1, None], r"weights\[1\]=None: it must be a finite number"),
+        ([1, 1e-6], r"weights\[1\]=1e-06 of 1 in all is less than one part in 65,536"),
+    ],
+)
+def test_weights_that_cannot_be_meant(weights: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        parts_of(weights)
+
+
+# --- turns
+
+
+def worst(parts: Sequence[int], order: Any) -> Fraction:
+    """The largest distance of a count from its share, at any prefix."""
+    places = np.arange(1, len(order) + 1)
+    period = sum(parts)
+    return max(
+        Fraction(int(np.abs(np.cumsum(order == source) * period - part * places).max()), period)
+        for source, part in enumerate(parts)
+    )
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), st.integers(0, 3))
+def test_shares_are_within_one_sample_at_every_prefix(parts: list[int], block: int) -> None:
+    order = turns_of(tuple(parts)).many(np.arange((block + 2) * shares.PLACES))
+    assert worst(parts, order) < 1
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[65_535, 1], [0.9, 0.05, 0.03, 0.0199, 0.0001], list(range(1, 30)), [3.14159, 2.71828, 0.57721], [997, 2, 1]],
+    ids=["most parts", "rare", "many", "odd", "prime"],
+)
+def test_shares_of_harder_weights(weights: list[float]) -> None:
+    parts = parts_of(weights)
+    assert worst(parts, turns_of(parts).many(np.arange(sum(parts) + shares.PLACES))) < 1
+
+
+def test_one_place_or_many() -> None:
+    places = np.array([0, 3, 10**12, 4099, 4100, 4101, 7])
+    assert [turns_of((7, 2, 1)).at(int(place)) for place in places] == turns_of((7, 2, 1)).many(places).tolist()
+
+
+def test_a_common_divisor_changes_nothing() -> None:
+    assert turns_of((70, 20, 10)).many(np.arange(500)).tolist() == Turns((7, 2, 1)).many(np.arange(500)).tolist()
+
+
+def test_the_turns_are_the_same_for_ever() -> None:
+    """A saved state is a place in this order."""
+    order = turns_of((7, 2, 1)).many(np.arange(9000))
+    assert "".join(map(str, order[:40])) == "0001020100200010001010000100200201001000"
+    assert hashlib.sha256(order.astype("<u2").tobytes()).hexdigest()[:16] == "62a2f7c2edd383c6"
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (7, 2, 1), (3, 3, 3, 1)])
+@pytest.mark.parametrize("shards", [2, 10, 60, 64])
+def test_each_shard_meets_each_source_as_often_as_it_should(weights: tuple[int, ...], shards: int) -> None:
+    """Turns that repeated themselves with the weights' period would give a shard the same source again and again."""
+    order = turns_of(weights).many(np.arange(120_000))
+    for shard in range(shards):
+        for source, weight in enumerate(weights):
+            share = weight / sum(weights)
+            assert 0.75 < np.mean(order[shard::shards] == source) / share < 1.25, (shard, source)
+
+
+# --- mixtures
+
+
+def dealt(source: ShardedSource, count: int, seed: int = 1) -> list[Any]:
+    """The first samples of all shards in the order of their places."""
+    cursors = [source.open(shard, 0, seed) for shard in range(source.num_shards)]
+    return [next(cursors[place % len(cursors)]) for place in range(count)]
+
+
+def marked(mark: str, lengths: Sequence[int], **options: Any) -> Given:
+    return Given([[f"{mark}{shard}.{at}" for at in range(length)] for shard, length in enumerate(lengths)], **options)
+
+
+@pytest.mark.parametrize("shards", [1, 3, 10])
+def test_the_shares_of_what_is_dealt(shards: int) -> None:
+    """Through shards that go on in their next epochs at different times."""
+    sources = [marked(mark, range(1, shards + 1)) for mark in "abc"]
+    samples = dealt(Mixture(sources, [0.7, 0.2, 0.1]), 1500)
+    assert worst((7, 2, 1), np.array(["abc".index(sample[0]) for sample in samples])) < 1
+
+
+def test_the_place_that_a_loader_says_decides() -> None:
+    source = Mixture([marked("a", [9]), marked("b", [9])], [1, 1])
+    order = turns_of((1, 1))
+    for shift in range(20):
+        cursor = source.open(0, 0, 1, None, lambda index, shift=shift: shift + 3 * index)  # type: ignore[misc]
+        assert ["ab".index(next(cursor)[0]) for _ in range(9)] == [order.at(shift + 3 * index) for index in range(9)]
+        cursor = source.open(0, 0, 1, None, lambda index, shift=shift: shift + 3 * index)  # type: ignore[misc]
+        cursor.skip(7)
+        assert "ab".index(next(cursor)[0]) == order.at(shift + 21)
+
+
+def test_nothing_of_a_source_is_left_out() -> None:
+    lengths = [40, 30, 50, 41]
+    source = Mixture([marked("a", lengths), marked("b", lengths)], [1, 3])
+    seen = set(dealt(source, 4 * 400))
+    assert seen == {
+        f"{mark}{shard}.{at}" for mark in "ab" for shard, length in enumerate(lengths) for at in range(length)
+    }
+
+
+def test_the_same_data_twice_come_in_different_orders() -> None:
+    """Energon (#266) gave a dataset that was mixed with itself in one order twice."""
+    leaf = Given([range(50)], shuffled=True)
+    samples = first(Mixture([leaf, leaf], [1, 1]), 100)
+    turn = turns_of((1, 1)).many(np.arange(100))
+    ones, others = ([sample for sample, number in zip(samples, turn, strict=True) if number == n] for n in (0, 1))
+    assert ones[:40] != others[:40]
+
+
+def test_a_mixture_of_one() -> None:
+    leaf = Given([range(50)] * 2, shuffled=True)
+    for stop in get_args(Stop):
+        seed = derive_seed(1, "mixture", 0)
+        assert first(Mixture([leaf], [3], stop=stop), 50, shard=1) == whole(leaf, shard=1, seed=seed)
+
+
+def test_a_source_without_weight_is_never_read() -> None:
+    unread = Given([[]])
+    for stop in get_args(Stop):
+        source = Mixture([marked("a", [5]), unread], [1, 0], stop=stop)
+        cursor = source.open(0, 0, 1)
+        cursor.skip(3)
+        next(again(source, cursor))
+    assert unread.opened == 0
+
+
+def test_the_shares_go_on_through_saves() -> None:
+    """IBM's mixing counted its sources anew after each rescale."""
+    source = Mixture([marked(mark, [7, 9]) for mark in "abc"], [0.8, 0.15, 0.05])
+    cursors = [source.open(shard, 0, 1) for shard in (0, 1)]
+    samples = []
+    for place in range(700):
+        samples.append(next(cursors[place % 2]))
+        if place % 5 == 0:
+            cursors = [again(source, cursor, shard=shard) for shard, cursor in enumerate(cursors)]
+    assert samples == dealt(source, 700)
+    assert worst((16, 3, 1), np.array(["abc".index(sample[0]) for sample in samples])) < 1
+
+
+# --- ends
+
+
+def by_hand(lengths: Sequence[int], parts: Sequence[int], stop: Stop) -> list[str]:
+    left, live, given_out = list(lengths), list(parts), [0] * len(parts)
+    out: list[str] = []
+    while any(live):
+        number = turns_of(tuple(live)).at(len(out))
+        if not left[number]:
+            if stop == "first":
+                break
+            live[number] = 0
+            continue
+        out.append(f"{'abcd'[number]}0.{given_out[number]}")
+        given_out[number] += 1
+        left[number] -= 1
+    return out
+
+
+@given(st.data(), st.sampled_from(["first", "last"]), st.booleans(), st.booleans())
+def test_ends(data: st.DataObject, stop: Stop, known: bool, placed: bool) -> None:
+    count = data.draw(st.integers(1, 4))
+    lengths = data.draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
+    parts = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count).filter(any))
+    sources = [marked(mark, [length], known=known) for mark, length in zip("abcd", lengths, strict=False)]
+    source = Mixture(sources, parts, stop=stop)
+    expected = by_hand(lengths, parts, stop)
+    assert whole(source) == expected
+    known_lengths = source.lengths(0)
+    if stop == "last" and known:
+        assert known_lengths == [len(expected)]
+        assert sorted(expected) == sorted(s for s, part in zip(sources, parts, strict=True) if part for s in whole(s))
+    else:
+        assert known_lengths is None
+    place: Place | None = (lambda index: index) if placed else None
+
+    def saved(cursor: Cursor) -> Cursor:
+        return source.open(0, 0, 1, cursor.token(), place)
+
+    at, skipped = data.draw(st.integers(0, 30)), data.draw(st.integers(0, 50))
+    cursor = source.open(0, 0, 1, None, place)
+    assert [sample for sample, _ in zip(cursor, range(at), strict=False)] == expected[:at]
+    cursor = saved(source.open(0, 0, 1, None, place))
+    assert cursor.skip(at) == min(at, len(expected))
+    cursor = saved(cursor)
+    assert cursor.skip(skipped) == min(skipped, max(0, len(expected) - at))
+    cursor = saved(cursor)
+    assert list(cursor) == expected[at + skipped :]
+    assert (next(cursor, None), cursor.skip(2), list(saved(cursor))) == (None, 0, [])
+
+
+def test_never_means_each_source_goes_on_by_itself() -> None:
+    source = Mixture([marked("a", [3]), marked("b", [5])], [1, 1])
+    assert source.endless
+    assert source.described()["sources"][0]["kind"] == "Repeated"
+    counts = Counter(first(source, 600))
+    assert {counts[f"a0.{at}"] for at in range(3)} == {100}
+    assert {counts[f"b0.{at}"] for at in range(5)} == {60}
+
+
+def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture, "AT_ONCE", 100)
+    sources: list[ShardedSource] = [marked("a", [10] * 2), WindowShuffled(marked("b", [10] * 2), 3)]
+    source = Mixture([Repeated(each) for each in sources], [2, 1])
+    samples = first(source, 1013, shard=1)
+    cursor = source.open(1, 0, 1)
+    assert cursor.skip(1010) == 1010
+    assert [next(cursor) for _ in range(3)] == samples[-3:]
+
+
+# --- what cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("sources", "weights", "stop", "message"),
+    [
+        ([], [], "never", "0 sources with 0 weights"),
+        ([marked("a", [1])], [1, 2], "never", "1 sources with 2 weights"),
+        (marked("a", [1]), [1], "never", "a mixture has a list of sources"),
+        ([marked("a", [1])], 1, "never", "and a list of weights"),
+        ([marked("a", [1])], [1], "soon", "stop='soon': it must be one of never, first, last"),
+        ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"sources\[0\] has 1, sources\[1\] has 2"),
+        ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends: use stop='never'"),
+    ],
+)
+def test_settings_that_cannot_be_meant(sources: Any, weights: Any, stop: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Mixture(sources, weights, stop=stop)
+
+
+def test_a_token_of_another_mixture() -> None:
+    token = Mixture([marked("a", [1]), marked("b", [1])], [1, 1]).open(0, 0, 1).token()
+    for wrong in (token, {"index": 0, "ended": [1], "sources": [None]}, {"index": 0, "ended": None, "sources": [None]}):
+        with pytest.raises(StateCorruptError, match="a token of a Mixture of 1 sources that cannot be"):
+            Mixture([marked("a", [1])], [1]).open(0, 0, 1, wrong)
+
+
+def test_a_source_that_ends_though_it_never_does() -> None:
+    class Liar(Given):
+        endless = True
+
+    for cursor in (Mixture([Liar([[1, 2]])], [1]).open(0, 0, 1) for _ in range(2)):
+        with pytest.raises(DatasetError, match=r"sources\[0\] of a mixture said that it never ends, and has ended"):
+            cursor.skip(3)
+        with pytest.raises(DatasetError, match=r"sources\[0\] of a mixture"):
+            next(cursor)

@@ -1,0 +1,545 @@
+"""Streams that only know what is next: saved at any sample, and gone on with; and what is said when that cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import random
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opaque_streams import Counter, CountsLate, drawing, rows_of
+
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    ReplayMismatchError,
+    StateCorruptError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+from penstock.proto.state import decode_state, encode_state
+from penstock.worker import cadence
+from penstock.worker.datasets import Savable
+from penstock.worker.datasets.sharded import opaque
+from penstock.worker.datasets.sharded.digests import Digests
+from penstock.worker.datasets.sharded.protocol import Token
+
+SEED = 3
+
+
+def saved(token: Token) -> Token:
+    return decode_state(encode_state(token))
+
+
+def token_after(source: Savable, samples: int, token: Token = None, shard: int = 0) -> Token:
+    """Read so many, and save."""
+    cursor = source.open(shard, 0, SEED, token)
+    assert cursor.skip(samples) == samples
+    try:
+        return saved(cursor.token())
+    finally:
+        cursor.close()
+
+
+def rest(source: Savable, token: Token = None, seed: int = SEED, shard: int = 0, most: int = 1000) -> list[Any]:
+    cursor = source.open(shard, 0, seed, token)
+    try:
+        return list(itertools.islice(cursor, most))
+    finally:
+        cursor.close()
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots are taken whenever they may be, whatever they cost: by count alone."""
+    monkeypatch.setattr(cadence, "SHARE", 1.0)
+
+
+class Clock:
+    """Seconds, which pass when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in (cadence, opaque):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+# ---- going on
+
+
+@pytest.mark.parametrize("place", [1, 9, 10, 11, 25, 49, 50])
+def test_a_save_between_snapshots_repeats_and_loses_nothing(place: int, eager: None) -> None:
+    """With a snapshot every 10 steps, a save at step 25 of others revisits 5."""
+    source = Savable(lambda shard: Counter(50), shards=1, snapshot_every=10)
+    assert rest(source, token_after(source, place)) == list(range(place, 50))
+
+
+@pytest.mark.parametrize("every", [1, 4, 1000])
+def test_saving_again_after_a_resume_and_one_sample_keeps_the_offset(every: int, eager: None) -> None:
+    """Elsewhere the second state lost its offset, and 13 of the next 25 samples were repeats."""
+    source = Savable(lambda shard: Counter(60), shards=1, snapshot_every=every)
+    token = token_after(source, 14)
+    for place in range(15, 21):
+        token = token_after(source, 1, token)
+        assert rest(source, token, most=25) == list(range(place, place + 25))
+
+
+def test_a_state_needs_no_sample_and_no_stream() -> None:
+    """Elsewhere saving after `iter` and before `next` waits for ever."""
+    made: list[int] = []
+    source = Savable(lambda shard: made.append(shard) or Counter(5), shards=1)  # type: ignore[func-returns-value]
+    cursor = source.open(0, 0, SEED)
+    token = saved(cursor.token())
+    cursor.close()
+    restored = source.open(0, 0, SEED, token)
+    assert saved(restored.token()) == token
+    restored.close()
+    assert made == []
+    assert rest(source, token) == list(range(5))
+
+
+def test_its_own_state_saves_reading_again(eager: None) -> None:
+    made: list[Counter] = []
+
+    def make(shard: int) -> Counter:
+        made.append(Counter(1000))
+        return made[-1]
+
+    source = Savable(make, shards=1, snapshot_every=10)
+    token = token_after(source, 505)
+    assert rest(source, token, most=3) == [505, 506, 507]
+    assert made[-1].loaded == 1
+    assert made[-1].made == 7, "4 samples behind the snapshot after 501, and 3 new ones"
+    assert made[-1].closed == made[0].closed == 1
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_a_stream_that_is_parked_reads_little_again(every: int, eager: None) -> None:
+    made: list[Counter] = []
+
+    def make() -> Counter:
+        made.append(Counter(100))
+        return made[-1]
+
+    stream = opaque.Stream(make, "stream", digests=Digests(), snapshot_every=every)
+    got = []
+    for _ in range(10):
+        got += [next(stream), next(stream)]
+        stream.park()
+        assert not stream.is_open
+        stream.park()
+    assert got == list(range(20))
+    assert max(counter.made for counter in made) <= 4
+
+
+def test_a_state_is_encoded_at_once(eager: None) -> None:
+    """Counter hands out the very dict that it goes on to change."""
+    source = Savable(lambda shard: Counter(30), shards=1, snapshot_every=3)
+    cursor = source.open(0, 0, SEED)
+    tokens = [(cursor.skip(1), cursor.token())[1] for _ in range(20)]
+    cursor.close()
+    for place, token in enumerate(tokens, 1):
+        assert rest(source, token, most=3) == [place, place + 1, place + 2]
+
+
+@pytest.mark.parametrize("place", [2, 5, 12])
+def test_a_state_that_leads_elsewhere_is_seen_and_done_without(place: int, eager: None) -> None:
+    source = Savable(lambda shard: CountsLate(12), shards=1, snapshot_every=1)
+    token = token_after(source, place)
+    cursor = source.open(0, 0, SEED, token)
+    with pytest.warns(UserWarning, match=r"stream 0 of 1: the state that it gave after \d+ samples does not lead back"):
+        assert list(cursor) == list(range(place, 12))
+    assert cursor.token()["snapshot"] is None, "another one would be of no use either"
+    cursor.close()
+
+
+def test_a_state_behind_the_last_sample_is_the_end(eager: None) -> None:
+    source = Savable(lambda shard: Counter(8), shards=1, snapshot_every=1)
+    token = token_after(source, 8)
+    cursor = source.open(0, 0, SEED, token)
+    assert [next(cursor, None), next(cursor, None), cursor.skip(3)] == [None, None, 0]
+    assert saved(cursor.token()) == token
+    cursor.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.lists(st.integers(0, 7), max_size=8), st.integers(1, 9), st.booleans())
+def test_any_chain_of_saves_is_the_uninterrupted_stream(
+    count: int, steps: list[int], every: int, stateful: bool
+) -> None:
+    def make(shard: int) -> Any:
+        return Counter(count) if stateful else drawing(count)
+
+    source = Savable(make, shards=1, snapshot_every=every)
+    whole, got = rest(source), list[Any]()
+    token: Token = None
+    for step in steps:
+        cursor = source.open(0, 0, SEED, token)
+        got += itertools.islice(cursor, step)
+        token = saved(cursor.token())
+        cursor.close()
+    assert encode_state(got + rest(source, token)) == encode_state(whole)
+
+
+# ---- snapshots
+
+
+def test_a_snapshot_after_a_minute_of_slow_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    source = Savable(lambda shard: Counter(100), shards=1, snapshot_s=60.0)
+    cursor = source.open(0, 0, SEED)
+    for _ in range(100):
+        clock.now += 7.0
+        next(cursor)
+    token = cursor.token()
+    assert token["passed"] - token["snapshot"]["passed"] <= 60 // 7 + 1
+    cursor.close()
+
+
+def test_slow_states_take_no_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot every step of 100 KiB costs others nine tenths of their throughput."""
+    clock = Clock(monkeypatch)
+    taken = []
+
+    class Slow(Counter):
+        def state_dict(self) -> dict[str, int]:
+            clock.now += 0.006
+            taken.append(self.state["next"])
+            return super().state_dict()
+
+    source = Savable(lambda shard: Slow(10_000), shards=1, snapshot_every=1)
+    cursor = source.open(0, 0, SEED)
+    for _ in range(10_000):
+        clock.now += 0.0006
+        next(cursor)
+    cursor.close()
+    assert 5 <= len(taken) <= 0.01 * clock.now / 0.006 + 3
+    assert len(taken) * 0.006 < 0.05 * 10_000 * 0.0006
+
+
+def test_a_state_that_cannot_be_kept_is_soon_an_error_and_costs_no_sample() -> None:
+    class Held(Counter):
+        def state_dict(self) -> Any:
+            return {"file": object()}
+
+    cursor = Savable(lambda shard: Held(3), shards=2).open(1, 0, SEED)
+    assert next(cursor) == 0
+    for _ in range(2):
+        with pytest.raises(UnsupportedStateError, match=r"stream 1 of 2.*state_dict.*\['file'\] is a"):
+            next(cursor)
+    assert cursor.token()["passed"] == 1
+    cursor.close()
+
+
+# ---- randomness
+
+
+def test_streams_draw_from_generators_of_their_own() -> None:
+    """Read in turn with another stream and with a caller that draws as well, it is the stream that is read alone."""
+    source = Savable(lambda shard: drawing(12, shard), shards=2)
+    alone = [rest(source, shard=shard) for shard in range(2)]
+    cursors = [source.open(shard, 0, SEED) for shard in range(2)]
+    got: list[list[Any]] = [[], []]
+    for _ in range(12):
+        for shard in (0, 1):
+            got[shard].append(next(cursors[shard]))
+            random.random()
+            random.gauss(0, 1)
+            np.random.normal(size=3)
+            torch.rand(2)
+    for cursor in cursors:
+        cursor.close()
+    assert encode_state(got) == encode_state(alone)
+    assert got[0][0]["python"] != got[1][0]["python"]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: (random.random(), float(np.random.random()), float(torch.rand(()))),
+        lambda: (random.gauss(0, 1), float(np.random.normal())),  # each second one was drawn with the one before
+        lambda: (random.random(), random.gauss(0, 1), float(np.random.random()), float(np.random.normal())),
+    ],
+)
+def test_the_caller_draws_what_it_would_without_the_stream(draw: Callable[[], tuple[float, ...]]) -> None:
+    def draws(between: Callable[[], object]) -> list[tuple[float, ...]]:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        return [(draw(), between(), between())[0] for _ in range(7)]
+
+    cursor = Savable(lambda shard: drawing(100), shards=1).open(0, 0, SEED)
+    try:
+        assert draws(lambda: next(cursor)) == draws(lambda: None)
+    finally:
+        cursor.close()
+
+
+def test_a_callers_generator_of_another_kind_stays_its_own() -> None:
+    before, own = np.random.mtrand.get_bit_generator(), np.random.PCG64(4)
+    alone = np.random.Generator(np.random.PCG64(4)).integers(1 << 40, size=4).tolist()
+    source = Savable(lambda shard: drawing(4), shards=1)
+    wanted = rest(source)
+    np.random.mtrand.set_bit_generator(own)
+    try:
+        assert encode_state(rest(source)) == encode_state(wanted)
+        assert np.random.mtrand.get_bit_generator() is own
+        assert np.random.Generator(own).integers(1 << 40, size=4).tolist() == alone
+    finally:
+        np.random.mtrand.set_bit_generator(before)
+
+
+def test_the_callers_generators_are_back_after_an_error() -> None:
+    def failing(shard: int) -> Iterator[float]:
+        yield random.random()
+        np.random.seed(5)
+        raise RuntimeError("the file is gone")
+
+    random.seed(2), np.random.seed(2)
+    wanted = random.random(), np.random.random()
+    random.seed(2), np.random.seed(2)
+    with pytest.raises(RuntimeError, match="the file is gone"):
+        rest(Savable(failing, shards=1))
+    assert (random.random(), np.random.random()) == wanted
+
+
+def test_a_duplicated_leaf_has_another_order_under_another_seed() -> None:
+    """A mixture gives each of its sources a seed of its own; elsewhere a dataset that is in it twice comes twice."""
+    source = Savable(lambda shard: iter(random.sample(range(100), 100)), shards=2)
+    orders = [rest(source, seed=1), rest(source, seed=2), rest(source, seed=1, shard=1)]
+    assert all(sorted(order) == list(range(100)) for order in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    cursor = source.open(0, 1, 1)
+    assert list(cursor) != orders[0], "another epoch"
+
+
+class Drawing(Counter):
+    """Draws when it begins, for each sample, and, as it should not, when its state is taken and loaded."""
+
+    def __iter__(self) -> Iterator[Any]:
+        salt = random.random()
+        return ((salt, number, random.random()) for number in super().__iter__())
+
+    def state_dict(self) -> dict[str, int]:
+        random.random()
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        random.random()
+        super().load_state_dict(state)
+
+
+def test_taking_and_loading_a_state_changes_nothing_that_is_drawn(eager: None) -> None:
+    seldom, often = (Savable(lambda shard: Drawing(20), shards=1, snapshot_every=every) for every in (1000, 1))
+    whole = rest(seldom)
+    assert rest(often) == whole
+    assert rest(often, token_after(often, 12)) == whole[12:]
+
+
+def test_without_randomness_of_its_own_the_callers_is_left_alone() -> None:
+    source = Savable(lambda shard: drawing(3), shards=1, capture_rng=False)
+    random.seed(7)
+    first = rest(source)
+    assert rest(source) != first
+    random.seed(7), np.random.seed(7)
+    assert rest(source)[0]["python"] == first[0]["python"]
+
+
+# ---- a replay that is not the same
+
+
+def test_what_draws_without_a_seed_is_found_at_the_replay() -> None:
+    source = Savable(lambda shard: (os.urandom(4) for _ in range(9)), shards=1)
+    token = token_after(source, 5)
+    with pytest.raises(
+        ReplayMismatchError, match="stream 0 of 1: it was read again, and other samples came than the 5"
+    ):
+        rest(source, token)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Row:
+    number: int
+
+
+class Thing:
+    """No batch can hold it."""
+
+
+@pytest.mark.parametrize(
+    "sample", [str, float, lambda n: [n] * 50, lambda n: Pair(n, 0), Row, lambda n: {"x": torch.tensor([n])}]
+)
+def test_other_samples_are_found_whatever_they_are(sample: Callable[[int], Any]) -> None:
+    def source(last: int) -> Savable:
+        return Savable(lambda shard: (sample(n) for n in [0, 1, 2, last, 4]), shards=1)
+
+    token = token_after(source(3), 4)
+    assert rest(source(3), token) == [sample(4)]
+    with pytest.raises(ReplayMismatchError):
+        rest(source(33), token)
+
+
+def test_samples_of_any_other_kind_count_by_their_number() -> None:
+    def source(count: int) -> Savable:
+        return Savable(lambda shard: (Thing() for _ in range(count)), shards=1)
+
+    token = token_after(source(5), 4)
+    assert len(rest(source(5), token)) == 1
+    with pytest.raises(DatasetError, match="it ends after 3 samples, and 4 had been read of it"):
+        rest(source(3), token)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_stream_that_ends_before_its_place_is_an_error_with_both_numbers(stateful: bool) -> None:
+    def source(count: int) -> Savable:
+        return Savable(lambda shard: Counter(count) if stateful else iter(range(count)), shards=1)
+
+    token = token_after(source(20), 15)
+    cursor = source(7).open(0, 0, SEED, token)
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match="does not lead back there") if stateful else nullcontext(),
+            pytest.raises(DatasetError, match="it ends after 7 samples, and 15 had been read of it"),
+        ):
+            next(cursor)
+        assert saved(cursor.token()) == token, "what failed changed nothing"
+    cursor.close()
+
+
+def test_a_stream_that_yields_nothing_is_an_error() -> None:
+    once = iter([1, 2])
+    source = Savable(lambda shard: once, shards=1)
+    assert rest(source) == [1, 2]
+    with pytest.raises(DatasetError, match=r"it yields nothing. make\(shard\) must return a new iterable each time"):
+        rest(source)
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_stream_that_fails_is_tried_again_where_it_was(failures: int) -> None:
+    """A generator that raised only ends, which would lose what is left of it."""
+    left = [failures]
+
+    def flaky(shard: int) -> Iterator[int]:
+        for number in range(6):
+            if number == 4 and left[0]:
+                left[0] -= 1
+                raise OSError("the disk is away")
+            yield number
+
+    cursor = Savable(flaky, shards=1).open(0, 0, SEED)
+    assert cursor.skip(4) == 4
+    token = saved(cursor.token())
+    for _ in range(failures):
+        with pytest.raises(OSError, match="the disk is away"):
+            next(cursor)
+        assert saved(cursor.token()) == token
+    assert list(cursor) == [4, 5]
+
+
+def test_an_end_out_of_make_is_not_the_streams() -> None:
+    source = Savable(lambda shard: next(iter(())), shards=1)
+    with pytest.raises(DatasetError, match="StopIteration came out of stream 0 of 1 when it was made"):
+        rest(source)
+
+
+def test_what_is_not_iterable_is_said() -> None:
+    with pytest.raises(InvalidArgumentError, match="stream 0 of 1 is a int, which is not iterable"):
+        rest(Savable(lambda shard: 5, shards=1))
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 8), (8, 4), (8, 2), (6, 3)])
+def test_batches_of_a_divisor_go_on_at_the_same_row(old: int, new: int) -> None:
+    def source(rows: int) -> Savable:
+        return Savable(lambda shard: rows_of(rows), shards=1, batch_rows=rows)
+
+    token = token_after(source(old), 2)
+    got = rest(source(new), token)
+    assert list(itertools.chain(*got)) == list(range(2 * old, 24))
+    assert len(got[0]) == new
+    again = token_after(source(new), 1, token)
+    assert list(itertools.chain(*rest(source(new), again))) == list(range(2 * old + new, 24))
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 8), (8, 3), (8, None), (None, 8)])
+def test_other_batches_are_refused_by_both_numbers(old: int | None, new: int | None) -> None:
+    def source(rows: int | None) -> Savable:
+        return Savable(lambda shard: rows_of(rows or 1), shards=1, batch_rows=rows)
+
+    with pytest.raises(StateMismatchError, match=f"batch_rows was {old} and is {new}"):
+        source(new).open(0, 0, SEED, token_after(source(old), 2))
+
+
+def test_what_decides_the_samples_is_recorded() -> None:
+    """Elsewhere a changed shuffle buffer is taken silently."""
+    described = Savable(rows_of, shards=2, config={"buffer": 100, "files": ("a", "b")}).described()
+    assert described["config"] == {"buffer": 100, "files": ["a", "b"]}
+    assert Savable(rows_of, shards=2, config={"buffer": 50, "files": ("a", "b")}).described() != described
+    rows = [Savable(rows_of, shards=2, batch_rows=rows).described() for rows in (4, 2)]
+    assert rows[0] != rows[1], "a loader's places count batches"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"make": [1, 2]}, "make is a list; it is a function"),
+        ({"shards": 0}, "shards=0: it must be at least 1"),
+        ({"shards": 1.5}, "shards=1.5: it must be a whole number"),
+        ({"snapshot_every": 0}, "snapshot_every=0: it must be at least 1"),
+        ({"snapshot_s": 0}, "snapshot_s=0: it is a number of seconds, more than 0"),
+        ({"batch_rows": -1}, "batch_rows=-1: it must be at least 1"),
+        ({"collect_every": 0}, "collect_every=0: it must be at least 1"),
+        ({"config": {1, 2}}, "config is no value of JSON"),
+        ({"config": float("nan")}, "config is no value of JSON"),
+    ],
+)
+def test_settings_that_cannot_be_meant(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Savable(**{"make": rows_of, "shards": 1, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"passed": -1},
+        {"passed": "3"},
+        {"digest": "x"},
+        {"snapshot": {}},
+        {"snapshot": {"passed": 9, "digest": 1, "state": b"", "rng": None}},
+        {"snapshot": {"passed": 1, "digest": 1, "state": "text", "rng": None}},
+        {"snapshot": {"passed": 1, "digest": 1, "state": b"none", "rng": None}},
+        {"rows": 2.5},
+    ],
+)
+def test_a_place_that_cannot_be(changed: dict[str, Any]) -> None:
+    source = Savable(lambda shard: Counter(9), shards=1)
+    token = token_after(source, 4)
+    with pytest.raises(StateCorruptError):
+        rest(source, {**token, **changed})
+    with pytest.raises(StateCorruptError):
+        source.open(0, 0, SEED, [1, 2])
+
+
+def test_a_source_can_be_sent_to_another_process_after_it_was_read() -> None:
+    source = Savable(rows_of_eight, shards=1)
+    token = token_after(source, 1)
+    assert rest(pickle.loads(pickle.dumps(source)), token) == rest(source, token)
+
+
+def rows_of_eight(shard: int) -> Iterator[Any]:
+    yield Pair(0, 1)
+    yield from rows_of(8)

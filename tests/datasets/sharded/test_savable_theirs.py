@@ -1,0 +1,94 @@
+"""Loaders and graphs of torchdata as streams: with what they draw, and with worker processes of their own."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.utils.data
+from opaque_streams import Numbers, graph, shuffled_loader
+from torchdata.nodes import IterableWrapper, Loader, Mapper, MapStyleWrapper
+
+from penstock.proto.state import decode_state, encode_state
+from penstock.worker import cadence
+from penstock.worker.datasets import Savable
+
+SEED = 3
+
+
+def split(make: Callable[[int], Any], place: int, every: int = 1) -> tuple[bytes, bytes]:
+    """A stream in one go, and with a save and resume at a place; encoded."""
+    source = Savable(make, shards=1, snapshot_every=every)
+    cursor = source.open(0, 0, SEED)
+    whole = list(cursor)
+    cursor.close()
+    first = source.open(0, 0, SEED)
+    got = list(itertools.islice(first, place))
+    token = decode_state(encode_state(first.token()))
+    first.close()
+    second = source.open(0, 0, SEED, token)
+    got += list(second)
+    second.close()
+    assert len(whole) > place
+    return encode_state(got), encode_state(whole)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cadence, "SHARE", 1.0)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("place", [1, 2, 5])
+def test_a_shuffled_loader_of_samples_that_draw(place: int, every: int, eager: None) -> None:
+    """A warning, that its state leads elsewhere, would fail this."""
+    got, whole = split(lambda shard: shuffled_loader(), place, every)
+    assert got == whole
+
+
+@pytest.mark.parametrize("place", [1, 4, 6])
+def test_the_root_of_a_graph(place: int, eager: None) -> None:
+    got, whole = split(lambda shard: graph(9), place)
+    assert got == whole
+
+
+@pytest.mark.parametrize("place", [1, 4])
+def test_a_loader_of_a_graph(place: int, eager: None) -> None:
+    got, whole = split(lambda shard: Loader(MapStyleWrapper(list(range(9)), iter(range(9)))), place)
+    assert got == whole
+
+
+def test_a_loader_of_a_graph_that_begins_again_at_its_end(eager: None) -> None:
+    """Its state behind the last sample would lead to the next pass."""
+    source = Savable(lambda shard: Loader(IterableWrapper(range(5))), shards=1, snapshot_every=1)
+    cursor = source.open(0, 0, SEED)
+    assert cursor.skip(9) == 5
+    token = cursor.token()
+    cursor.close()
+    again = source.open(0, 0, SEED, token)
+    assert list(again) == []
+    again.close()
+
+
+def test_a_loader_of_a_graph_that_reads_ahead_and_draws_is_read_again(eager: None) -> None:
+    """Loading its state draws a sample at once, before the generators are as they were: that is seen, and said."""
+    with pytest.warns(UserWarning, match="read again from the beginning"):
+        got, whole = split(lambda shard: Loader(Mapper(IterableWrapper(range(9)), lambda n: (n, random.random()))), 4)
+    assert got == whole
+
+
+def test_a_loader_with_worker_processes_without_a_state() -> None:
+    """The workers are seeded from the generators at `iter`, and those are as they were."""
+    numbers = Numbers(24)
+    got, whole = split(lambda shard: torch.utils.data.DataLoader(numbers, batch_size=4, shuffle=True, num_workers=1), 3)
+    assert got == whole
+
+
+def test_what_worker_processes_draw_is_in_no_state(eager: None) -> None:
+    with pytest.warns(UserWarning, match="draw in worker processes|'set_vital' is deprecated") as caught:
+        got, whole = split(lambda shard: shuffled_loader(workers=1), 3)
+    assert got == whole
+    assert any("draw in worker processes" in str(warning.message) for warning in caught)

@@ -1,0 +1,33 @@
+"""Random stacks of sources and layers, dealt out to random chains of shapes with saves at random steps: the order is
+that of one worker that was never interrupted."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from stacked_sources import stacks
+from tests.datasets.sharded.contract import Fleet, Make, batches_of
+
+from penstock.proto.errors import DatasetError
+
+SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (1, 5), (2, 5), (1, 11), (1, 12), (3, 4)])
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(stacks(), st.lists(st.tuples(SHAPES, st.integers(0, 6)), min_size=1, max_size=5), st.integers(3, 6))
+def test_any_stack_keeps_its_order_over_any_chain(make: Make, chain: list[Any], batch: int) -> None:
+    whole = Fleet(make, (1, 1), global_batch_size=batch, tail="drop")
+    steps = sum(count for _, count in chain)
+    expected = []
+    with suppress(DatasetError):  # an epoch of a small source may have no batch, or a shard nothing to repeat
+        expected = batches_of(whole.take(steps))
+    assume(expected)
+    fleet: Fleet | None = None
+    got: list[list[bytes]] = []
+    for shape, count in chain:
+        fleet = Fleet(make, shape, fleet, global_batch_size=batch, tail="drop")
+        got += batches_of(fleet.take(count))
+    assert got == expected

@@ -1,0 +1,249 @@
+"""What goes when a cache's limit is reached, in which order, and what never does."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from shard_folder import HASH, make_shards, raw_bytes, size_of_files
+from shard_server import Fault, ShardServer
+
+from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
+from penstock.worker.datasets.formats.shards import Shard
+from penstock.worker.datasets.storage.ahead import Ahead
+from penstock.worker.datasets.storage.books import Books
+from penstock.worker.datasets.storage.cache import Held, ShardCache
+from penstock.worker.datasets.storage.places import Place
+from penstock.worker.datasets.storage.stamps import Stamp
+
+SIZE = 40_000
+Make = Callable[..., ShardCache]
+
+
+@pytest.fixture
+def make(server: ShardServer, tmp_path: Path) -> Iterator[Make]:
+    """Caches of the server in one folder, with room for three shards."""
+    made: list[ShardCache] = []
+
+    def cache(**settings: object) -> ShardCache:
+        settings = {"limit": 3 * SIZE, **settings}
+        made.append(ShardCache(Place(server.url, tries=2), tmp_path / "cache", **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield cache
+    for cache_ in made:
+        cache_.close()
+
+
+def use(cache: ShardCache, shard: Shard) -> None:
+    with cache.hold(shard) as held:
+        assert held.paths[0].read_bytes() == raw_bytes(int(shard.name[6:11]), SIZE)
+
+
+def there(tmp_path: Path, suffix: str = "mds") -> list[int]:
+    """Numbers of the shards that the folder has."""
+    return sorted(int(path.name[6:11]) for path in (tmp_path / "cache").glob(f"shard.*.{suffix}"))
+
+
+def test_the_least_recently_used_goes_first(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 5, SIZE)
+    cache = make()
+    for number in (0, 1, 2, 0, 3):
+        use(cache, shards[number])
+        assert size_of_files(tmp_path / "cache") <= 3 * SIZE
+    assert there(tmp_path) == [0, 2, 3]
+    use(make(), shards[4])  # another process's use counts, and its look at the books
+    assert there(tmp_path) == [0, 3, 4]
+
+
+def test_what_is_held_stays_and_the_limit_gives_way(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    """The peer deadlocks. One warning for a cache; nothing is exceeded any more once there is something to evict."""
+    shards = make_shards(server.folder, 6, SIZE)
+    cache, other = make(timeout_s=30), make()
+    held = [other.hold(shards[0]), cache.hold(shards[1]), cache.hold(shards[2])]
+    says = rf"{tmp_path}/cache exceeds its limit of {3 * SIZE} bytes: {SIZE} more are needed"
+    with pytest.warns(UserWarning, match=says) as warned:
+        held.extend(cache.hold(shard) for shard in shards[3:5])
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert there(tmp_path) == [0, 1, 2, 3, 4]
+    for hold in held:
+        assert hold.paths[0].exists()
+        hold.release()
+    use(cache, shards[5])
+    assert there(tmp_path) == [3, 4, 5]
+
+
+def test_held_twice_is_released_twice(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 4, SIZE)
+    cache = make()
+    first, second = cache.hold(shards[0]), cache.hold(shards[0])
+    first.release()
+    first.release()
+    for shard in shards[1:]:
+        use(cache, shard)
+    assert 0 in there(tmp_path)
+    second.release()
+    use(cache, shards[1])
+    use(cache, shards[2])
+    use(cache, shards[3])
+    assert there(tmp_path) == [1, 2, 3]
+
+
+def test_under_pressure_the_user_may_release(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 4, SIZE)
+    held: list[Held] = []
+    cache = make(on_pressure=lambda: held.pop(0).release())
+    held.extend(cache.hold(shard) for shard in shards[:3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use(cache, shards[3])
+    assert there(tmp_path) == [1, 2, 3]
+
+
+def test_a_shard_above_the_limit_is_had_all_the_same(server: ShardServer, make: Make) -> None:
+    (shard,) = make_shards(server.folder, 1, SIZE)
+    with pytest.warns(UserWarning, match="exceeds its limit of 10 bytes"):
+        use(make(limit=10), shard)
+    with pytest.raises(InvalidArgumentError, match="above 0 bytes, not 0"):
+        make(limit=0)
+
+
+def test_ahead_takes_no_more_than_fits(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    """And never drives out what was fetched ahead before it; what is held and released makes room."""
+    shards = make_shards(server.folder, 8, SIZE)
+    cache = make(threads=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.fetch_ahead(shards)
+        wait_for(tmp_path, [0, 1, 2])
+        use(cache, shards[0])
+        wait_for(tmp_path, [1, 2, 3])
+        for number, shard in enumerate(shards[1:], 1):
+            use(cache, shard)
+            assert size_of_files(tmp_path / "cache") <= 3 * SIZE
+            assert max(there(tmp_path)) < number + 4
+    assert set(server.requests.values()) == {1}
+
+
+def test_what_is_waited_for_drives_out_what_is_ahead(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    """Of another process, too; and what is still being fetched ahead is waited for."""
+    shards = make_shards(server.folder, 4, SIZE)
+    server.faults[shards[2].name] = [Fault(bytes_per_s=2 * SIZE)]
+    other = make(threads=3)
+    other.fetch_ahead(shards[:3])
+    while len(server.requests) < 3:
+        threading.Event().wait(0.005)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use(make(), shards[3])
+    assert size_of_files(tmp_path / "cache") <= 3 * SIZE
+
+
+def test_a_list_that_is_replaced_gives_back(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 6, SIZE)
+    cache = make(threads=1)
+    cache.fetch_ahead(shards[:3])
+    wait_for(tmp_path, [0, 1, 2])
+    cache.fetch_ahead(shards[3:])
+    wait_for(tmp_path, [3, 4, 5])
+
+
+def wait_for(tmp_path: Path, numbers: list[int]) -> None:
+    for _ in range(3000):
+        if there(tmp_path) == numbers:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{there(tmp_path)} are there")
+
+
+def test_raw_files_go_before_packed_ones(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    """Inflating again is cheaper than fetching again."""
+    shards = make_shards(server.folder, 4, SIZE, compression="zstd")
+    cache = make(limit=3 * SIZE + SIZE // 10, keep_packed=True, validate=HASH)
+    for shard in shards:
+        use(cache, shard)
+        assert size_of_files(tmp_path / "cache") <= 3 * SIZE + SIZE // 10
+    assert there(tmp_path, "mds.zstd") == [0, 1, 2, 3]
+    assert there(tmp_path) == [3]
+    use(cache, shards[0])
+    assert set(server.requests.values()) == {1}
+
+
+def test_what_cannot_be_fetched_again_is_never_evicted(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    """Files that were there before, and that the place does not have; and files that are no shard's. The peer deletes
+    the only copy."""
+    shards = make_shards(server.folder, 5, SIZE)
+    (tmp_path / "cache").mkdir()
+    for shard in shards[:2]:
+        (server.folder / shard.name).rename(tmp_path / "cache" / shard.name)
+    (server.folder / shards[1].name).write_bytes(raw_bytes(1, SIZE))  # this one it has
+    (tmp_path / "cache" / "shard.00099.mds").write_bytes(b"somebody's")
+    cache = make()
+    for shard in shards:
+        use(cache, shard)
+    assert there(tmp_path) == [0, 3, 4, 99]
+    assert server.requests[shards[0].name] == 1, "it was asked for again"
+    use(cache, shards[0])
+    use(cache, shards[1])
+
+
+def test_a_shard_that_could_not_be_fetched_claims_nothing(server: ShardServer, make: Make, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 4, SIZE)
+    (server.folder / shards[3].name).unlink()
+    cache = make()
+    use(cache, shards[0])
+    use(cache, shards[1])
+    with pytest.raises(ShardUnavailableError):
+        cache.hold(shards[3])
+    use(cache, shards[2])
+    assert there(tmp_path) == [0, 1, 2]
+
+
+def test_room_goes_in_order(tmp_path: Path) -> None:
+    """Nobody asks for room while it is open whether there is some for an earlier shard; the transfers overlap."""
+    shards = make_shards(tmp_path / "served", 3, SIZE)
+    begun = [threading.Event() for _ in shards]
+    go_on = [threading.Event() for _ in shards]
+
+    def bring(shard: Shard, key: str, decided: Callable[[], None]) -> bool:
+        number = int(shard.name[6:11])
+        begun[number].set()
+        assert go_on[number].wait(30)
+        if number == 1:
+            decided()
+            assert begun[2].wait(30)
+        return True
+
+    books = Books(tmp_path / "cache", None, 30)
+    ahead = Ahead(books, 3, bring)
+    ahead.want([(shard.name, shard) for shard in shards], ())
+    assert begun[0].wait(30)
+    assert not begun[1].wait(0.1)
+    go_on[0].set()
+    assert begun[1].wait(30)
+    assert not begun[2].wait(0.1)
+    go_on[1].set()
+    assert begun[2].wait(30)
+    go_on[2].set()
+    books.closing.set()
+    ahead.close()
+
+
+def test_nothing_outside_of_the_folder_goes_for_what_a_stamp_says(
+    server: ShardServer, make: Make, tmp_path: Path
+) -> None:
+    shards = make_shards(server.folder, 4, SIZE)
+    cache = make(limit=SIZE)
+    use(cache, shards[0])
+    victims = [tmp_path / "cache" / ".." / "one", tmp_path / "other"]
+    for number, victim in enumerate(victims):
+        victim.write_bytes(b"precious")
+        stamp = Stamp(evictable=((["../one", str(victim)][number], 8),), size=SIZE)
+        (tmp_path / "cache" / ".penstock" / "shards" / f"a{number}").write_bytes(stamp.encoded())
+    for shard in shards:
+        use(cache, shard)
+    assert all(victim.read_bytes() == b"precious" for victim in victims)

@@ -1,0 +1,334 @@
+"""One folder, several processes: each file fetched once, whoever dies; what a killed one leaves hinders nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import random
+import select
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked import Child, join_all
+from shard_folder import HASH, make_shards, raw_bytes, size_of_files
+from shard_server import Fault, ShardServer
+from waiting import wait_until
+
+from penstock.proto.errors import ShardCorruptError
+from penstock.worker.datasets.formats.shards import Shard
+from penstock.worker.datasets.storage import room
+from penstock.worker.datasets.storage.cache import Held, ShardCache
+from penstock.worker.datasets.storage.places import Place
+
+SIZE = 40_000
+WORKER = Path(__file__).parents[2] / "worker"
+
+
+@contextlib.contextmanager
+def cache_of(server: ShardServer, tmp_path: Path, **settings: object) -> Iterator[ShardCache]:
+    cache = ShardCache(Place(server.url, tries=3), tmp_path / "cache", **settings)  # type: ignore[arg-type]
+    try:
+        yield cache
+    finally:
+        cache.close()
+
+
+def check(cache: ShardCache, shard: Shard) -> None:
+    with cache.hold(shard) as held:
+        assert held.paths[0].read_bytes() == raw_bytes(int(shard.name[6:11]), SIZE)
+
+
+def assert_clean(folder: Path) -> None:
+    """No temporary file, and no lock that anybody has."""
+    assert not list((folder / ".penstock" / "fetching").iterdir())
+    assert not list((folder / ".penstock" / "ahead").iterdir())
+    for path in (folder / ".penstock" / "shards").iterdir():
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_each_file_is_fetched_once(server: ShardServer, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 8, SIZE, compression="zstd")
+
+    def work() -> None:
+        with cache_of(server, tmp_path, validate=HASH, threads=2) as cache:
+            cache.index()
+            cache.fetch_ahead(shards)
+            for shard in random.sample(shards, len(shards)):
+                check(cache, shard)
+
+    join_all(*[work] * 4)
+    assert set(server.requests.values()) == {1}
+    assert len(server.requests) == 9
+    assert_clean(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("limit", [None, 10 * SIZE])
+def test_another_takes_over_from_one_that_is_killed(server: ShardServer, tmp_path: Path, limit: int | None) -> None:
+    (shard,) = make_shards(server.folder, 1, SIZE)
+    server.faults[shard.name] = [Fault(silent_after=1000)]
+
+    def work() -> None:
+        with cache_of(server, tmp_path, limit=limit) as cache:
+            check(cache, shard)
+
+    with Child(work) as first, contextlib.ExitStack() as stack:
+        assert server.moving.acquire(timeout=30)
+        second = stack.enter_context(Child(work))
+        select.select([], [], [], 0.1)  # for it to be waiting; the test holds as well if it is not
+        assert server.requests[shard.name] == 1
+        first.kill()
+        second.join()
+    assert server.requests[shard.name] == 2
+    assert_clean(tmp_path / "cache")
+
+
+def test_what_a_killed_process_left_is_gone_on_with(server: ShardServer, tmp_path: Path) -> None:
+    """What was whole is used; its temporary files go; its claims on the limit hinder nobody."""
+    shards = make_shards(server.folder, 3, SIZE)
+    server.faults[shards[1].name] = [Fault(silent_after=1000)]
+    server.faults[shards[2].name] = [Fault(silent_after=1000)]
+
+    def work() -> None:
+        with cache_of(server, tmp_path, limit=3 * SIZE, threads=1) as cache:
+            check(cache, shards[0])
+            cache.fetch_ahead(shards[1:2])
+            cache.hold(shards[2])
+
+    with Child(work) as child:
+        for _ in range(2):
+            assert server.moving.acquire(timeout=30)
+        child.kill()
+    left = list((tmp_path / "cache" / ".penstock" / "fetching").glob("*!*"))
+    assert len(left) == 2
+    with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
+        check(cache, shards[0])
+        assert not any(path.exists() for path in left)
+        check(cache, shards[1])
+        assert size_of_files(tmp_path / "cache") <= 2 * SIZE
+    assert server.requests == {shards[0].name: 1, shards[1].name: 2, shards[2].name: 1}
+    assert_clean(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("removals", [0, 1])
+def test_killed_in_the_middle_of_an_eviction(server: ShardServer, tmp_path: Path, removals: int) -> None:
+    """Before the file is removed and after it, with its stamp still there."""
+    shards = make_shards(server.folder, 3, SIZE)
+    arrived = tmp_path / "arrived"
+
+    def work() -> None:
+        unlink = os.unlink
+        count = 0
+
+        def stop(path: str) -> None:
+            nonlocal count
+            if count == removals:
+                arrived.touch()
+                select.select([], [], [])
+            count += 1
+            unlink(path)
+
+        with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
+            check(cache, shards[0])
+            check(cache, shards[1])
+            room.os.unlink = stop  # type: ignore[attr-defined]
+            cache.hold(shards[2])
+
+    with Child(work) as child:
+        wait_until(arrived.exists)
+        child.kill()
+    assert (tmp_path / "cache" / shards[0].name).exists() == (not removals)
+    with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
+        for shard in shards:
+            check(cache, shard)
+            assert size_of_files(tmp_path / "cache") <= 2 * SIZE
+    assert_clean(tmp_path / "cache")
+
+
+def test_a_child_neither_holds_nor_releases_what_its_parent_does(server: ShardServer, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 4, SIZE)
+    arrived, leave = tmp_path / "arrived", tmp_path / "leave"
+    with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
+        held = cache.hold(shards[0])
+        other = cache.hold(shards[1])
+
+        def work() -> None:
+            held.release()
+            other.release()
+            with pytest.warns(UserWarning, match="exceeds its limit"):  # for the parent still holds both
+                check(cache, shards[2])
+            cache.hold(shards[0])
+            arrived.touch()
+            wait_until(leave.exists)
+            cache.close()
+
+        with Child(work) as child:
+            wait_until(arrived.exists)
+            assert held.paths[0].exists()
+            assert other.paths[0].exists()
+            held.release()
+            other.release()
+            check(cache, shards[3])
+            assert held.paths[0].exists(), "the child holds it"
+            leave.touch()
+            child.join()
+        check(cache, shards[1])
+        check(cache, shards[2])
+        assert not held.paths[0].exists()
+    assert_clean(tmp_path / "cache")
+
+
+def test_a_child_fetches_ahead_with_threads_of_its_own(server: ShardServer, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 3, SIZE)
+    files = [tmp_path / "cache" / shard.name for shard in shards]
+    with cache_of(server, tmp_path) as cache:
+        cache.fetch_ahead(shards[:1])
+        wait_until(files[0].exists)
+
+        def work() -> None:
+            cache.fetch_ahead(shards[1:2])
+            wait_until(files[1].exists)
+            cache.close()
+
+        join_all(work)
+        cache.fetch_ahead(shards[2:])
+        wait_until(files[2].exists)
+    assert set(server.requests.values()) == {1}
+    assert_clean(tmp_path / "cache")
+
+
+def test_a_child_that_lives_on_keeps_no_lock_of_its_dead_parent(server: ShardServer, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 2, SIZE)
+    orphan = tmp_path / "orphan"
+
+    def parent() -> None:
+        with cache_of(server, tmp_path, limit=SIZE) as cache:
+            cache.hold(shards[0])
+            if not os.fork():
+                orphan.write_text(str(os.getpid()))
+                time.sleep(60)
+                os._exit(0)
+            time.sleep(60)
+
+    with Child(parent) as child:
+        wait_until(lambda: orphan.exists() and bool(orphan.read_text()))
+        child.kill()
+    try:
+        with cache_of(server, tmp_path, limit=SIZE) as cache:
+            check(cache, shards[1])
+            assert size_of_files(tmp_path / "cache") == SIZE
+    finally:
+        os.kill(int(orphan.read_text()), 9)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: Path, ahead: bool) -> None:
+    """Which neither closes its cache nor waits for what it fetches; nor at that of its child, which drops it."""
+    shards = make_shards(server.folder, 2, SIZE)
+    server.faults[shards[1].name] = [Fault(silent_after=100, stays=True)]
+    program = f"""
+        import gc, os, sys
+        from penstock.worker.datasets.storage.cache import ShardCache
+        from penstock.worker.datasets.storage.places import Place
+        from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+        shards = [Shard("mds", 1, (ShardFile(StoredFile(name, {SIZE})),)) for name in {[s.name for s in shards]}]
+        cache = ShardCache(Place({server.url!r}), {str(tmp_path / "cache")!r})
+        cache.hold(shards[0])
+        if {ahead}:
+            cache.fetch_ahead(shards)
+        sys.stdin.readline()  # a child that is forked sooner may find the request half begun
+        child = os.fork()
+        if not child:
+            cache.hold(shards[0])
+            cache.close()
+            cache = None
+            gc.collect()
+            sys.exit()
+        sys.exit(os.waitpid(child, 0)[1])
+    """
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(program)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        wait_until(lambda: server.requests[shards[1 if ahead else 0].name] > 0)
+        said = process.communicate("\n", timeout=60)
+    assert (process.returncode, *said) == (0, "", "")
+
+
+def test_the_limit_is_kept_by_three_processes(server: ShardServer, tmp_path: Path) -> None:
+    shards = make_shards(server.folder, 12, SIZE)
+    done = tmp_path / "done"
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        with cache_of(server, tmp_path, limit=7 * SIZE, threads=2) as cache:
+            for _ in range(4):
+                order = rng.sample(shards, len(shards))
+                for at, shard in enumerate(order):
+                    cache.fetch_ahead(order[at : at + 2])
+                    check(cache, shard)
+
+    def watch() -> None:
+        most = 0
+        while not done.exists():
+            most = max(most, size_of_files(tmp_path / "cache"))
+            time.sleep(0.001)
+        assert 4 * SIZE < most <= 7 * SIZE, most
+
+    with Child(watch) as watcher:
+        join_all(*(functools.partial(work, number) for number in range(3)))
+        done.touch()
+        watcher.join()
+    assert_clean(tmp_path / "cache")
+
+
+def held_at_last(cache: ShardCache, shard: Shard) -> Held:
+    """Though the server may send it corrupt twice in a row."""
+    while True:
+        with contextlib.suppress(ShardCorruptError):
+            return cache.hold(shard)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_asked_and_fails(server: ShardServer, tmp_path: Path, seed: int) -> None:
+    """Holds, releases and lists at random in three processes, a server that fails at random, a small limit."""
+    shards = make_shards(server.folder, 10, SIZE, compression=("", "zstd", "gz")[seed])
+    at_fault = random.Random(seed)
+    server.fault = lambda name: at_fault.choice(
+        [None, None, None, Fault(500), Fault(503), Fault(cut_after=at_fault.randrange(SIZE)), Fault(flip=True)]
+    )
+    # Just above what three need that hold two each, with what is packed (a little more than half) beside what is raw.
+    limit = 10 * SIZE
+
+    def work(number: int) -> None:
+        rng = random.Random(1000 * seed + number)
+        keep = {"validate": HASH, "limit": limit, "threads": 2, "keep_packed": seed == 2}
+        for _ in range(2):
+            cache = ShardCache(Place(server.url, tries=20), tmp_path / "cache", **keep)  # type: ignore[arg-type]
+            held: list[tuple[Shard, Held]] = []
+            for _ in range(40):
+                match rng.randrange(4):
+                    case 0:
+                        cache.fetch_ahead(rng.sample(shards, rng.randrange(4)))
+                    case 1 if held:
+                        held.pop(rng.randrange(len(held)))[1].release()
+                    case _ if len(held) < 2:
+                        shard = rng.choice(shards)
+                        held.append((shard, held_at_last(cache, shard)))
+                for shard, hold in held:
+                    assert hold.paths[0].read_bytes() == raw_bytes(int(shard.name[6:11]), SIZE)
+            cache.close()
+
+    join_all(*(functools.partial(work, number) for number in range(3)))
+    assert_clean(tmp_path / "cache")
+    assert size_of_files(tmp_path / "cache") <= limit
+    kept = list((tmp_path / "cache").glob("shard.*.mds"))
+    assert kept
+    for path in kept:
+        assert path.read_bytes() == raw_bytes(int(path.name[6:11]), SIZE)

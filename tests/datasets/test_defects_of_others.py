@@ -1,0 +1,120 @@
+"""What was measured to go wrong in other systems, each as one plain case that must come out right here.
+
+Defects that a test of the part itself shows stand with that part, under names of their own: offsets that are lost by a
+second save, float fractions, open lines, mixing counters, padding counted as samples, duplicated leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from all_workers import AllWorkers
+
+from penstock.proto.assignment import Assignment, assigned
+from penstock.proto.errors import StateMismatchError
+from penstock.worker.datasets import LogicalShards, MapLoader, ShardLoader, WindowShuffled
+
+
+def mapped(length: int, batch: int) -> MapLoader:
+    return MapLoader(range(length), global_batch_size=batch, shuffle=True, seed=1, collate_fn=list)
+
+
+def records(file: int, count: int) -> Iterator[int]:
+    yield from range(100 * file, 100 * file + count)
+
+
+def files(count: int, length: int, shards: int, shuffle: bool = True) -> LogicalShards:
+    return LogicalShards([partial(records, file, length) for file in range(count)], shards=shards, shuffle=shuffle)
+
+
+def rows(batches: list[list[Any]]) -> list[Any]:
+    return [row for batch in batches for row in batch]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 3), (3, 1)])
+def test_another_number_of_replicas_loses_and_repeats_nothing(before: int, after: int) -> None:
+    """A sampler that takes the new number silently lost 240 of 960 samples from 2 to 4, and repeated 240 back."""
+    first = AllWorkers(partial(mapped, 960, 48), (before, 1))
+    got = rows(first.take(10))
+    got += rows(AllWorkers(partial(mapped, 960, 48), (after, 1), first).take(10))
+    assert sorted(got) == list(range(960))
+
+
+def test_the_tail_and_the_rows_do_not_depend_on_the_number_of_hosts() -> None:
+    """With 3 hosts a batch was refused, with 4 the tail was dropped (996 of 1000), and rows came in another order."""
+    whole = AllWorkers(partial(mapped, 1000, 8), (1, 1)).take(125)
+    assert sorted(rows(whole)) == list(range(1000))
+    for hosts in (2, 3, 4):
+        assert AllWorkers(partial(mapped, 1000, 8), (hosts, 1)).take(125) == whole
+
+
+def test_more_than_ten_workers_are_in_the_order_of_numbers() -> None:
+    """Their states were sorted as text, worker 10 before worker 2."""
+
+    def made() -> ShardLoader:
+        return ShardLoader(files(26, 9, 13), global_batch_size=12, seed=1, collate_fn=list)
+
+    whole = AllWorkers(made, (1, 1)).take(19)
+    first = AllWorkers(made, (1, 12))
+    got = first.take(7)
+    second = AllWorkers(made, (1, 12), first)  # each gets its own state back
+    got += second.take(5)
+    assert got + AllWorkers(made, (4, 3), second).take(7) == whole
+
+
+def test_files_whose_length_is_no_multiple_of_the_batch_do_not_drift() -> None:
+    """Files of 10, batches of 4, saved at step 3: a restart was elsewhere, could not be shuffled, and needed the same
+    number of workers."""
+
+    def made() -> ShardLoader:
+        return ShardLoader(files(4, 10, 2), global_batch_size=4, seed=1, collate_fn=list)
+
+    whole = AllWorkers(made, (1, 1)).take(10)
+    assert sorted(rows(whole)) == sorted(rows([list(records(file, 10)) for file in range(4)]))
+    for workers in (1, 2, 3):
+        first = AllWorkers(made, (1, workers))
+        got = first.take(3)
+        for more in (1, 2, 5):
+            assert got + AllWorkers(made, (1, more), first).take(7) == whole
+
+
+def test_a_shuffle_without_a_seed_takes_the_run_s() -> None:
+    """It failed."""
+
+    def order(seed: int) -> list[Any]:
+        with assigned(Assignment(0, 1, 0, 1, seed, 1)):
+            return rows(list(MapLoader(range(50), batch_size=5, shuffle=True, collate_fn=list)))
+
+    assert sorted(order(3)) == list(range(50))
+    assert order(3) == order(3) != order(4)
+
+
+def test_another_shuffle_buffer_is_refused_by_both_numbers() -> None:
+    """It was accepted silently."""
+
+    def made(window: int) -> ShardLoader:
+        return ShardLoader(WindowShuffled(files(4, 10, 2), window), batch_size=4, seed=1, collate_fn=list)
+
+    with pytest.raises(StateMismatchError, match=r"source\.window was 5 and is 6"):
+        made(6).load_state_dict(made(5).state_dict())
+    with pytest.raises(StateMismatchError, match=r"seed was 1 and is 2"):
+        ShardLoader(WindowShuffled(files(4, 10, 2), 5), batch_size=4, seed=2).load_state_dict(made(5).state_dict())
+
+
+def test_moved_files_are_the_same_files() -> None:
+    """A strict load refused data that lay in another folder."""
+
+    def made(folder: str) -> ShardLoader:
+        pieces = [partial(records, file, 10) for file in range(3)]
+        names = [f"{folder}/{file}.jsonl".rpartition("/")[2] for file in range(3)]
+        return ShardLoader(LogicalShards(pieces, shards=2, names=names), batch_size=4, collate_fn=list)
+
+    whole, first = list(made("/data")), made("/data")
+    begun = iter(first)
+    got = [next(begun), next(begun)]
+    moved = made("/mnt/new")
+    moved.load_state_dict(first.state_dict())
+    assert got + list(moved) == whole

@@ -1,0 +1,262 @@
+"""Encodings of MDS columns: what comes back, what is refused, and that pickles are opened only for who asks for it."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mds_recipes import RECIPES
+from PIL import Image
+from plain_values import plain
+
+from penstock.proto.errors import DatasetError
+from penstock.worker.datasets.formats.encodings import ENCODINGS, check_encoding, encoding_of
+from penstock.worker.datasets.formats.index import INDEX, read_index
+from penstock.worker.datasets.formats.mds import columns_of
+from penstock.worker.datasets.formats.readers import open_shard
+
+MDS = Path(__file__).parents[1] / "data" / "mds"
+SAMPLES = list(RECIPES["encodings"].samples())
+COLUMNS = RECIPES["encodings"].columns
+LOSSY = ("jpeg", "list[jpeg]", "jpeg_array", "jpegarray")
+
+
+def test_all_encodings_of_mosaicml_streaming_are_there() -> None:
+    names = """bytes str int ndarray uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 str_int
+    str_float str_decimal pil jpeg jpeg_array jpegarray png list[pil] list[jpeg] list[png] pkl json"""
+    assert set(ENCODINGS) == set(names.split())
+    assert {name.partition(":")[0] for name in COLUMNS.values()} == ENCODINGS.keys() - {"pkl"}
+
+
+@pytest.mark.parametrize("column", [column for column in COLUMNS if column not in LOSSY])
+def test_values_come_back_from_the_middle_of_a_sample(column: str) -> None:
+    encoding = encoding_of(COLUMNS[column])
+    for sample in SAMPLES:
+        data = encoding.encode(sample[column])
+        assert encoding.size in (None, len(data))
+        back = encoding.decode(b"before" + data + b"behind", 6, 6 + len(data))
+        if column in ("png", "list[png]"):
+            back, sample = pixels(back), {column: pixels(sample[column])}
+        if isinstance(back, np.generic):
+            sample = {column: back.dtype.type(sample[column])}
+        assert plain(back) == plain(sample[column])
+
+
+def pixels(images: Any) -> Any:
+    if isinstance(images, list):
+        return [pixels(image) for image in images]
+    return [images.mode, list(images.size), images.tobytes()]
+
+
+ENDS_ANYWHERE = ("bytes", "str", "str_int", "str_float", "str_decimal", "jpeg", "png")
+"""Values of these may end anywhere: what they are is said nowhere, or in an image's head, which is all that is read."""
+
+
+@pytest.mark.parametrize("column", [column for column in COLUMNS if column not in ENDS_ANYWHERE])
+def test_a_value_that_is_cut_short_is_found_at_every_byte(column: str) -> None:
+    encoding = encoding_of(COLUMNS[column])
+    data = encoding.encode(SAMPLES[5][column])
+    for end in range(0, len(data), 1 + len(data) // 50):
+        for behind in (b"", bytes(100)):  # what stands behind is another's, and must not count
+            with pytest.raises((ValueError, LookupError, OSError, struct.error)):
+                encoding.decode(data[:end] + behind, 0, end)
+
+
+@pytest.mark.parametrize("column", [column for column in COLUMNS if column not in ENDS_ANYWHERE])
+def test_a_value_with_a_byte_too_many_is_found(column: str) -> None:
+    encoding = encoding_of(COLUMNS[column])
+    data = encoding.encode(SAMPLES[5][column]) + b"\0"
+    with pytest.raises((ValueError, LookupError, OSError, struct.error)):
+        encoding.decode(data, 0, len(data))
+
+
+def test_arrays_are_the_callers_own() -> None:
+    for name in ("ndarray", "ndarray:int32", "ndarray:int32:2,2"):
+        encoding = encoding_of(name)
+        data = encoding.encode(np.arange(4, dtype=np.int32).reshape(2, 2))
+        array = encoding.decode(data, 0, len(data))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensor = torch.from_numpy(array)
+        tensor += 1
+        assert array.tolist() == [[1, 2], [3, 4]]
+        assert encoding.decode(data, 0, len(data)).tolist() == [[0, 1], [2, 3]]
+        assert array.base is None
+
+
+@given(st.binary(max_size=64), st.sampled_from([name for name in ENCODINGS if name != "pkl"]))
+def test_no_bytes_make_a_decoder_allocate_much(data: bytes, name: str) -> None:
+    decode = encoding_of(name).decode
+    tracemalloc.start()
+    try:
+        decode(data, 0, len(data))
+    except Exception:  # whatever it is, readers name it
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("pil", np.array([60_000, 60_000, 3], np.uint32).tobytes() + b"RGB" + bytes(100)),
+        ("pil", np.array([2**32 - 1, 2**32 - 1, 1], np.uint32).tobytes() + b"1" + bytes(100)),
+        ("pil", np.array([4, 4, 2**32 - 1], np.uint32).tobytes() + bytes(100)),
+        ("pil", np.array([0, 2**31, 1], np.uint32).tobytes() + b"L"),
+        ("ndarray", bytes([66, 3 << 2 | 3]) + np.array([2**40, 2**40, 2**40], np.uint64).tobytes()),
+        ("ndarray", bytes([66, 2 << 2 | 3]) + np.array([2**63, 2], np.uint64).tobytes()),
+        ("ndarray:uint8", bytes([63 << 2 | 3]) + bytes(8 * 62)),
+        ("jpegarray", np.array([2**32 - 1], np.uint32).tobytes()),
+        ("jpegarray", np.array([0], np.uint32).tobytes()),
+        ("list[png]", np.array([0, 2, 2**32 - 1, 2**32 - 1], np.uint32).tobytes()),
+        ("ndarray", bytes([7])),
+        ("int", bytes(9)),
+        ("float16", b"a"),
+        ("str", b"\xff"),
+        ("json", b"[1"),
+        ("json", b"[" * 200_000),
+        ("str_int", b"9" * 10_000),
+    ],
+)
+def test_claims_that_the_bytes_do_not_pay_for_are_refused(name: str, data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises((ValueError, LookupError, RecursionError, OSError, struct.error)):
+            encoding_of(name).decode(data, 0, len(data))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bytes", "text"),
+        ("bytes", bytearray(b"x")),
+        ("str", 3),
+        ("str", "\ud800"),
+        ("int", 2**63),
+        ("int", 1.5),
+        ("int", "1"),
+        ("uint8", 256),
+        ("uint8", -1),
+        ("uint8", 1.5),
+        ("uint8", np.int64(300)),
+        ("int64", np.uint64(2**63)),
+        ("str_int", 1.0),
+        ("str_int", True),
+        ("str_float", 1),
+        ("str_decimal", 1.0),
+        ("json", {1, 2}),
+        ("json", object()),
+        ("ndarray", [1, 2]),
+        ("ndarray", np.array(3)),
+        ("ndarray", np.empty((2, 0))),
+        ("ndarray", np.array([1 + 2j])),
+        ("ndarray", np.array([True])),
+        ("ndarray:int8", np.array([1])),
+        ("ndarray:int64:3", np.array([1])),
+        ("ndarray", np.array([1, 2], ">i4")),
+        ("pil", 3),
+        ("png", np.zeros((2, 2))),
+        ("list[png]", Image.new("L", (1, 1))),
+        ("list[png]", [3]),
+        ("jpegarray", []),
+        ("jpegarray", [3]),
+    ],
+)
+def test_values_that_would_change_are_refused(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        encoding_of(name).encode(value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "int8:", "float", "INT", "list[int]", "bytes ", "ndarray:bool", "ndarray::3", "ndarray:int8:"),
+        *("ndarray:int8:0", "ndarray:int8:2,-1", "ndarray:int8:²", "ndarray:int8:3:4", "ndarray:int8:1,"),
+    ],
+)
+def test_unknown_encodings_are_named(name: str) -> None:
+    with pytest.raises(DatasetError, match="encoding"):
+        check_encoding(name)
+    with pytest.raises(DatasetError, match="encoding"):
+        encoding_of(name)
+
+
+def test_a_jpeg_that_came_from_a_file_is_stored_as_that_file(tmp_path: Path) -> None:
+    path = tmp_path / "image.jpg"
+    Image.effect_noise((16, 16), 50).save(path, quality=3)
+    with Image.open(path) as image:
+        image.load()
+        assert encoding_of("jpeg").encode(image) == path.read_bytes()
+        data = path.read_bytes()
+        path.unlink()
+        again = encoding_of("jpeg").encode(image)
+    assert again != data
+    assert again.startswith(b"\xff\xd8")
+
+
+OPENED: list[int] = []
+
+
+class Evil:
+    """Unpickling it is seen in OPENED."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return OPENED.append, (1,)
+
+
+def test_pickles_are_opened_only_for_who_asks() -> None:
+    folder = MDS / "pickles"
+    (shard,) = read_index((folder / INDEX).read_bytes(), "pickles")
+    with pytest.raises(DatasetError, match=r"column 'any': .*allow_unsafe_types=True"):
+        open_shard(shard, [folder / shard.name])
+    with pytest.raises(DatasetError, match=r"column 'any': .*allow_unsafe_types=True"):
+        columns_of(shard)
+    with pytest.raises(DatasetError, match="allow_unsafe_types=True"):
+        encoding_of("pkl", allow_unsafe_types=False)
+    reader = open_shard(shard, [folder / shard.name], allow_unsafe_types=True)
+    assert reader[2]["any"] == {"i": 2, "of": (1, "two", [3.0], None)}
+    reader.close()
+
+
+def test_only_the_unsafe_encoding_runs_what_it_reads() -> None:
+    data = encoding_of("pkl", allow_unsafe_types=True).encode(Evil())
+    for name in ENCODINGS.keys() - {"pkl"}:
+        try:
+            encoding_of(name).decode(data, 0, len(data))
+        except Exception:  # most cannot make anything of it
+            pass
+    assert OPENED == []
+
+
+def test_a_missing_pillow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.worker.datasets.formats import images
+
+    images._pil.cache_clear()
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(DatasetError, match=r"pillow: pip install 'penstock\[streaming\]'"):
+        encoding_of("png").decode(b"", 0, 0)
+    monkeypatch.undo()
+    images._pil.cache_clear()
+
+
+def test_texts_keep_their_precision() -> None:
+    for name, value in (("str_int", -(10**4000)), ("str_decimal", Decimal("1E-999999")), ("str_float", 5e-324)):
+        encoding = encoding_of(name)
+        data = encoding.encode(value)
+        assert encoding.decode(data, 0, len(data)) == value

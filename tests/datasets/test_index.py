@@ -1,0 +1,255 @@
+"""index.json: what is wrong in it is named with its address, its shard and its field."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.proto.errors import DatasetError
+from penstock.worker.datasets.formats.index import FORMATS, INDEX, join_indexes, merge_index, read_index, write_index
+from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+
+MDS = Path(__file__).parents[1] / "data" / "mds"
+GOOD: dict[str, Any] = json.loads((MDS / "packed-zstd" / INDEX).read_text())
+XSV: dict[str, Any] = json.loads((MDS / "xsv" / INDEX).read_text())
+JSON: dict[str, Any] = json.loads((MDS / "json" / INDEX).read_text())
+
+Path_ = tuple[str | int, ...]
+GONE = object()
+
+
+def changed(index: dict[str, Any], path: Path_, value: object) -> bytes:
+    index = copy.deepcopy(index)
+    place: Any = index
+    for step in path[:-1]:
+        place = place[step]
+    if value is GONE:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return json.dumps(index).encode()
+
+
+def test_what_it_says_is_what_is_read() -> None:
+    shards = read_index(json.dumps(GOOD).encode(), "here")
+    assert len(shards) == len(GOOD["shards"]) > 1
+    shard = shards[1]
+    assert (shard.format, shard.samples, shard.compression) == ("mds", GOOD["shards"][1]["samples"], "zstd")
+    (file,) = shard.files
+    assert file.raw == StoredFile("shard.00001.mds", **_info(1, "raw_data"))
+    assert file.packed == StoredFile("shard.00001.mds.zstd", **_info(1, "zip_data"))
+    assert shard.settings["column_names"] == ["i", "text", "x"]
+    assert shards[0].settings is shard.settings
+    assert shard.size == file.raw.size
+
+
+def _info(number: int, field: str) -> dict[str, Any]:
+    info = GOOD["shards"][number][field]
+    return {"size": info["bytes"], "hashes": info["hashes"]}
+
+
+def test_no_shards_and_no_samples_are_fine() -> None:
+    assert read_index(b'{"version": 2, "shards": []}', "here") == []
+    (shard, *_) = read_index(changed(GOOD, ("shards", 0, "samples"), 0), "here")
+    assert shard.samples == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"null", b"\xff{}", b'{"version": NaN}', b"[" * 100_000, b"1" * 5000, b'{"version": 2}'],
+)
+def test_what_is_no_index_is_refused_with_its_address(data: bytes) -> None:
+    with pytest.raises(DatasetError, match=r"^s3://bucket/index\.json: ") as caught:
+        read_index(data, "s3://bucket/index.json")
+    assert "shard 0" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("version",), 3, "version is 3; only version 2"),
+        (("version",), True, "version is True"),
+        (("version",), 2.0, "version is 2.0"),
+        (("version",), GONE, "version is missing"),
+        (("shards",), {}, "shards must be a list, not dict"),
+        (("shards",), None, "shards must be a list, not null"),
+    ],
+)
+def test_wrong_fields_of_the_whole(path: Path_, value: object, words: str) -> None:
+    with pytest.raises(DatasetError, match=f"^here: {words}"):
+        read_index(changed(GOOD, path, value), "here")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ((), 3, "its entry must be an object, not int"),
+        (("version",), 1, "version is 1; only version 2"),
+        (("version",), GONE, "version is None"),
+        (("format",), "avro", "format is 'avro'; there are mds, json"),
+        (("format",), ["mds"], r"format is \['mds'\]"),
+        (("format",), GONE, "format is None"),
+        (("samples",), -1, "samples is -1"),
+        (("samples",), True, "samples must be an integer, not bool"),
+        (("samples",), 1e400, "Infinity is no number"),
+        (("samples",), "3", "samples must be an integer, not str"),
+        (("samples",), GONE, "samples is missing"),
+        (("compression",), "lz4", "unknown compression 'lz4'"),
+        (("compression",), "zstd:99", "levels of zstd are 1 to 22"),
+        (("compression",), 3, "compression must be a name or null, not int"),
+        (("compression",), "", "compression must be a name or null, not str"),
+        (("compression",), None, "zip_data is there, though compression is None"),
+        (("zip_data",), None, "zip_data is missing, though compression is 'zstd'"),
+        (("zip_data",), GONE, "zip_data is missing, though compression is 'zstd'"),
+        (("zip_data",), 3, "zip_data must be an object, not int"),
+        (("raw_data",), None, "raw_data must be an object, not null"),
+        (("raw_data",), GONE, "raw_data is missing"),
+        (("raw_data", "bytes"), -5, "raw_data.bytes is -5"),
+        (("raw_data", "bytes"), 2**32, "raw_data.bytes is 4294967296, more than the 4294967295"),
+        (("raw_data", "bytes"), 1.0, "raw_data.bytes must be an integer, not float"),
+        (("zip_data", "bytes"), None, "zip_data.bytes must be an integer, not null"),
+        (("raw_data", "basename"), 3, "raw_data.basename must be a string, not int"),
+        (("raw_data", "basename"), GONE, "raw_data.basename must be a string, not null"),
+        *(
+            (
+                ("raw_data", "basename"),
+                name,
+                r"raw_data.basename is .*which is no plain path below the dataset's folder",
+            )
+            for name in ("", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./x", "a/", "a\\b", "x\0y", ".")
+        ),
+        *(
+            (("raw_data", "basename"), name, "raw_data.basename is .*which is no name for a shard")
+            for name in ("index.json", "train/index.json", ".penstock", ".penstock/shards/a", "train/.Penstock/place")
+        ),
+        (("raw_data", "basename"), "shard.00000.mds", "which another entry says to have another size or hash"),
+        (("raw_data", "hashes"), ["sha1"], "raw_data.hashes must be an object, not list"),
+        (("raw_data", "hashes", "sha1"), 3, "raw_data.hashes.sha1 is 3, which is no digest"),
+        (("raw_data", "hashes", "sha1"), "xyz", "raw_data.hashes.sha1 is 'xyz', which is no digest"),
+        (("column_names",), GONE, "column_names is missing"),
+        (("column_names",), "itx", "column_names must be a list of strings"),
+        (("column_names",), ["i", "i", "x"], "column_names has a name twice: i, i, x"),
+        (("column_names",), ["i", 3, "x"], "column_names must be a list of strings"),
+        (("column_encodings",), ["int"], "column_encodings has 1 for 3 columns"),
+        (("column_encodings",), ["int", "str", "tensor"], "column_encodings of column 'x': unknown encoding 'tensor'"),
+        (("column_sizes",), [8], "column_sizes must be a list with 3 sizes"),
+        (("column_sizes",), [8, None, -8], "column_sizes is -8 for column 'x'"),
+        (("column_sizes",), [8, None, 2**40], "column_sizes is 1099511627776 for column 'x'"),
+        (("column_sizes",), [8, None, True], "column_sizes is True for column 'x'"),
+    ],
+)
+def test_wrong_fields_of_a_shard_are_named_with_its_number(path: Path_, value: object, words: str) -> None:
+    # Infinity is no JSON, and is found before there are shards.
+    where = "here: " if value == 1e400 else "here: shard 1: "
+    with pytest.raises(DatasetError, match=f"^{where}.*{words}"):
+        read_index(changed(GOOD, ("shards", 1, *path), value), "here")
+
+
+@pytest.mark.parametrize(
+    ("index", "path", "value", "words"),
+    [
+        (XSV, ("separator",), "", "separator must be a string that is not empty"),
+        (XSV, ("newline",), GONE, "newline must be a string that is not empty"),
+        (XSV, ("raw_meta",), GONE, "raw_meta is missing"),
+        (XSV, ("column_encodings",), ["int", "str", "bytes"], "column_encodings has 'bytes' for column 'x'"),
+        (JSON, ("columns",), ["i"], "columns must be an object of strings"),
+        (JSON, ("columns",), {"i": 3}, "columns must be an object of strings"),
+        (JSON, ("columns",), {"i": "jpeg"}, "columns has 'jpeg' for column 'i'; there are str, int, float"),
+    ],
+)
+def test_wrong_fields_of_tables(index: dict[str, Any], path: Path_, value: object, words: str) -> None:
+    with pytest.raises(DatasetError, match=f"^here: shard 0: .*{words}"):
+        read_index(changed(index, ("shards", 0, *path), value), "here")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, path: Path_ = ()) -> list[Path_]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [below for key, item in items for below in places(item, (*path, key))]
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from([GOOD, XSV, JSON]))
+def test_any_other_value_anywhere_is_read_or_refused_by_name(data: st.DataObject, index: dict[str, Any]) -> None:
+    path = data.draw(st.sampled_from(places(index)))
+    content = changed(index, path, data.draw(JSON_VALUES))
+    try:
+        shards = read_index(content, "here")
+    except DatasetError as error:
+        said = str(error)
+    else:
+        said = "here: "
+        assert [len(shard.files) for shard in shards] == [len(FORMATS[shard.format]) for shard in shards]
+        assert all(shard.samples >= 0 and shard.size >= 0 for shard in shards)
+        assert read_index(write_index(shards), "again") == shards
+    assert said.startswith("here: ")
+
+
+def test_many_shards() -> None:
+    entry = json.dumps(GOOD["shards"][0])
+    assert entry.count("00000.") == 2
+    data = f'{{"version": 2, "shards": [{",".join(entry.replace("00000.", f"{i:05}.") for i in range(30_000))}]}}'
+    begin = time.process_time()
+    shards = read_index(data.encode(), "here")
+    took = time.process_time() - begin
+    assert len(shards) == 30_000
+    assert shards[-1].name == "shard.29999.mds"
+    assert len({id(shard.settings) for shard in shards}) == 1
+    assert took < 15  # 1 s on a machine at rest; what is quadratic takes minutes
+
+
+def test_parquet_entries_of_our_own() -> None:
+    shards = [Shard("parquet", 7, (ShardFile(StoredFile("a/b.parquet", 1 << 33)),))]
+    assert read_index(write_index(shards), "here") == shards
+
+
+def test_what_only_its_own_reader_needs_may_be_missing() -> None:
+    bare = changed(XSV, ("shards", 0, "size_limit"), GONE)
+    null = changed(XSV, ("shards", 0, "size_limit"), None)
+    assert write_index(read_index(bare, "here")) == json.dumps(json.loads(null), sort_keys=True).encode()
+
+
+def test_joined_indexes_name_their_files_from_the_common_folder() -> None:
+    part = read_index(json.dumps(GOOD).encode(), "part")
+    joined = join_indexes([("one", part), ("two/three", part)])
+    assert [shard.name for shard in joined[:: len(part)]] == ["one/shard.00000.mds", "two/three/shard.00000.mds"]
+    packed = joined[-1].files[0].packed
+    assert packed is not None
+    assert packed.name.startswith("two/three/shard.")
+    assert joined[0].settings is part[0].settings
+
+
+def test_merging_takes_folders_in_order_and_none_twice(tmp_path: Path) -> None:
+    for name in ("b", "a", "a/below", "c/d"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / INDEX).write_text(json.dumps(GOOD))
+    count = len(GOOD["shards"])
+    for _ in range(2):  # its own index is not merged into the next
+        shards = merge_index(tmp_path)
+        assert [shard.name.rpartition("/")[0] for shard in shards[::count]] == ["a", "b", "c/d"]
+        assert len(shards) == 3 * count
+        assert read_index((tmp_path / INDEX).read_bytes(), "merged") == shards
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", INDEX]
+
+
+def test_merging_nothing_or_something_broken_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"no index\.json in any folder below"):
+        merge_index(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / INDEX).write_text("{}")
+    with pytest.raises(DatasetError, match=r"a/index\.json: version is missing"):
+        merge_index(tmp_path)
+    assert not (tmp_path / INDEX).exists()

@@ -1,0 +1,440 @@
+"""The loader's order and states, on any number of boxes and workers, and in torch's own loaders."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from all_workers import AllWorkers, Shape
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shardsets import numbers
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    StateCorruptError,
+    StateMismatchError,
+    StateVersionError,
+)
+from penstock.proto.restartable import RestartableDataLoader
+from penstock.worker.datasets.ordering.dealing import Tail
+from penstock.worker.datasets.streaming import StreamingDataset
+from penstock.worker.datasets.streaming_loader import StreamingLoader
+
+SHAPES: list[Shape] = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (5, 4)]
+
+
+def collated(samples: list[dict[str, Any]]) -> list[int]:
+    return [sample["number"] for sample in samples]
+
+
+def loader_of(dataset: StreamingDataset, **changed: Any) -> StreamingLoader:
+    options: dict[str, Any] = {"shuffle": True, "seed": 9, "shuffle_block": 30, "collate_fn": collated, **changed}
+    return StreamingLoader(dataset, **options)
+
+
+class Cluster(AllWorkers):
+    """All workers of a shape over a dataset."""
+
+    def __init__(self, dataset: StreamingDataset, shape: Shape, before: Cluster | None = None, **options: Any) -> None:
+        super().__init__(lambda: loader_of(dataset, **options), shape, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tail"),
+    [
+        *(((2, 3), tail) for tail in ("emit", "pad", "drop")),
+        *(((1, 3), "pad"), ((2, 1), "emit"), ((3, 2), "drop"), ((4, 1), "pad"), ((5, 4), "emit")),
+    ],
+)
+def test_the_order_is_that_of_one_worker_rows_included(dataset: StreamingDataset, shape: Shape, tail: Tail) -> None:
+    alone = Cluster(dataset, (1, 1), global_batch_size=15, tail=tail)
+    assert Cluster(dataset, shape, global_batch_size=15, tail=tail).take(27) == alone.take(27)
+
+
+def test_an_epoch_has_every_sample_once(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=7)
+    epochs = [[row for batch in loader for row in batch] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert len(loader) == 15
+
+
+def test_without_a_shuffle_it_is_as_stored(dataset: StreamingDataset) -> None:
+    assert [row for batch in loader_of(dataset, batch_size=8, shuffle=False) for row in batch] == list(range(100))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(0, 23)), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from(["emit", "pad", "drop"]),
+)
+def test_it_goes_on_in_any_shape_from_any_step(
+    dataset: StreamingDataset, legs: list[tuple[Shape, int]], partitions: int, tail: Tail
+) -> None:
+    options: dict[str, Any] = {"global_batch_size": 10, "partitions": partitions, "tail": tail}
+    whole = Cluster(dataset, (1, 1), **options).take(sum(steps for _, steps in legs) + 15)
+    got: list[list[int]] = []
+    cluster = None
+    for shape, steps in [*legs, ((1, 2), 15)]:
+        cluster = Cluster(dataset, shape, cluster, **options)
+        got += cluster.take(steps)
+    assert got == whole
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 9, 10, 11])  # an epoch has ten
+def test_another_batch_size_goes_on_at_the_same_row(dataset: StreamingDataset, steps: int) -> None:
+    before = Cluster(dataset, (2, 2), batch_size=5)
+    rows = [row for batch in before.take(steps) for row in batch]
+    after = Cluster(dataset, (3, 1), before, batch_size=2)
+    while len(rows) < 150:
+        rows += after.take(1)[0]
+    whole = [row for batch in Cluster(dataset, (1, 1), batch_size=1).take(len(rows)) for row in batch]
+    assert rows == whole
+
+
+@pytest.mark.parametrize(("shape", "steps"), [((1, 2), 1), ((1, 2), 15), ((2, 3), 3), ((2, 3), 16), ((2, 3), 30)])
+def test_another_batch_size_on_the_same_shape_keeps_whose_turn_it_is(
+    dataset: StreamingDataset, shape: Shape, steps: int
+) -> None:
+    cluster = Cluster(dataset, shape, global_batch_size=7)
+    rows = [row for batch in cluster.take(steps) for row in batch]
+    for batch in (4, 11, 4, 7):
+        cluster = Cluster(dataset, shape, cluster, global_batch_size=batch)
+        rows += [row for batch in cluster.take(5) for row in batch]
+    whole = [row for batch in Cluster(dataset, (1, 1), batch_size=1).take(len(rows)) for row in batch]
+    assert rows == whole
+
+
+def test_replicas_go_on_where_they_were(dataset: StreamingDataset) -> None:
+    """Two boxes that give the same, as with tensor parallelism; saved where it is their second worker's turn."""
+
+    def replicas(before: Cluster | None = None) -> Cluster:
+        return Cluster(dataset, (2, 2), before, rank=(0, 1), batch_size=7)
+
+    first = replicas()
+    got = first.take(3)
+    got += replicas(first).take(20)
+    assert [batch[::2] for batch in got] == [batch[1::2] for batch in got]
+    assert [batch[::2] for batch in got] == Cluster(dataset, (1, 1), batch_size=7).take(23)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
+@pytest.mark.parametrize("workers", [0, 3])
+def test_in_a_plain_torch_dataloader(dataset: StreamingDataset, workers: int) -> None:
+    whole = Cluster(dataset, (1, 1), batch_size=9).take(24)
+    loader = loader_of(dataset, batch_size=9)
+    got = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        got += list(torch.utils.data.DataLoader(loader, batch_size=None, num_workers=workers))
+    assert got == whole
+    loader.set_epoch(0)
+    again = loader_of(dataset, batch_size=9)
+    again.load_state_dict(loader.state_after(5))
+    assert list(torch.utils.data.DataLoader(again, batch_size=None, num_workers=workers)) == whole[5:12]
+    again.load_state_dict(loader.state_after(12))
+    assert list(again) == whole[12:24], "the end of an epoch is the beginning of the next"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_a_stateful_dataloader(dataset: StreamingDataset, workers: int) -> None:
+    def made() -> Any:
+        return StatefulDataLoader(loader_of(dataset, batch_size=9), batch_size=None, num_workers=workers)
+
+    whole = list(made())
+    first = made()
+    stream: Iterator[Any] = iter(first)
+    got = [next(stream) for _ in range(5)]
+    again = made()
+    again.load_state_dict(first.state_dict())
+    assert got + list(again) == whole
+
+
+def test_a_state_is_a_few_integers_and_names_its_order(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=4)
+    stream = iter(loader)
+    for _ in range(3):
+        next(stream)
+    state = loader.state_dict()
+    assert (state["epoch"], state["start"], state["done"]) == (0, 0, 3)
+    assert state["order"]["data"] == dataset.fingerprint
+    assert isinstance(loader, RestartableDataLoader)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"seed": 10}, "seed was 9 and is 10"),
+        ({"shuffle": False}, "seed was 9 and is None, shuffle_block was 30 and is None"),
+        ({"shuffle_block": None}, "shuffle_block was 30 and is 'all'"),
+        ({"partitions": 2}, "partitions was 1 and is 2"),
+        ({"tail": "drop"}, "tail was 'emit' and is 'drop'"),
+        ({"epoch_size": 60}, r"samples was \[100\] and is \[60\]"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_by_name(
+    dataset: StreamingDataset, changed: dict[str, Any], says: str
+) -> None:
+    state = loader_of(dataset, batch_size=4).state_dict()
+    other = loader_of(dataset, batch_size=4, **changed)
+    with pytest.raises(StateMismatchError, match=says):
+        other.load_state_dict(state)
+    with pytest.warns(UserWarning, match=says):
+        other.load_state_dict(state, strict=False)
+
+
+def test_a_worker_s_state_is_refused_in_another_shape(dataset: StreamingDataset) -> None:
+    cluster = Cluster(dataset, (1, 2), batch_size=4)
+    cluster.take(2)
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after fits any shape"):
+        loader_of(dataset, batch_size=4).load_state_dict(cluster.workers[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "error"),
+    [
+        ({"epoch": -1}, StateCorruptError),
+        ({"done": "3"}, StateCorruptError),
+        ({"start": True}, StateCorruptError),
+        ({"shape": {}}, StateCorruptError),
+        ({"shape": {"boxes": 0, "workers": 1, "batch": 4}}, StateCorruptError),
+        ({"start": 101}, StateCorruptError),
+        ({"start": -1}, StateCorruptError),
+        ({"start": -(1 << 62)}, StateCorruptError),
+        ({"skip": 3}, StateCorruptError),
+        ({"skip": [[1, 2, 3]]}, StateCorruptError),
+        ({"skip": [[2, 1]]}, StateCorruptError),
+        ({"skip": [[1, "2"]]}, StateCorruptError),
+        ({"done": 101}, StateCorruptError),
+        ({"epoch": 10**30}, StateCorruptError),
+        ({"first": 1}, StateCorruptError),
+        ({"others": None, "workers": 1}, StateCorruptError),
+        ({"others": [1], "workers": 1}, StateCorruptError),
+        ({"format": 0}, StateCorruptError),
+        ({"format": 3}, StateVersionError),
+        ({"order": 3}, StateCorruptError),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(
+    dataset: StreamingDataset, spoilt: dict[str, Any], error: type[Exception]
+) -> None:
+    loader = loader_of(dataset, batch_size=4)
+    with pytest.raises(error):
+        loader.load_state_dict({**loader.state_dict(), **spoilt})
+    for other in ({}, None, {"model": 3}, [1]):
+        with pytest.raises(StateMismatchError, match="a state of another loader"):
+            loader.load_state_dict(other)
+
+
+def test_numbers_of_numpy_s_and_torch_s_do(dataset: StreamingDataset) -> None:
+    numbers = {"seed": np.int64(9), "shuffle_block": np.int32(30), "partitions": torch.tensor(1)}
+    loader = loader_of(
+        dataset, batch_size=np.int64(4), epoch_size=np.int64(90), rank=(np.int64(0), np.int64(1)), **numbers
+    )
+    stream = iter(loader)
+    first = next(stream)
+    other = loader_of(dataset, batch_size=4, epoch_size=90)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert list(other) == list(stream)
+    other.set_epoch(0)
+    assert next(iter(other)) == first
+
+
+def test_an_epoch_that_a_loaded_state_is_in_is_not_begun_again(dataset: StreamingDataset) -> None:
+    """The usual loop says the epoch's number before each pass, also before the first one that is resumed."""
+    loader = loader_of(dataset, batch_size=10)
+    whole = [list(loader) for _ in range(3)]
+    loader.set_epoch(1)
+    state = loader.state_after(4)
+    loader.load_state_dict(state)
+    got = []
+    for epoch in range(state["epoch"], 3):
+        loader.set_epoch(epoch)
+        got.append(list(loader))
+    assert got == [whole[1][4:], whole[2]]
+    loader.set_epoch(1)
+    assert next(iter(loader)) == whole[1][0]
+    loader.set_epoch(1)
+    assert next(iter(loader)) == whole[1][0]
+    for number in (-1, 0.5):
+        with pytest.raises(InvalidArgumentError, match=f"epoch={number}"):
+            loader.set_epoch(cast(Any, number))
+    with pytest.raises(InvalidArgumentError, match="batches=-1"):
+        loader.state_after(-1)
+
+
+def test_a_batch_can_be_passed_over(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=10)
+    whole = list(loader)
+    loader.set_epoch(0)
+    stream: Any = iter(loader)
+    assert next(stream) == whole[0]
+    stream.skip_batch()
+    assert list(stream) == whole[2:]
+
+
+def test_a_batch_that_fails_is_tried_again(dataset: StreamingDataset) -> None:
+    fails = [True]
+
+    def collate(samples: list[Any]) -> Any:
+        if fails and fails.pop():
+            raise ValueError("once")
+        return collated(samples)
+
+    loader = loader_of(dataset, batch_size=10, collate_fn=collate)
+    stream = iter(loader)
+    with pytest.raises(ValueError, match="once"):
+        next(stream)
+    assert loader.state_dict()["done"] == 0
+    assert [*stream] == list(loader_of(dataset, batch_size=10))
+
+
+def test_a_collate_function_that_raises_stop_iteration_ends_no_pass(dataset: StreamingDataset) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return next(sample for sample in samples if sample["number"] < 0)
+
+    with pytest.raises(DatasetError, match="StopIteration came out of the collate_fn"):
+        list(loader_of(dataset, batch_size=10, collate_fn=collate))
+
+
+def test_a_rank_of_a_distributed_job_gets_its_rows(dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(loader_of(dataset, batch_size=10))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    rows = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        rows.append(list(loader_of(dataset, batch_size=5)))
+    assert [[row for pair in zip(*pieces, strict=True) for row in pair] for pieces in zip(*rows, strict=True)] == whole
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(InvalidArgumentError, match="rank 2 of 2"):
+        loader_of(dataset, batch_size=5)
+    assert list(loader_of(dataset, batch_size=5, rank=(0, 2))) == rows[0]
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(InvalidArgumentError, match="RANK=first"):
+        loader_of(dataset, batch_size=5)
+
+
+def test_a_state_loaded_in_the_same_process_is_where_the_next_pass_begins(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=20)
+    stream = iter(loader)
+    got = [next(stream) for _ in range(2)]
+    state = loader.state_dict()
+    rest = list(stream)
+    for _ in range(2):
+        loader.load_state_dict(state)
+        assert list(loader) == rest
+    assert got + rest == list(loader_of(dataset, batch_size=20))
+
+
+def test_a_state_of_an_epoch_s_end_is_the_next_one_s_beginning(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=20)
+    stream = iter(loader)
+    for _ in range(5):
+        next(stream)
+    states = [loader.state_dict()]
+    assert next(stream, None) is None
+    states.append(loader.state_dict())
+    second = list(loader)
+    for state in states:
+        loader.load_state_dict(state)
+        assert list(loader) == second
+
+
+def test_an_iterator_that_was_left_yields_nothing_more(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=20)
+    left = iter(loader)
+    next(left)
+    stream = iter(loader)
+    assert next(left, None) is None
+    assert len(list(stream)) == 5
+    assert next(stream, None) is None, "a pass that is over stays over"
+
+
+def test_what_is_left_over_is_carried_into_the_next_epoch(dataset: StreamingDataset) -> None:
+    """Also where boxes and batches change on the way, and samples ahead are left out."""
+    rows: list[int] = []
+    cluster = None
+    for shape, batch, steps in [((2, 2), 30, 4), ((1, 1), 7, 12), ((3, 1), 11, 5)]:
+        cluster = Cluster(dataset, shape, cluster, global_batch_size=batch, tail="carry", partitions=2)
+        rows += [row for batch in cluster.take(steps) for row in batch]
+    one = loader_of(dataset, batch_size=1, partitions=2)
+    whole = [row for _ in range(4) for batch in one for row in batch]
+    assert rows == whole[: len(rows)]
+    skip = [range(len(rows) + 5, len(rows) + 15)]
+    around = Cluster(dataset, (2, 1), cluster, global_batch_size=10, tail="carry", partitions=2, skip=skip).take(1)[0]
+    assert around == whole[len(rows) :][:5] + whole[len(rows) :][15:20]
+
+
+def test_a_key_brings_back_its_sample(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=7, keys="key")
+    for batch in [*loader, *loader]:
+        assert [loader.restore_sample(key)["number"] for key in batch["key"]] == batch["batch"]
+    key = next(iter(loader))["key"][0]
+    with pytest.raises(StateMismatchError, match="another dataset, seed or order"):
+        loader_of(dataset, batch_size=7, partitions=2).restore_sample(key)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1), (3, 2), (5, 4)])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_tiny_datasets_do(tmp_path: Path, shape: Shape, count: int) -> None:
+    dataset = StreamingDataset(local=numbers(tmp_path, count))
+    batches = Cluster(dataset, shape, global_batch_size=10).take(3)
+    assert all(set(batch) == set(range(count)) and len(batch) == max(count, shape[0]) for batch in batches)
+
+
+def test_epochs_leave_nothing_behind(dataset: StreamingDataset) -> None:
+    loader = loader_of(dataset, batch_size=20)
+    for _ in range(3):
+        list(loader)
+    gc.collect()
+    tracemalloc.start()
+    for _ in range(15):
+        list(loader)
+    gc.collect()
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 12 << 10
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({}, InvalidArgumentError, "one of the two"),
+        ({"batch_size": 3, "global_batch_size": 3}, InvalidArgumentError, "one of the two"),
+        ({"batch_size": 0}, InvalidArgumentError, "batch_size=0: each of 1 boxes needs at least one row"),
+        ({"batch_size": 3, "tail": "none"}, InvalidArgumentError, "tail='none'"),
+        ({"batch_size": 3, "partitions": 0}, InvalidArgumentError, "partitions=0"),
+        ({"batch_size": 3, "shuffle_block": -1}, InvalidArgumentError, "shuffle_block=-1"),
+        ({"batch_size": 101, "tail": "drop"}, DatasetError, "100 samples make no batch of 101"),
+        ({"batch_size": 3, "interleave": "batches", "partitions": 2}, InvalidArgumentError, "as many rows"),
+        (
+            {"batch_size": 3, "interleave": "batches", "tail": "carry"},
+            InvalidArgumentError,
+            "each would have two streams",
+        ),
+        ({"batch_size": 3, "interleave": "batches", "skip": [range(3, 7)]}, InvalidArgumentError, "sample 7"),
+        ({"batch_size": 101, "tail": "carry"}, DatasetError, "100 samples make no batch of 101"),
+        ({"batch_size": 3, "interleave": "mixed"}, InvalidArgumentError, "interleave='mixed'"),
+        ({"batch_size": 2.5}, InvalidArgumentError, "batch_size=2.5: it must be a whole number"),
+        ({"global_batch_size": "4"}, InvalidArgumentError, "global_batch_size='4'"),
+        ({"batch_size": 3, "seed": 1.0}, InvalidArgumentError, "seed=1.0"),
+        ({"batch_size": 3, "rank": (0, 1.0)}, InvalidArgumentError, "ranks=1.0"),
+    ],
+)
+def test_settings_that_cannot_be_meant(
+    dataset: StreamingDataset, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        StreamingLoader(dataset, **cast(Any, options))

@@ -1,0 +1,534 @@
+"""A map-style dataset in one order: whatever the shape, however an epoch ends, whatever is left out, saved anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain, count, cycle, islice
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch.utils.data
+from all_workers import AllWorkers, Shape
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from penstock.proto.assignment import Assignment, assigned
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
+from penstock.proto.restartable import RestartableDataLoader
+from penstock.worker.datasets import MapLoader
+from penstock.worker.datasets.ordering.cycles import CycleOrder
+from penstock.worker.datasets.ordering.dealing import Tail
+from penstock.worker.datasets.ordering.skips import Kept, ranges_of
+
+SEED = 3
+CHAINS: list[list[Shape]] = [
+    [(2, 1), (3, 1), (5, 1)],
+    [(12, 1), (11, 1), (12, 1)],
+    [(1, 1), (16, 4), (1, 1)],
+    [(1, 12), (1, 11), (1, 12)],
+    [(3, 2), (3, 2), (2, 3), (3, 2)],
+]
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    """Sample i is i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> int:
+        assert type(number) is int
+        if not 0 <= number < self.length:
+            raise IndexError(number)
+        return number
+
+
+def as_it_is(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def loader_of(length: int, **changed: Any) -> MapLoader:
+    return MapLoader(Numbers(length), **{"shuffle": True, "seed": SEED, "collate_fn": as_it_is, **changed})
+
+
+def cluster_of(length: int, shape: Shape, before: AllWorkers | None = None, **options: Any) -> AllWorkers:
+    return AllWorkers(lambda: loader_of(length, **options), shape, before)
+
+
+@cache
+def epoch_of(length: int, samples: int, epoch: int) -> list[int]:
+    order = CycleOrder(length, samples, seed=SEED, shuffle=True)
+    rows: list[int] = order.ids(epoch, np.arange(samples)).tolist()
+    return rows
+
+
+def expected(length: int, samples: int, batch: int, tail: Tail, out: set[int], boxes: int = 1) -> Iterator[list[int]]:
+    """Global batches as plain lists make them; `out`: numbers that are left out."""
+    left: list[int] = []
+    for epoch in count():
+        rows = [row for at, row in enumerate(epoch_of(length, samples, epoch)) if epoch * samples + at not in out]
+        left = [*left, *rows] if tail == "carry" else rows
+        whole, rest = divmod(len(left), batch)
+        batches = [left[at : at + batch] for at in range(0, whole * batch, batch)]
+        left = left[whole * batch :]
+        if rest and tail == "emit" and rest < boxes and whole:
+            batches[-1] += left
+        elif rest and tail in ("emit", "pad"):
+            size = batch if tail == "pad" else max(boxes, rest)
+            batches.append([*left, *islice(cycle(rows), size - rest)])
+        yield from batches
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 60),
+    st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 2), (5, 1)]),
+    st.integers(0, 9),
+    st.sampled_from(["emit", "pad", "drop", "carry"]),
+    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 40)), max_size=2),
+)
+def test_the_order_is_the_plain_one_for_any_shape(
+    length: int, samples: int, shape: Shape, more: int, tail: Tail, out: list[tuple[int, int]]
+) -> None:
+    boxes = shape[0]
+    batch = boxes + more
+    skip = [range(first, first + many) for first, many in out]
+    numbers = set(chain.from_iterable(skip))
+    if tail in ("drop", "carry"):
+        batch = min(batch, samples)
+        if batch < boxes:
+            return
+    options: dict[str, Any] = {"global_batch_size": batch, "num_samples": samples, "tail": tail, "skip": skip}
+    whole = list(islice(expected(length, samples, batch, tail, numbers, boxes), 12))
+    assert cluster_of(length, shape, **options).take(12) == whole
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(CHAINS),
+    st.lists(st.integers(0, 13), min_size=4, max_size=4),
+    st.integers(20, 130),
+    st.sampled_from(["emit", "pad", "drop", "carry"]),
+    st.booleans(),
+)
+def test_chains_of_rescales_saved_at_any_step(
+    shapes: list[Shape], steps: list[int], samples: int, tail: Tail, fewer: bool
+) -> None:
+    length, batch = (samples + 7 if fewer else samples), 17
+    if tail == "emit":
+        samples -= samples % batch if samples % batch < 16 else 0
+        samples = max(samples, batch)
+    options: dict[str, Any] = {"global_batch_size": batch, "num_samples": samples, "tail": tail}
+    got: list[list[int]] = []
+    cluster: AllWorkers | None = None
+    for shape, many in zip(shapes, steps, strict=False):
+        cluster = cluster_of(length, shape, cluster, **options)
+        got += cluster.take(many)
+    got += cluster_of(length, (1, 1), cluster, **options).take(8)
+    assert got == list(islice(expected(length, samples, batch, tail, set()), len(got)))
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(10, 30),
+    st.lists(
+        st.tuples(
+            st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]),
+            st.integers(3, 10),
+            st.integers(0, 7),
+            st.tuples(st.integers(0, 40), st.integers(0, 15)),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_carried_rows_survive_other_batches_other_boxes_and_what_is_left_out_ahead(
+    samples: int, legs: list[tuple[Shape, int, int, tuple[int, int]]]
+) -> None:
+    """Nothing is lost at an epoch's end: the rows are those of all epochs laid end to end, but what was left out."""
+    skip: list[range] = []
+    place = 0
+    got: list[int] = []
+    wanted: list[int] = []
+    cluster: AllWorkers | None = None
+    for shape, batch, steps, (ahead, many) in [*legs, ((1, 1), 4, 5, (0, 0))]:
+        skip = [*skip, range(place + ahead, place + ahead + many)]
+        cluster = cluster_of(samples, shape, cluster, global_batch_size=batch, tail="carry", skip=skip)
+        for row in flat(cluster.take(steps)):
+            while any(place in piece for piece in skip):
+                place += 1
+            got.append(row)
+            wanted.append(epoch_of(samples, samples, place // samples)[place % samples])
+            place += 1
+    assert got == wanted
+
+
+@pytest.mark.parametrize("tail", ["emit", "pad", "drop", "carry"])
+def test_each_sample_of_an_epoch_once(tail: Tail) -> None:
+    loader = loader_of(23, batch_size=5, tail=tail)
+    assert len(loader) == (5 if tail in ("emit", "pad") else 4)
+    epochs = [flat(list(loader)) for _ in range(4)]
+    if tail == "carry":
+        assert [len(rows) for rows in epochs] == [20, 25, 20, 25]
+        assert flat(epochs) == flat([epoch_of(23, 23, epoch) for epoch in range(4)])[:90]
+    for epoch in epochs:
+        assert tail == "carry" or len(set(epoch)) == (20 if tail == "drop" else 23)
+
+
+def test_a_carried_epoch_can_be_gone_to_and_begun_again() -> None:
+    whole = [list(loader) for loader in [loader_of(23, batch_size=5, tail="carry")] for _ in range(4)]
+    for workers in (0, 2):
+        loader = loader_of(23, batch_size=5, tail="carry")
+        for epoch in (0, 1, 3, 2):
+            loader.set_epoch(epoch)
+            assert len(loader) == len(whole[epoch])
+            got = list(torch.utils.data.DataLoader(loader, batch_size=None, num_workers=workers))
+            assert got == whole[epoch]
+            loader.set_epoch(epoch)  # the same one again, as if it had not been begun
+            assert next(iter(loader)) == whole[epoch][0]
+    loader.set_epoch(1)
+    again = loader_of(23, batch_size=5, tail="carry")
+    for after in range(6):
+        again.load_state_dict(json.loads(json.dumps(loader.state_after(after))))
+        assert list(again) == (whole[1][after:] or whole[2])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("length", "samples"), [(10, 20), (10, 25), (10, 4), (7, 7), (1, 5)])
+def test_no_sample_again_before_all_have_come(length: int, samples: int, shuffle: bool) -> None:
+    loader = loader_of(length, batch_size=3, num_samples=samples, shuffle=shuffle)
+    rows = [row for _ in range(9) for batch in loader for row in batch]
+    assert len(rows) == 9 * samples
+    for at in range(0, len(rows) - length, length):
+        assert sorted(rows[at : at + length]) == list(range(length))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
+def test_a_place_that_others_go_on_from_is_dealt_anew_or_refused() -> None:
+    """Worker processes get a copy of a loader that was loaded outside of them, where nobody shared its batches."""
+    whole = list(loader_of(50, batch_size=5))
+    half = loader_of(50, batch_size=5)
+    begun = iter(half)
+    for _ in range(3):
+        next(begun)
+    again = loader_of(50, batch_size=5)
+    again.load_state_dict(half.state_dict())
+    rest = list(torch.utils.data.DataLoader(again, batch_size=None, num_workers=2))
+    assert rest == whole[3:]
+    with assigned(Assignment(0, 1, 0, 2, 0, 1)):
+        one = loader_of(50, batch_size=5)
+        next(iter(one))
+        other = loader_of(50, batch_size=5)
+        other.load_state_dict(one.state_dict())
+        with pytest.raises(StateMismatchError, match="in the processes that read"):
+            next(iter(torch.utils.data.DataLoader(other, batch_size=None, num_workers=2)))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more worker processes than processors
+def test_worker_processes_that_stay_go_on_to_the_next_epoch() -> None:
+    """Their copies were made where nobody shared the batches, and count for themselves from then on."""
+    stays = torch.utils.data.DataLoader(
+        loader_of(50, batch_size=5), batch_size=None, num_workers=2, persistent_workers=True
+    )
+    plain = loader_of(50, batch_size=5)
+    assert [list(stays) for _ in range(2)] == [list(plain) for _ in range(2)]
+    third = iter(stays)  # and torch ends processes that are at work sooner than those that are not
+    assert next(third) == next(iter(plain))
+
+
+@pytest.mark.parametrize("done", [0, 3, 10])
+def test_a_place_is_counted_from_where_the_loader_was_sent(done: int) -> None:
+    """By whoever makes the batches, in the loop and behind it."""
+    whole = [list(loader) for loader in [loader_of(50, batch_size=5)] for _ in range(3)]
+    half = loader_of(50, batch_size=5)
+    begun = iter(half)
+    for _ in range(done):
+        next(begun)
+    again, after = loader_of(50, batch_size=5), loader_of(50, batch_size=5)
+    again.load_state_dict(half.state_dict())
+    stream = list(chain.from_iterable(whole))[done:]
+    after.load_state_dict(again.state_after(2))
+    assert list(after)[:2] == stream[2:4], "as with worker processes, of which this one sees nothing"
+    rest = list(again)
+    for steps in (2, len(rest)):
+        after.load_state_dict(again.state_after(steps))
+        assert list(after)[:2] == stream[steps:][:2]
+    again.set_epoch(2)
+    after.load_state_dict(again.state_after(1))
+    assert list(after) == whole[2][1:]
+
+
+def test_num_samples_is_not_forgotten_on_a_resume() -> None:
+    """As in rows/restartable.md: 20 samples of 10, restarted behind 12, went on in epoch 1 of 10 samples."""
+    loader = loader_of(10, batch_size=4, num_samples=20)
+    stream = iter(loader)
+    first = [next(stream) for _ in range(3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = list(stream)
+    again = loader_of(10, batch_size=4, num_samples=20)
+    again.load_state_dict(state)
+    assert (state["epoch"], state["done"]) == (0, 3)
+    assert list(again) == rest
+    assert [len(batch) for batch in first + rest] == [4] * 5
+    with pytest.raises(StateMismatchError, match="samples was 20 and is 10"):
+        loader_of(10, batch_size=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
+def test_padding_is_not_counted_as_samples(shape: Shape) -> None:
+    """As in rows/restartable.md: after one padded epoch the restart skipped 2 real samples."""
+    options: dict[str, Any] = {"global_batch_size": 4, "tail": "pad"}
+    before = cluster_of(10, shape, **options)
+    assert sorted(flat(before.take(3))[:10]) == list(range(10))
+    after = cluster_of(10, (1, 1), before, **options)
+    rows = epoch_of(10, 10, 1)
+    assert flat(after.take(3)) == rows + rows[:2]
+    other = cluster_of(10, (1, 1), before, global_batch_size=3, tail="pad")
+    assert flat(other.take(4))[:10] == rows
+
+
+# ---- what is left out
+
+
+def test_what_is_left_out_leaves_the_rest_in_order() -> None:
+    whole = [flat(list(loader)) for loader in [loader_of(20, batch_size=4)] for _ in range(3)]
+    loader = loader_of(20, batch_size=4, skip=[range(6, 9), range(18, 40), range(45, 46)])
+    assert flat(list(loader)) == whole[0][:6] + whole[0][9:18]
+    assert flat(list(loader)) == whole[2][:5] + whole[2][6:], "of epoch 1 there is nothing left"
+    loader.set_epoch(1)
+    assert list(loader) == [], "who asks for it gets nothing, and not the next one"
+    loader.set_epoch(2)
+    assert flat(list(loader)) == whole[2][:5] + whole[2][6:]
+
+
+def test_more_may_be_left_out_ahead_and_not_behind() -> None:
+    """A run saved at sample 12 goes around 16 to 23; what it has seen it cannot unsee."""
+    whole = flat(list(loader_of(40, batch_size=4)))
+    loader = loader_of(40, batch_size=4)
+    stream = iter(loader)
+    for _ in range(3):
+        next(stream)
+    fresh = loader_of(40, batch_size=4)
+    for state in (loader.state_dict(), loader.aggregate_state_dict([loader.state_dict()]), fresh.state_after(3)):
+        ahead = loader_of(40, batch_size=4, skip=[range(16, 24)])
+        ahead.load_state_dict(state)
+        assert flat(list(ahead)) == whole[12:16] + whole[24:]
+        behind = loader_of(40, batch_size=4, skip=[range(10, 24)])
+        with pytest.raises(StateMismatchError, match=r"samples 10 to 11 cannot be left out any more.* at sample 12;"):
+            behind.load_state_dict(state)
+        with pytest.warns(UserWarning, match="samples 10 to 11"):
+            behind.load_state_dict(state, strict=False)
+
+
+def test_what_was_left_out_before_may_be_forgotten_behind_it() -> None:
+    whole = flat(list(loader_of(40, batch_size=4)))
+    loader = loader_of(40, batch_size=4, skip=[range(2, 6), range(30, 34)])
+    stream = iter(loader)
+    for _ in range(3):
+        next(stream)  # up to sample 15
+    plain = loader_of(40, batch_size=4)
+    plain.load_state_dict(loader.state_dict())
+    assert flat(list(plain)) == whole[16:]
+    same = loader_of(40, batch_size=4, skip=[range(30, 34), range(2, 4), range(4, 6)])
+    same.load_state_dict(loader.state_dict())
+    assert flat(list(same)) == whole[16:30] + whole[34:]
+
+
+def test_one_of_several_workers_states_does_not_say_how_far_all_are() -> None:
+    cluster = cluster_of(40, (1, 2), batch_size=4)
+    cluster.take(3)
+    with pytest.raises(StateMismatchError, match="aggregate_state_dict or state_after fits any"):
+        cluster_of(40, (1, 2), batch_size=4, skip=[range(30, 31)]).workers[0].load_state_dict(
+            cluster.workers[0].state_dict()
+        )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=4),
+    st.integers(0, 70),
+)
+def test_ranks_are_those_of_what_is_kept(out: list[tuple[int, int]], begin: int) -> None:
+    ranges = ranges_of([range(first, first + many) for first, many in out])
+    kept = Kept(ranges, begin)
+    numbers = [at - begin for at in range(120) if not any(first <= at < end for first, end in ranges)]
+    zero = sum(at < 0 for at in numbers)
+    ranks = np.arange(len(numbers)) - zero
+    assert kept.positions(ranks).tolist() == numbers
+    for at in range(-begin, 120 - begin):
+        assert kept.rank(at) == sum(number < at for number in numbers) - zero
+
+
+# ---- the order
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(0, 1 << 62))
+def test_blocks_are_a_permutation_of_neighbours(length: int, block: int, epoch: int) -> None:
+    ids = CycleOrder(length, length, seed=1, shuffle=True, block=block).ids(epoch, np.arange(length))
+    assert sorted(ids.tolist()) == list(range(length))
+    changes = np.count_nonzero(np.diff(ids // block))
+    assert changes <= -(-length // block) - 1, "a block was left and come back to"
+
+
+def test_epochs_seeds_and_blocks_differ() -> None:
+    orders = {
+        tuple(CycleOrder(30, 30, seed=seed, shuffle=True, block=block).ids(epoch, np.arange(30)).tolist())
+        for seed in range(3)
+        for epoch in (0, 1, 10**30)
+        for block in (None, 7)
+    }
+    assert len(orders) == 18
+
+
+def test_the_short_block_comes_anywhere() -> None:
+    order = CycleOrder(23, 23, seed=1, shuffle=True, block=5)
+    at = {int(np.flatnonzero(order.ids(epoch, np.arange(23)) >= 20)[0]) for epoch in range(100)}
+    assert at == {0, 5, 10, 15, 20}
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """A saved state is a position in this order."""
+    assert CycleOrder(10, 14, seed=5, shuffle=True).ids(2, np.arange(14)).tolist() == GOLDEN[0]
+    assert CycleOrder(13, 13, seed=5, shuffle=True, block=4).ids(1, np.arange(13)).tolist() == GOLDEN[1]
+
+
+# ---- the loader
+
+
+def test_a_state_is_a_few_integers_and_names_its_order() -> None:
+    loader = loader_of(10**9, batch_size=64)
+    loader.load_state_dict(loader.state_after(14 * 10**6))
+    next(iter(loader))
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 400
+    assert isinstance(loader, RestartableDataLoader)
+    assert (state["epoch"], state["start"] + state["done"] * 64) == (0, 14 * 64 * 10**6 + 64)
+
+
+@pytest.mark.parametrize("made", [torch.utils.data.DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_torch_s_loaders(made: Callable[..., Any], workers: int) -> None:
+    whole = list(loader_of(50, batch_size=9))
+    assert list(made(loader_of(50, batch_size=9), batch_size=None, num_workers=workers)) == whole
+
+
+class Named(Numbers):
+    fingerprint = "numbers, as of May"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changed", "says"),
+    [
+        (Numbers(11), {}, "length was 10 and is 11"),
+        (Named(10), {}, "data was None and is 'numbers, as of May'"),
+        (Numbers(10), {"seed": 4}, "seed was 3 and is 4"),
+        (Numbers(10), {"shuffle": False}, "shuffle_block was 'all' and is None"),
+        (Numbers(10), {"shuffle_block": 5}, "shuffle_block was 'all' and is 5"),
+        (Numbers(10), {"tail": "carry"}, "tail was 'emit' and is 'carry'"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_by_name(dataset: Numbers, changed: dict[str, Any], says: str) -> None:
+    state = loader_of(10, batch_size=4).state_dict()
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": SEED, **changed}
+    other = MapLoader(dataset, **options)
+    with pytest.raises(StateMismatchError, match=says):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"seed": 4}, "worker 1 makes batches of another order than worker 0.*, seed 3 and 4"),
+        ({"length": 11}, "of worker 0 and then of worker 1, length 10 and 11, samples 10 and 11"),
+        ({"batch_size": 5}, "shape .*'batch': 4} and .*'batch': 5}"),
+        ({"skip": [range(4)]}, r"skip \(\) and \(\(0, 4\),\)"),
+    ],
+)
+def test_workers_of_different_orders_have_no_state_together(options: dict[str, Any], says: str) -> None:
+    workers = [{"length": 10, "batch_size": 4}, {"length": 10, "batch_size": 4, **options}]
+    states = []
+    for number, own in enumerate(workers):
+        with assigned(Assignment(0, 1, number, 2, 0, 1)):
+            states.append(loader_of(**own).state_dict())
+    with pytest.raises(StateMismatchError, match=says):
+        loader_of(10, batch_size=4).aggregate_state_dict(states)
+
+
+def test_states_are_put_together_by_a_loader_of_the_same_samples() -> None:
+    """Another seed is no matter: outside of a worker there is none of a run."""
+    cluster = cluster_of(40, (1, 2), batch_size=2)
+    cluster.take(15)
+    states = [worker.state_dict() for worker in cluster.workers]
+    assert loader_of(40, batch_size=2, seed=0).aggregate_state_dict(states)["done"] == 15
+    with pytest.raises(StateMismatchError, match="samples is 40 there and 8 here"):
+        loader_of(8, batch_size=2).aggregate_state_dict(states)
+    with pytest.raises(InvalidArgumentError, match="of no states"):
+        loader_of(40, batch_size=2).aggregate_state_dict([])
+
+
+def test_a_length_that_changes_is_an_error() -> None:
+    dataset = Numbers(10)
+    loader = MapLoader(dataset, batch_size=3)
+    list(loader)
+    dataset.length = 9
+    with pytest.raises(DatasetError, match="Numbers: it had 10 samples when the loader was made, and has 9"):
+        iter(loader)
+
+
+class Endless(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return count()
+
+
+class NoLength:
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "says"),
+    [
+        (Numbers(0), {}, DatasetError, "Numbers: it has no sample"),
+        (Endless(), {}, InvalidArgumentError, "Endless, which has no samples by number"),
+        ({1, 2}, {}, InvalidArgumentError, "set, which has no samples by number"),
+        (NoLength(), {}, InvalidArgumentError, "NoLength, which does not say its length"),
+        (range(10**20), {}, InvalidArgumentError, "range, which does not say its length: Python int too large"),
+        (Numbers(3), {"tail": "carry"}, DatasetError, "3 samples make no batch of 4 with tail='carry'"),
+        (Numbers(3), {"tail": "drop"}, DatasetError, "3 samples make no batch of 4"),
+        (Numbers(9), {"tail": "none"}, InvalidArgumentError, "tail='none'"),
+        (Numbers(9), {"num_samples": 0}, InvalidArgumentError, "num_samples=0"),
+        (Numbers(9), {"num_samples": 1 << 48}, DatasetError, "an epoch of 281474976710656 samples"),
+        (Numbers(9), {"num_samples": 2.5}, InvalidArgumentError, "num_samples=2.5"),
+        (Numbers(9), {"skip": [3]}, InvalidArgumentError, "skip=3: each is a range of sample numbers"),
+        (Numbers(9), {"skip": [range(0, 9, 2)]}, InvalidArgumentError, r"skip=range\(0, 9, 2\)"),
+        (Numbers(9), {"skip": [range(-1, 9)]}, InvalidArgumentError, r"skip=range\(-1, 9\)"),
+        (Numbers(9), {"skip": [range(8, 4)]}, InvalidArgumentError, r"skip=range\(8, 4\)"),
+        (Numbers(9), {"rank": 0}, InvalidArgumentError, r"rank=0: it is \(this rank, how many there are\)"),
+        (Numbers(9), {"rank": (1,)}, InvalidArgumentError, r"rank=\(1,\): it is"),
+        (Numbers(9), {"collate_fn": None}, InvalidArgumentError, "collate_fn=None: it is a function"),
+        (Numbers(9), {"fetch_threads": -1}, InvalidArgumentError, "fetch_threads=-1"),
+        (Numbers(9), {"fetch_threads": 1, "fetch_processes": 1}, InvalidArgumentError, "give one of the two"),
+        (Numbers(9), {"fetch_threads": 1, "reseed": True}, InvalidArgumentError, "reseed=True with fetch_threads=1"),
+        (Numbers(9), {"keys": ""}, InvalidArgumentError, "keys=''"),
+    ],
+)
+def test_settings_that_cannot_be_meant(
+    dataset: Any, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        MapLoader(dataset, batch_size=4, **cast(Any, options))
+
+
+GOLDEN = [[8, 6, 5, 3, 2, 6, 9, 1, 0, 8, 4, 7, 7, 3], [0, 2, 3, 1, 4, 6, 5, 7, 8, 11, 9, 10, 12]]

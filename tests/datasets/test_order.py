@@ -1,0 +1,200 @@
+"""The order of an epoch: every sample as often as its share says, evenly mixed, near in shards, the same for ever."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.proto.errors import DatasetError
+from penstock.worker.datasets.ordering.order import Interleave, Order
+from penstock.worker.datasets.ordering.permutation import Ints
+from penstock.worker.datasets.ordering.turns import FARTHEST_OFF, Turns
+
+INTERLEAVES: list[Interleave] = ["shards", "samples", "batches"]
+
+
+def order(*sizes: list[int], shares: list[int] | None = None, **settings: Any) -> Order:
+    streams = [np.array(stream) for stream in sizes]
+    settings = {"seed": 5, "shuffle": True, "block": 20} | settings
+    return Order(streams, shares or [int(stream.sum()) for stream in streams], **settings)
+
+
+def epoch_of(order: Order, epoch: int = 0) -> Ints:
+    return order.ids(epoch, np.arange(len(order)))
+
+
+streams_of_shards = st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any), min_size=1, max_size=4)
+
+
+@settings(max_examples=50)
+@given(
+    streams_of_shards,
+    st.data(),
+    st.booleans(),
+    st.sampled_from([None, 1, 10, 50]),
+    st.integers(1, 6),
+    st.sampled_from(INTERLEAVES),
+    st.integers(0, 99),
+)
+def test_every_sample_comes_as_often_as_its_stream_s_share_says(
+    streams: list[list[int]],
+    data: st.DataObject,
+    shuffle: bool,
+    block: int | None,
+    partitions: int,
+    interleave: Interleave,
+    seed: int,
+) -> None:
+    shares = [data.draw(st.integers(1, 3 * sum(stream))) for stream in streams]
+    found = order(
+        *streams,
+        shares=shares,
+        shuffle=shuffle,
+        block=block,
+        partitions=partitions,
+        interleave=interleave,
+        batch=2 * partitions,
+        seed=seed,
+    )
+    seen = np.zeros(sum(map(sum, streams)), np.int64)
+    for epoch in range(3):
+        ids = epoch_of(found, epoch)
+        assert len(ids) == sum(shares)
+        seen += np.bincount(ids, minlength=len(seen))
+        # The shards that are fetched ahead are those that are needed.
+        shards = found.shards(epoch, np.arange(len(ids))).tolist()
+        assert set(np.searchsorted(found.starts, ids, side="right") - 1) <= set(shards)
+        assert len(set(shards)) == len(shards)
+        # A position is a place of its own, in whatever company it is asked for.
+        some = data.draw(st.permutations(range(len(ids))))[:7]
+        assert found.ids(epoch, some).tolist() == ids[some].tolist()
+        begin = 0
+        for stream, share in zip(streams, shares, strict=True):
+            times = seen[begin : begin + sum(stream)]
+            assert times.sum() == share * (epoch + 1)
+            assert times.max() - times.min() <= 1, "some sample came again before all had come"
+            begin += sum(stream)
+
+
+def test_without_a_shuffle_it_is_as_stored() -> None:
+    assert epoch_of(order([3, 0, 4], [2], shuffle=False)).tolist() == list(range(9))
+    assert epoch_of(order([3, 4], shares=[5], shuffle=False), 1).tolist() == [5, 6, 0, 1, 2], "it goes on, and round"
+
+
+def test_epochs_seeds_and_streams_are_shuffled_each_in_their_own_way() -> None:
+    orders = {tuple(epoch_of(order([30], seed=seed), epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+@pytest.mark.parametrize("shares", [[70, 30], [600, 300, 100], [997, 2, 1], [5, 5, 5, 5], [1, 10**6], [50, *[1] * 50]])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_streams_take_turns_evenly(shares: list[int], shuffle: bool) -> None:
+    """At every prefix each stream is within half a sample of its share, for two streams; for more, within 1.68."""
+    found = order(*([share] for share in shares), interleave="samples", shuffle=shuffle)
+    total = min(len(found), 50_000)
+    starts = np.concatenate([[0], np.cumsum(shares)])
+    stream = np.searchsorted(starts, found.ids(0, np.arange(total)), side="right") - 1
+    for number, share in enumerate(shares):
+        taken = np.cumsum(stream == number)
+        target = np.arange(1, total + 1) * share / len(found)
+        assert np.abs(taken - target).max() <= (0.5 if len(shares) == 2 else FARTHEST_OFF)
+
+
+weights = st.one_of(st.integers(0, 3), st.integers(0, 300), st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144]))
+
+
+@settings(max_examples=60)
+@given(st.lists(weights, min_size=1, max_size=30).filter(any))
+def test_turns_keep_each_share_at_every_prefix(units: list[int]) -> None:
+    total = sum(units)
+    sequence, place = np.full(total, -1), np.full(total, -1)
+    for number, which, places in Turns(units).of(np.arange(total)):
+        sequence[which], place[which] = number, places
+    for number, own in enumerate(units):
+        chosen = sequence == number
+        assert place[chosen].tolist() == list(range(own)), "its units, each once and in order"
+        off = np.cumsum(chosen) - np.arange(1, total + 1) * own / total
+        assert np.abs(off).max() <= FARTHEST_OFF
+
+
+@pytest.mark.parametrize(
+    "units",
+    [[(1 << 47) - 12345, (1 << 46) + 987], [140737484948108, 70368744450076], [3, (1 << 48) - 7], [1 << 46, 1 << 46]],
+)
+def test_turns_are_exact_where_floats_are_not(units: list[int]) -> None:
+    total, large = sum(units), max(units)
+    turns = np.random.default_rng(1).integers(0, total, 2000)
+    found = np.empty((2000, 2), np.int64)
+    for number, which, places in Turns(units).of(turns):
+        found[which] = np.stack([np.full(len(which), units[number] == large), places], axis=1)
+    for turn, (is_large, place) in zip(turns.tolist(), found.tolist(), strict=True):
+        before, behind = ((2 * at * large + total) // (2 * total) for at in (turn, turn + 1))
+        goes_large = behind > before
+        if units[0] != units[1]:
+            assert bool(is_large) == goes_large
+        assert place == (before if goes_large else turn - before)
+
+
+def test_batches_of_one_stream_each() -> None:
+    found = order([40], [25], [7], interleave="batches", batch=8, partitions=2)
+    stream = np.searchsorted([0, 40, 65, 72], epoch_of(found), side="right") - 1
+    whole = stream[: 5 * 8 + 3 * 8].reshape(-1, 8)
+    assert (whole == whole[:, :1]).all()
+    assert np.bincount(whole[:, 0]).tolist() == [5, 3]
+    assert stream[64:].tolist() == [1, *[2] * 7], "what is less than a batch comes at the end"
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 4, 8])
+def test_each_partition_reads_its_own_shards(partitions: int) -> None:
+    found = order([10] * 64, partitions=partitions, block=40)
+    ids = epoch_of(found)
+    shards = [set((ids[number::partitions] // 10).tolist()) for number in range(partitions)]
+    assert sum(map(len, shards)) == 64, "partitions have shards in common"
+    assert max(map(len, shards)) == 64 // partitions
+
+
+def test_a_block_needs_its_shards_and_no_others() -> None:
+    found = order([10] * 100, block=50)
+    ids = epoch_of(found)
+    for begin in range(0, 1000, 50):
+        shards = set((ids[begin : begin + 50] // 10).tolist())
+        assert len(shards) == 5
+        assert set(found.shards(0, np.arange(begin, begin + 50)).tolist()) == shards
+
+
+def test_shards_that_are_needed_first_are_named_first() -> None:
+    found = order([10] * 100, block=50)
+    ids = epoch_of(found)
+    named = found.shards(0, np.arange(100, 300)).tolist()
+    blocks = [set((ids[begin : begin + 50] // 10).tolist()) for begin in range(100, 300, 50)]
+    assert [set(named[at : at + 5]) for at in range(0, 20, 5)] == blocks
+
+
+def test_a_billion_samples_take_less_than_a_mebibyte() -> None:
+    tracemalloc.start()
+    found = Order([np.full(10_000, 100_000)], [10**9], seed=1, shuffle=True, block=1 << 20, partitions=64)
+    for epoch, position in ((0, 0), (0, 5 * 10**8), (1, 10**9 - 1)):
+        assert 0 <= int(found.ids(epoch, [position])[0]) < 10**9
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1 << 20
+
+
+def test_it_is_the_same_for_ever() -> None:
+    """A saved state is a position in this order."""
+    assert epoch_of(order([5, 4, 6], block=10), 3).tolist() == GOLDEN[0]
+    assert epoch_of(order([5], [4], shares=[3, 6], interleave="samples", partitions=2), 1).tolist() == GOLDEN[1]
+
+
+@pytest.mark.parametrize("shares", [[0], [1 << 48]])
+def test_an_epoch_has_samples_and_not_too_many(shares: list[int]) -> None:
+    with pytest.raises(DatasetError, match=f"an epoch of {shares[0]} samples"):
+        order([3], shares=shares)
+
+
+GOLDEN = [[8, 5, 0, 3, 1, 6, 2, 4, 7, 11, 13, 10, 9, 12, 14], [6, 7, 5, 8, 0, 4, 5, 6, 4]]

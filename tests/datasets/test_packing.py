@@ -1,0 +1,119 @@
+"""Compressions and hashes: round trips, what is broken, and bombs."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import xxhash
+import zstandard
+
+from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.worker.datasets.formats.hashes import digest_of
+from penstock.worker.datasets.formats.packing import COMPRESSIONS, extension_of, pack, unpack
+
+DATA = bytes(range(256)) * 40 + b"water" * 500
+NAMES = [*COMPRESSIONS, "br:0", "bz2:1", "gz:0", "zstd:1", "zstd:22"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("data", [b"", b"x", DATA], ids=["nothing", "byte", "much"])
+def test_what_was_packed_comes_out(name: str, data: bytes) -> None:
+    packed = pack(data, name)
+    assert unpack(packed, name, limit=len(data)) == data
+    assert unpack(packed, name, limit=len(data) + 1000) == data
+    assert pack(data, name) == packed
+    assert extension_of(name) == name.partition(":")[0]
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_one_byte_more_than_the_limit_is_refused(name: str) -> None:
+    with pytest.raises(ShardCorruptError, match=f"more than {len(DATA) - 1} bytes"):
+        unpack(pack(DATA, name), name, limit=len(DATA) - 1)
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_a_bomb_is_refused_before_it_is_large(name: str) -> None:
+    bomb = pack(bytes(64 << 20), name.replace("br", "br:1"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ShardCorruptError, match="more than 1000 bytes"):
+            unpack(bomb, name, limit=1000)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_bomb_whose_frame_does_not_say_its_length_is_refused() -> None:
+    bomb = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 << 20))
+    with pytest.raises(ShardCorruptError, match="more than 1000 bytes"):
+        unpack(bomb, "zstd", limit=1000)
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_every_truncation_is_found(name: str) -> None:
+    packed = pack(DATA, name)
+    for end in range(0, len(packed), 7):
+        with pytest.raises(ShardCorruptError, match=name):
+            unpack(packed[:end], name, limit=len(DATA))
+
+
+@pytest.mark.parametrize("name", ["br", "gz", "bz2", "snappy", "zstd"])
+def test_what_is_something_else_is_found(name: str) -> None:
+    with pytest.raises(ShardCorruptError, match=f"its {name} data are broken"):
+        unpack(b"\xff" * 100, name, limit=1 << 20)
+
+
+def test_zstd_without_its_length_is_read_whole_or_refused() -> None:
+    packed = zstandard.ZstdCompressor(write_content_size=False).compress(DATA)
+    assert unpack(packed, "zstd", limit=len(DATA)) == DATA
+    for damaged in (packed[:-1], packed + b"x", packed + bytes(5000)):
+        with pytest.raises(ShardCorruptError, match="zstd"):
+            unpack(damaged, "zstd", limit=len(DATA))
+
+
+@pytest.mark.parametrize("name", ["gz", "bz2"])
+def test_several_members_are_one_file(name: str) -> None:
+    packed = pack(b"one ", name) + pack(b"two", name)
+    assert unpack(packed, name, limit=7) == b"one two"
+    with pytest.raises(ShardCorruptError, match="more than 6 bytes"):
+        unpack(packed, name, limit=6)
+
+
+@pytest.mark.parametrize("name", ["", "lz4", "zstd:0", "zstd:23", "zstd:", "gz:x", "snappy:1", "br:²", "zstd:3:4"])
+def test_a_name_that_means_nothing_is_refused(name: str) -> None:
+    with pytest.raises(DatasetError, match="compression"):
+        pack(b"", name)
+    with pytest.raises(DatasetError, match="compression"):
+        unpack(b"", name, limit=0)
+
+
+@pytest.mark.parametrize(("name", "package"), [("zstd", "zstandard"), ("br", "brotli"), ("snappy", "snappy")])
+def test_a_missing_library_is_named_with_its_remedy(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DatasetError, match=rf"package {package}: pip install 'penstock\[streaming\]'"):
+        unpack(pack(b"", "gz"), name, limit=0)
+
+
+@pytest.mark.parametrize("name", ["sha1", "sha256", "md5", "blake2b", "sha3_512"])
+def test_hashlib_by_name(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(DATA * 100)
+    assert digest_of(file, name) == digest_of(DATA * 100, name) == hashlib.new(name, DATA * 100).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"])
+def test_xxhash_by_name(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(DATA * 100)
+    assert digest_of(file, name) == digest_of(memoryview(DATA * 100), name)
+    assert digest_of(file, name) == getattr(xxhash, name)(DATA * 100).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["", "shake_128", "new", "sha1024"])
+def test_an_unknown_hash_lists_the_known(name: str) -> None:
+    with pytest.raises(DatasetError, match=r"unknown hash.*sha256.*xxh64"):
+        digest_of(b"", name)

@@ -1,0 +1,184 @@
+"""Parquet files as shards: values as Python has them, row groups read when they are needed, damage named."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.worker.datasets.formats import parquet
+from penstock.worker.datasets.formats.index import read_index, write_index
+from penstock.worker.datasets.formats.readers import open_shard
+from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+from penstock.worker.datasets.streaming import StreamingDataset
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "number": i if i % 3 else None,
+        "text": f"row {i} ü" if i % 4 else None,
+        "raw": bytes([i % 256]) * (i % 5),
+        "list": [None, i] * (i % 3) if i % 5 else None,
+        "nested": {"a": [{"b": i / 2}], "c": None if i % 2 else "x"},
+        "when": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=i),
+        "flag": bool(i % 2),
+    }
+    for i in range(1000)
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]], **keywords: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **{"row_group_size": 100, **keywords})
+    return path
+
+
+def shard_of(path: Path) -> Shard:
+    (shard,) = parquet.parquet_shards([(path.name, path)])
+    return shard
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_rows_come_back_in_any_order(compression: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS, compression=compression)
+    reader = open_shard(shard_of(path), [path])
+    assert len(reader) == len(ROWS)
+    order = list(range(len(ROWS)))
+    random.Random(1).shuffle(order)
+    for index in order:
+        assert reader[index] == ROWS[index]
+    for index in (-1, len(ROWS)):
+        with pytest.raises(IndexError, match=f"sample {index} of {len(ROWS)}"):
+            reader[index]
+    row = reader[7]
+    reader.close()
+    assert row == ROWS[7]
+    with pytest.raises(ValueError, match="is closed"):
+        reader[7]
+
+
+def test_row_groups_are_read_once_as_long_as_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", ROWS)
+    read: list[int] = []
+    plain = pyarrow.parquet.ParquetFile.read_row_group
+
+    def counted(self: Any, group: int, *args: Any, **keywords: Any) -> Any:
+        read.append(group)
+        return plain(self, group, *args, **keywords)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    reader = open_shard(shard_of(path), [path])
+    assert read == []  # not before a row is asked for
+    for index in (950, 20, 960, 30, 99, 100):
+        assert reader[index] == ROWS[index]
+    assert read == [9, 0, 1]
+    reader.close()
+
+    one = pyarrow.parquet.ParquetFile(path).read_row_group(0).nbytes
+    read.clear()
+    monkeypatch.setattr(parquet, "KEPT_BYTES", int(2.5 * one))
+    reader = open_shard(shard_of(path), [path])
+    for index in (0, 100, 1, 200, 2, 101):  # 1 is the longest unused when 2 comes
+        assert reader[index] == ROWS[index]
+    assert read == [0, 1, 2, 1]
+    reader.close()
+
+    read.clear()
+    monkeypatch.setattr(parquet, "KEPT_BYTES", 1)
+    reader = open_shard(shard_of(path), [path])
+    for index in (0, 1, 100, 2):
+        assert reader[index] == ROWS[index]
+    assert read == [0, 1, 0]
+    reader.close()
+
+
+def test_a_folder_of_plain_files_is_indexed_by_their_footers(tmp_path: Path) -> None:
+    for name, count in (("a", 3), ("b", 0), ("c", 250)):
+        write(tmp_path / f"{name}.parquet", ROWS[:count] or ROWS[:1])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:1]).slice(0, 0), tmp_path / "b.parquet")
+    paths = sorted(tmp_path.iterdir())
+    shards = parquet.parquet_shards((f"train/{path.name}", path) for path in paths)
+    assert [shard.samples for shard in shards] == [3, 0, 250]
+    assert [shard.name for shard in shards] == ["train/a.parquet", "train/b.parquet", "train/c.parquet"]
+    assert [shard.size for shard in shards] == [path.stat().st_size for path in paths]
+    # Over a file of any place, of which only the footer is read.
+    with fsspec.open(paths[2].as_uri(), "rb") as file:
+        assert parquet.parquet_shards([("train/c.parquet", file)]) == shards[2:]
+    assert [shard.samples for shard in read_index(write_index(shards), "here")] == [3, 0, 250]
+
+
+def test_a_folder_of_plain_files_is_a_dataset_once_it_is_indexed(tmp_path: Path) -> None:
+    for name, begin in (("b/2", 100), ("a", 0), ("b/1", 40)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / f"{name}.parquet", ROWS[begin : begin + 5])
+    with pytest.raises(DatasetError, match=r"b/nothing: no \*\.parquet"):
+        parquet.index_parquet(tmp_path / "b" / "nothing")
+    parquet.index_parquet(tmp_path)
+    dataset = StreamingDataset(str(tmp_path))
+    assert [dataset[at] for at in range(len(dataset))] == [*ROWS[:5], *ROWS[40:45], *ROWS[100:105]]
+
+
+def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.parquet", [{"x": 1, "y": 2}])
+    other = write(tmp_path / "b.parquet", [{"x": 1, "z": 2}])
+    with pytest.raises(DatasetError, match=r"b\.parquet: its columns are \['x', 'z'\], those of a\.parquet are"):
+        parquet.parquet_shards([(path.name, path) for path in (first, other)])
+    with pytest.raises(ShardCorruptError, match=r"c\.parquet: no Parquet file"):
+        parquet.parquet_shards([("c.parquet", io.BytesIO(b"PAR1 or what"))])
+    with pytest.raises(ShardCorruptError, match=r"d\.parquet: no Parquet file"):
+        parquet.parquet_shards([("d.parquet", tmp_path / "d.parquet")])
+
+
+def test_another_size_or_count_is_found_when_it_is_opened(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS[:10])
+    size = path.stat().st_size
+    for shard, words in (
+        (Shard("parquet", 11, (ShardFile(StoredFile("a.parquet", size)),)), "10 rows; its index says 11"),
+        (Shard("parquet", 10, (ShardFile(StoredFile("a.parquet", 5)),)), f"{size} bytes; its index says 5"),
+    ):
+        with pytest.raises(ShardCorruptError, match=rf"^a\.parquet: .*{words}"):
+            open_shard(shard, [path])
+    with pytest.raises(ShardCorruptError, match="cannot be read"):
+        open_shard(shard_of(path), [tmp_path / "gone"])
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_no_damage_is_more_than_an_error(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("parquet")
+    path = write(folder / "a.parquet", ROWS[:50], row_group_size=20)
+    shard = shard_of(path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    said = shard.name
+    try:
+        reader = open_shard(shard, [path])
+        try:
+            for i in range(len(reader)):
+                assert len(reader[i]) == len(ROWS[0])  # a name may be damaged: only a shard's hash finds that
+        finally:
+            reader.close()
+    except ShardCorruptError as error:
+        said = str(error)
+    assert said.startswith("a.parquet")
+
+
+def test_a_missing_pyarrow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS[:1])
+    shard = shard_of(path)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for call in (lambda: open_shard(shard, [path]), lambda: shard_of(path)):
+        with pytest.raises(DatasetError, match=r"pyarrow: pip install 'penstock\[parquet\]'"):
+            call()

@@ -1,0 +1,248 @@
+"""Files from a web server that fails in all ways that servers do, and from places that are none."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from shard_folder import raw_bytes
+from shard_server import Fault, ShardServer
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
+from penstock.worker.datasets.storage import places, transfer
+from penstock.worker.datasets.storage.places import Place
+
+SIZE = 300_000
+NAME = "a folder/shard #1.mds"
+DATA = raw_bytes(1, SIZE)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+    monkeypatch.setattr(places, "FIRST_PAUSE_S", 0.01)
+    file = tmp_path / "served" / NAME
+    file.parent.mkdir(parents=True)
+    file.write_bytes(DATA)
+    with ShardServer(tmp_path / "served") as server:
+        yield server
+
+
+@pytest.fixture
+def place(server: ShardServer) -> Iterator[Place]:
+    place = Place(server.url, tries=3)
+    yield place
+    place.close()
+
+
+def fetch(place: Place, folder: Path, *, size: int = SIZE, deadline_s: float = 30) -> bytes:
+    to = folder / "landed"
+    place.download(NAME, to, expected_size=size, deadline_s=deadline_s)
+    return to.read_bytes()
+
+
+def test_a_file_is_one_request(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    assert fetch(place, tmp_path) == DATA
+    assert place.read(NAME, deadline_s=30) == DATA
+    assert server.requests == {NAME: 2}
+    assert place.has(NAME, SIZE, deadline_s=30)
+    assert not place.has(NAME, SIZE + 1, deadline_s=30)
+    assert not place.has("another", SIZE, deadline_s=30)
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(500), Fault(503, (("Retry-After", "0"),)), Fault(429), Fault(408), Fault(cut_after=0)]
+)
+def test_what_may_pass_is_tried_again(place: Place, server: ShardServer, tmp_path: Path, fault: Fault) -> None:
+    server.faults[NAME] = [fault, fault]
+    assert fetch(place, tmp_path) == DATA
+    assert server.requests[NAME] == 3
+
+
+@pytest.mark.parametrize(("status", "says"), [(404, "Not Found"), (403, "Forbidden"), (401, "Unauthorized")])
+def test_what_will_not_pass_is_said_at_once(server: ShardServer, tmp_path: Path, status: int, says: str) -> None:
+    server.faults[NAME] = [Fault(status, stays=True)]
+    address = server.url.replace("http://", "http://me:a@secret1@") + "?token=secret2@x"
+    place = Place(address, tries=3)
+    with pytest.raises(ShardUnavailableError, match=f"HTTP {status} {says}") as caught:
+        fetch(place, tmp_path)
+    place.close()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert f"{server.url}/a%20folder/shard%20%231.mds could not be fetched after 1 try" in shown
+    assert "secret" not in shown
+    assert server.requests[NAME] == 1
+
+
+def test_tries_are_counted_and_the_last_reason_named(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    server.faults[NAME] = [Fault(500, stays=True)]
+    with pytest.raises(ShardUnavailableError, match="after 3 tries: HTTP 500"):
+        fetch(place, tmp_path)
+    assert server.requests[NAME] == 3
+
+
+def test_a_server_says_when_to_come_back(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    server.faults[NAME] = [Fault(503, (("Retry-After", "1"),))]
+    started = time.monotonic()
+    assert fetch(place, tmp_path) == DATA
+    assert time.monotonic() - started >= 1
+    server.faults[NAME] = [Fault(429, (("Retry-After", "1000"),))]
+    with pytest.raises(ShardUnavailableError, match="within 20 s, 1 try: HTTP 429"):
+        fetch(place, tmp_path, deadline_s=20)
+
+
+def test_a_broken_transfer_goes_on_where_it_broke(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    """More often than there are tries, for each brings something."""
+    server.faults[NAME] = [Fault(cut_after=50_000) for _ in range(5)]
+    assert fetch(place, tmp_path) == DATA
+    starts = [int(asked.removeprefix("bytes=").rstrip("-")) for _, asked in server.ranges]
+    assert len(starts) == 5
+    assert starts == sorted(set(starts))
+
+
+@pytest.mark.parametrize("fault", [Fault(no_ranges=True), Fault(416)])
+def test_without_ranges_it_begins_again(place: Place, server: ShardServer, tmp_path: Path, fault: Fault) -> None:
+    server.faults[NAME] = [Fault(cut_after=50_000), fault]
+    assert fetch(place, tmp_path) == DATA
+
+
+def test_without_a_name_for_the_version_it_begins_again(tmp_path: Path, server: ShardServer) -> None:
+    server.validators = False
+    server.faults[NAME] = [Fault(cut_after=50_000)]
+    place = Place(server.url)
+    assert fetch(place, tmp_path) == DATA
+    assert not server.ranges
+    place.close()
+
+
+def test_a_file_that_changes_under_way_is_never_mixed(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    other = raw_bytes(2, SIZE)
+    server.faults[NAME] = [Fault(cut_after=50_000, then=lambda: (server.folder / NAME).write_bytes(other))]
+    assert fetch(place, tmp_path) == other
+    assert len(server.ranges) == 1
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1, 10])
+def test_another_size_is_said_with_both(place: Place, server: ShardServer, tmp_path: Path, size: int) -> None:
+    with pytest.raises(ShardCorruptError, match=f"mds has {SIZE} bytes, its index says {size}"):
+        fetch(place, tmp_path, size=size)
+    assert server.requests[NAME] == 1
+
+
+@pytest.mark.parametrize("fault", [Fault(silent_after=1000, stays=True), Fault(bytes_per_s=2000, stays=True)])
+def test_no_progress_is_an_error(server: ShardServer, tmp_path: Path, fault: Fault) -> None:
+    """Silence, and a server that sends a little now and then."""
+    server.faults[NAME] = [fault]
+    place = Place(server.url, tries=1, stall_s=0.4)
+    with pytest.raises(ShardUnavailableError, match=r"could not be fetched after 1 try: .*(in 0.4 s|[Tt]imeout)"):
+        fetch(place, tmp_path)
+    place.close()
+
+
+def test_slow_is_not_stalled(server: ShardServer, tmp_path: Path) -> None:
+    server.faults[NAME] = [Fault(bytes_per_s=400_000)]
+    place = Place(server.url, tries=1, stall_s=0.5)
+    assert fetch(place, tmp_path) == DATA
+    place.close()
+
+
+def test_the_deadline_holds_though_it_progresses(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    server.faults[NAME] = [Fault(bytes_per_s=100_000, stays=True)]
+    started = time.monotonic()
+    with pytest.raises(ShardUnavailableError, match=r"within 0\.5 s"):
+        fetch(place, tmp_path, deadline_s=0.5)
+    assert time.monotonic() - started < 2.5
+
+
+def test_closing_ends_what_moves(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    server.faults[NAME] = [Fault(silent_after=1000)]
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            fetch(place, tmp_path)
+        except ShardUnavailableError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert server.moving.acquire(timeout=30)
+    place.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "was closed" in str(errors[0])
+    with pytest.raises(ShardUnavailableError, match="its cache was closed"):
+        fetch(place, tmp_path)
+
+
+def test_a_forked_child_opens_its_own(place: Place, server: ShardServer, tmp_path: Path) -> None:
+    assert fetch(place, tmp_path) == DATA
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            place.download(NAME, tmp_path / "child's", expected_size=SIZE, deadline_s=30)
+            place.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "child's").read_bytes() == DATA
+    assert fetch(place, tmp_path) == DATA
+    assert server.requests[NAME] == 3
+
+
+def test_places_without_an_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 70_000)
+    fsspec.filesystem("memory").pipe_file(f"/here/{NAME}", DATA)
+    place = Place("memory://here", tries=2)
+    assert fetch(place, tmp_path) == DATA
+    assert place.read(NAME, deadline_s=5) == DATA
+    with pytest.raises(ShardCorruptError, match=f"has {SIZE} bytes, its index says 5"):
+        fetch(place, tmp_path, size=5)
+    with pytest.raises(ShardUnavailableError, match=r"memory://here/none .*after 1 try: there is no such file"):
+        place.read("none", deadline_s=5)
+    place.close()
+
+
+def test_folders_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"12")
+    for url in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
+        place = Place(url)
+        assert place.local == tmp_path
+        assert place.read("x", deadline_s=1) == b"12"
+    with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/y: No such file"):
+        place.read("y", deadline_s=1)
+
+
+def test_settings_that_the_library_refuses(server: ShardServer) -> None:
+    before = set(threading.enumerate())
+    place = Place(server.url, {"client_kwargs": {"colour": "green"}})
+    with pytest.raises(ShardUnavailableError, match=r"after 1 try: TypeError: .*colour"):
+        place.read(NAME, deadline_s=30)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "penstock-place"]
+
+
+def test_places_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgumentError, match="nothing is known of nowhere://"):
+        Place("nowhere://me:secret@host/data?token=secret")
+
+    def absent(name: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", absent)
+    with pytest.raises(DatasetError, match=r"install penstock\[s3\]"):
+        Place("s3://bucket/data")
+
+
+def test_one_bucket_of_two_servers_is_two_places() -> None:
+    url = "s3://bucket/train"
+    first = Place(url, {"endpoint_url": "http://me:secret@one:9000/?token=secret", "key": "k", "secret": "secret"})
+    second = Place(url, {"client_kwargs": {"endpoint_url": "http://two:9000"}})
+    assert first.identity == "s3://bucket/train at http://one:9000/"
+    assert second.identity == "s3://bucket/train at http://two:9000"
+    assert Place(url, {"anon": True}).identity == url

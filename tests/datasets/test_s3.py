@@ -1,0 +1,157 @@
+"""A bucket of a real S3 server, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from forked import join_all
+from shard_folder import HASH, make_shards, raw_bytes
+from shardsets import numbers
+
+from penstock.proto.errors import ShardCorruptError, ShardUnavailableError
+from penstock.worker.datasets import StreamingDataset, StreamingLoader
+from penstock.worker.datasets.storage import transfer
+from penstock.worker.datasets.storage.cache import ShardCache
+from penstock.worker.datasets.storage.places import Place
+
+SIZE = 40_000
+NAME = "shard.00000.mds"
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    log = tmp_path_factory.mktemp("moto") / "log"
+    command = [sys.executable, "-c", "from moto.server import main; main()", "-p", str(port)]
+    with log.open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def options(endpoint: str) -> dict[str, Any]:
+    return {
+        "key": "AKIAIOSFODNN7EXAMPLE",
+        "secret": "wJalrXUtnFEMI",
+        "client_kwargs": {"endpoint_url": endpoint},
+    }
+
+
+@pytest.fixture
+def bucket(options: dict[str, Any], tmp_path: Path) -> Any:
+    """A bucket of the test's own with the folder `served` in it."""
+    fs = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False, **options)
+    name = f"penstock-{os.getpid()}-{time.monotonic_ns()}"
+    fs.mkdir(name)
+    make_shards(tmp_path / "served", 2, SIZE, compression="zstd", first=1)
+    make_shards(tmp_path / "served", 1, SIZE)
+    fs.put(f"{tmp_path}/served/", f"{name}/data/", recursive=True)
+    fs.bucket = name
+    return fs
+
+
+def test_batches_out_of_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    bucket.put(f"{numbers(tmp_path / 'numbers', 30)}/", f"{bucket.bucket}/numbers/", recursive=True)
+    dataset = StreamingDataset(f"s3://{bucket.bucket}", tmp_path / "cache", split="numbers", storage_options=options)
+    rows = [batch["number"].tolist() for batch in StreamingLoader(dataset, batch_size=10, shuffle=True)]
+    assert sorted(row for batch in rows for row in batch) == list(range(30))
+    dataset.close()
+
+
+def test_a_dataset_in_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Also from a forked child, which cannot use its parent's connections."""
+    shards = make_shards(tmp_path / "served", 1, SIZE)
+    shards += make_shards(tmp_path / "served", 2, SIZE, compression="zstd", first=1)
+    cache = ShardCache(Place(f"s3://{bucket.bucket}/data", options), tmp_path / "cache", validate=HASH)
+
+    def check(numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            with cache.hold(shards[number]) as held:
+                assert held.paths[0].read_bytes() == raw_bytes(number, SIZE)
+
+    assert b"version" in cache.index()
+    check((0, 1))
+    join_all(lambda: check((0, 1, 2)))
+    check((2,))
+    cache.close()
+
+
+def test_large_files_come_in_pieces(
+    bucket: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 9_000)
+    place = Place(f"s3://{bucket.bucket}/data/", options, tries=2)
+    place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
+    assert (tmp_path / "got").read_bytes() == raw_bytes(0, SIZE)
+    assert place.read(NAME, deadline_s=30) == raw_bytes(0, SIZE)
+    assert place.has(NAME, SIZE, deadline_s=30)
+    assert not place.has("none", SIZE, deadline_s=30)
+    with pytest.raises(ShardCorruptError, match=f"{NAME} has {SIZE} bytes, its index says {SIZE + 1}"):
+        place.download(NAME, tmp_path / "got", expected_size=SIZE + 1, deadline_s=30)
+
+    # One that is replaced between two pieces, by one of the same size.
+    real = Place._call
+    pieces = 0
+
+    def call(self: Place, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal pieces
+        pieces += method == "cat_file"
+        if pieces == 3 and method == "cat_file":
+            bucket.pipe_file(f"{bucket.bucket}/data/{NAME}", raw_bytes(7, SIZE))
+        return real(self, until, method, *args, **kwargs)
+
+    monkeypatch.setattr(Place, "_call", call)
+    place.download(NAME, tmp_path / "got", expected_size=SIZE, deadline_s=30)
+    assert (tmp_path / "got").read_bytes() == raw_bytes(7, SIZE)
+    assert pieces == 10
+    place.close()
+
+
+def test_what_is_not_there(bucket: Any, options: dict[str, Any]) -> None:
+    place = Place(f"s3://{bucket.bucket}/data", options)
+    says = rf"s3://{bucket.bucket}/data/none could not be fetched after 1 try: there is no such file"
+    with pytest.raises(ShardUnavailableError, match=says):
+        place.read("none", deadline_s=30)
+    place.close()
+    place = Place("s3://no-such-bucket/data", options)
+    with pytest.raises(ShardUnavailableError, match="after 1 try: there is no such file"):
+        place.read("none", deadline_s=30)
+    place.close()
+
+
+def test_a_server_that_is_gone(options: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options["client_kwargs"]["endpoint_url"] = f"http://127.0.0.1:{port}"
+    place = Place("s3://bucket/data", options, tries=2)
+    # On a machine that is busy, the client may take all of the time to open.
+    with pytest.raises(
+        ShardUnavailableError,
+        match=r"could not be fetched (within 5 s, 1 try|after 2 tries): .*(time ran out|Could not connect)",
+    ) as caught:
+        place.read("index.json", deadline_s=5)
+    assert "wJalr" not in str(caught.value)
+    place.close()

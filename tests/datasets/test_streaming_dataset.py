@@ -1,0 +1,312 @@
+"""A dataset as users hold it: samples by number, several streams, torch's own loaders, clear errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+import pytest
+import torch.utils.data
+from plain_values import plain
+from shard_server import ShardServer
+from shardsets import numbers
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
+from penstock.worker.datasets.formats.writing import MDSWriter
+from penstock.worker.datasets.streaming import Stream, StreamingDataset
+from penstock.worker.datasets.streaming_loader import StreamingLoader
+
+MDS = Path(__file__).parents[1] / "data" / "mds"
+
+
+def read(loader: StreamingLoader) -> list[list[int]]:
+    return [[sample["number"] for sample in batch] for batch in loader]
+
+
+def test_samples_by_number(dataset: StreamingDataset) -> None:
+    assert len(dataset) == 100
+    assert [dataset[at]["number"] for at in (0, 9, 10, 99, -1, -100)] == [0, 9, 10, 99, 99, 0]
+    assert dataset[np.int64(7)] == {"number": 7}
+    for at in (100, -101):
+        with pytest.raises(IndexError, match=f"sample {at} of 100"):
+            dataset[at]
+
+
+@pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])  # a spawned one imports torch anew
+def test_in_torch_s_loader_with_its_own_sampler(dataset: StreamingDataset, context: str, workers: int) -> None:
+    loader: Any = torch.utils.data.DataLoader(
+        dataset, batch_size=8, shuffle=True, num_workers=workers, multiprocessing_context=context
+    )
+    assert dataset[55] == {"number": 55}  # a shard is open while processes are forked
+    assert sorted(int(number) for batch in loader for number in batch["number"]) == list(range(100))
+
+
+def test_a_subclass_may_change_its_samples(hundred: Path) -> None:
+    class Doubled(StreamingDataset):
+        def __getitem__(self, index: SupportsIndex) -> Any:
+            return {"number": 2 * super().__getitem__(index)["number"]}
+
+    loader = StreamingLoader(Doubled(local=hundred), batch_size=30, collate_fn=lambda samples: samples)
+    assert [number for batch in read(loader) for number in batch] == list(range(0, 200, 2))
+
+
+def test_batches_are_collated_as_torch_does(dataset: StreamingDataset) -> None:
+    batch = next(iter(StreamingLoader(dataset, batch_size=3)))
+    assert batch["number"].tolist() == [0, 1, 2]
+
+
+def test_splits_are_folders(tmp_path: Path) -> None:
+    numbers(tmp_path / "train", 20)
+    numbers(tmp_path / "val", 10, first=500)
+    assert StreamingDataset(str(tmp_path), split="val")[3] == {"number": 503}
+    assert len(StreamingDataset(local=tmp_path, split="train")) == 20
+    with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/test"):
+        StreamingDataset(str(tmp_path), split="test")
+    for split in ("../elsewhere", "/etc"):
+        with pytest.raises(InvalidArgumentError, match="a folder below"):
+            StreamingDataset(str(tmp_path), split=split)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    """100, 50 and 10 numbers, from 0, 1000 and 2000."""
+    return [numbers(tmp_path / str(first), count, first) for first, count in ((0, 100), (1000, 50), (2000, 10))]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "epoch_size", "shares"),
+    [
+        ("proportion", (1, 1, 2), None, [40, 40, 80]),
+        ("proportion", (0.5, 0.25, 0.25), 1000, [500, 250, 250]),
+        ("proportion", (1, 1, 1), 100, [34, 33, 33]),
+        ("proportion", (0, 1, 0), 7, [0, 7, 0]),
+        ("repeat", (1, 0.5, 3), None, [100, 25, 30]),
+        ("choose", (5, 0, 25), None, [5, 0, 25]),
+        ("split", (None, None, None), None, [100, 50, 10]),
+        ("split", (None, None, None), 16, [10, 5, 1]),
+    ],
+)
+@pytest.mark.parametrize("interleave", ["shards", "samples", "batches"])
+def test_streams_are_mixed_by_their_shares(
+    three: list[Path], name: str, values: Any, epoch_size: int | None, shares: list[int], interleave: Any
+) -> None:
+    streams = [Stream(local=path, **{name: value}) for path, value in zip(three, values, strict=True)]
+    dataset = StreamingDataset(streams=streams)
+    assert dataset.shares(epoch_size) == shares
+    loader = StreamingLoader(
+        dataset,
+        batch_size=4,
+        shuffle=True,
+        interleave=interleave,
+        epoch_size=epoch_size,
+        collate_fn=lambda samples: samples,
+    )
+    for _ in range(2):
+        rows = [number for batch in read(loader) for number in batch]
+        assert np.bincount([number // 1000 for number in rows], minlength=3).tolist() == shares
+
+
+def test_each_batch_has_its_share_of_each_stream(three: list[Path]) -> None:
+    streams = [Stream(local=path, proportion=weight) for path, weight in zip(three, (6, 3, 1), strict=True)]
+    loader = StreamingLoader(
+        StreamingDataset(streams=streams),
+        batch_size=20,
+        shuffle=True,
+        interleave="samples",
+        collate_fn=lambda samples: samples,
+    )
+    for batch in read(loader):
+        found = np.bincount([number // 1000 for number in batch], minlength=3)
+        assert np.abs(found - np.array([12, 6, 2])).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("streams", "says"),
+    [
+        ([Stream()], "needs remote or local"),
+        ([Stream(local="a", proportion=1, repeat=2)], "the same for all"),
+        ([Stream(local="a", proportion=1), Stream(local="b")], "the same for all"),
+        ([Stream(local="a", choose=-1)], "stream 0: choose=-1"),
+        ([Stream(local="a", repeat=float("nan"))], "stream 0: repeat=nan"),
+    ],
+)
+def test_streams_that_cannot_be_meant(streams: list[Stream], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        StreamingDataset(streams=streams)
+
+
+def test_arguments_that_cannot_be_meant(hundred: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="one of the two"):
+        StreamingDataset()
+    with pytest.raises(InvalidArgumentError, match="one of the two"):
+        StreamingDataset(local=hundred, streams=[Stream(local=hundred)])
+    with pytest.raises(InvalidArgumentError, match="each stream's own"):
+        StreamingDataset(streams=[Stream(local=hundred)], split="train")
+    dataset = StreamingDataset(streams=[Stream(local=hundred, repeat=2)])
+    with pytest.raises(InvalidArgumentError, match="epoch_size goes with proportions"):
+        dataset.shares(5)
+    with pytest.raises(InvalidArgumentError, match="are 0"):
+        StreamingDataset(streams=[Stream(local=hundred, proportion=0)]).shares()
+
+
+def test_what_is_no_dataset_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/nothing is no dataset"):
+        StreamingDataset(local=tmp_path / "nothing")
+    for content, error, says in (
+        ("{", DatasetError, "is not JSON"),
+        ('{"version": 3, "shards": []}', DatasetError, "version"),
+        ('{"version": 2, "shards": []}', DatasetError, "names no sample"),
+    ):
+        (tmp_path / "index.json").write_text(content)
+        with pytest.raises(error, match=f"{tmp_path}.*{says}"):
+            StreamingDataset(local=tmp_path)
+
+
+def test_a_split_on_the_web_may_have_any_name_and_a_query_stays_last(tmp_path: Path) -> None:
+    name = "a b%20c#d?e"
+    numbers(tmp_path / "web" / name, 20)
+    with (
+        ShardServer(tmp_path / "web") as server,
+        closing(StreamingDataset(f"{server.url}?token=1", tmp_path / "cache", split=name)) as dataset,
+    ):
+        assert dataset[13] == {"number": 13}
+
+
+def test_a_remote_may_be_a_path(tmp_path: Path) -> None:
+    numbers(tmp_path / "train", 20)
+    assert len(StreamingDataset(tmp_path, split="train")) == 20
+
+
+def test_a_local_folder_may_be_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    numbers(tmp_path / "train", 20)
+    assert len(StreamingDataset(local="~/train")) == 20
+    with ShardServer(tmp_path) as server, closing(StreamingDataset(server.url, "~/cache", split="train")) as dataset:
+        assert dataset[3] == {"number": 3}
+    assert not (tmp_path / "~").exists()
+    assert (tmp_path / "cache" / "train" / "index.json").exists()
+
+
+@pytest.mark.parametrize("weight", [{"proportion": 0.5}, {"repeat": 1}, {"choose": 7}])
+def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, weight: dict[str, Any]) -> None:
+    numbers(tmp_path / "none", 0)
+    with pytest.raises(DatasetError, match=f"{tmp_path}/none: its index names no sample"):
+        StreamingDataset(streams=[Stream(local=hundred, **weight), Stream(local=tmp_path / "none", **weight)])
+    nothing: dict[str, Any] = dict.fromkeys(weight, 0)
+    dataset = StreamingDataset(streams=[Stream(local=hundred, **weight), Stream(local=tmp_path / "none", **nothing)])
+    assert len(list(StreamingLoader(dataset, batch_size=10))) > 0
+
+
+@pytest.mark.parametrize("limit", [0, -5, "10gb", 1.5])
+def test_a_cache_limit_that_is_none(tmp_path: Path, limit: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"cache_limit={limit!r}: it is a number of bytes"):
+        StreamingDataset(local=tmp_path, cache_limit=limit)
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "gone", "other"])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
+    shard = sorted(numbers(tmp_path, 100).glob("shard.*"))[3]
+    whole = shard.read_bytes()
+    if damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(
+            {"short": whole[:-1], "long": whole + b"x", "other": whole[:4] + b"\xff" * (len(whole) - 4)}[damage]
+        )
+    dataset = StreamingDataset(local=tmp_path)
+    assert dataset[0] == {"number": 0}
+    with pytest.raises((ShardCorruptError, ShardUnavailableError), match=shard.name):
+        dataset[35]
+    assert dataset[99] == {"number": 99}
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_damaged_shard_of_the_web_is_named_with_its_address_and_its_file(tmp_path: Path, at: int) -> None:
+    """One that cannot be opened (its count is wrong), and one of which a sample cannot be read (it is no UTF-8)."""
+    web, cache = tmp_path / "web", tmp_path / "cache"
+    with MDSWriter(web, {"text": "str"}) as writer:
+        writer.write({"text": "one"})
+    path = web / "shard.00000.mds"
+    good = path.read_bytes()
+    damaged = bytearray(good)
+    damaged[at] ^= 0xFF
+    path.write_bytes(damaged)
+    with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as dataset:
+        with pytest.raises(ShardCorruptError) as caught:
+            dataset[0]
+        assert str(caught.value).startswith(
+            f"{server.url}/{path.name} ({cache / path.name}: remove it to have it fetch"
+        )
+        path.write_bytes(good)
+        (cache / path.name).unlink()
+        dataset.close()
+        with closing(StreamingDataset(server.url, cache)) as again:
+            assert again[0] == {"text": "one"}
+
+
+@pytest.mark.parametrize("keep_zip", [False, True])
+def test_a_dataset_that_is_written_again_is_not_read_from_what_was_unpacked_of_the_old_one(
+    tmp_path: Path, keep_zip: bool
+) -> None:
+    for first in (0, 1000):
+        with MDSWriter(tmp_path / "data", {"number": "int"}, compression="zstd", exist_ok=True) as writer:
+            for number in range(first, first + 50):
+                writer.write({"number": number})
+        for _ in range(2):
+            with closing(StreamingDataset(tmp_path / "data", tmp_path / "cache", keep_zip=keep_zip)) as dataset:
+                assert dataset[7] == {"number": first + 7}
+
+
+def test_other_data_have_another_fingerprint(tmp_path: Path, hundred: Path) -> None:
+    same = StreamingDataset(local=numbers(tmp_path / "same", 100)).fingerprint
+    assert StreamingDataset(local=hundred).fingerprint == same
+    assert StreamingDataset(local=numbers(tmp_path / "other", 101)).fingerprint != same
+    index = json.loads((hundred / "index.json").read_text())
+    index["shards"][0]["samples"] += 1
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert StreamingDataset(local=tmp_path).fingerprint != same
+
+
+def test_pickles_are_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="allow_unsafe_types"):
+        StreamingDataset(str(MDS / "pickles"), tmp_path)
+
+
+def test_it_may_be_pickled_with_shards_open(dataset: StreamingDataset) -> None:
+    assert dataset[3] == {"number": 3}
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again[4] == {"number": 4}
+    again.close()
+
+
+def test_shards_are_closed_when_there_are_many(dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.worker.datasets.streaming.FEWEST_OPEN", 2)
+    dataset._most_open = 2
+    for at in range(0, 100, 10):
+        assert dataset[at] == {"number": at}
+        assert len(dataset._open) <= 2
+
+
+def test_closing_ends_its_threads(hundred: Path, tmp_path: Path) -> None:
+    before = threading.active_count()
+    dataset = StreamingDataset(f"file://{hundred}", tmp_path)
+    assert len(list(StreamingLoader(dataset, batch_size=5, shuffle=True))) == 20
+    dataset.close()
+    assert threading.active_count() == before
+
+
+def test_it_gives_what_mosaicml_streaming_s_reader_gives(tmp_path: Path, expected: dict[str, list[Any]]) -> None:
+    for folder, samples in expected.items():
+        if not samples:
+            with pytest.raises(DatasetError, match="names no sample"):
+                StreamingDataset(str(MDS / folder), tmp_path / folder)
+            continue
+        dataset = StreamingDataset(str(MDS / folder), tmp_path / folder, allow_unsafe_types=True)
+        assert [plain(dataset[at]) for at in range(len(dataset))] == samples, folder
+        dataset.close()

@@ -1,0 +1,95 @@
+"""Datasets that mosaicml-streaming 0.13.0 wrote: what it reads from them we read, and what it wrote we write.
+
+tests/data/mds/make.py made them, and expected.json beside them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mds_recipes import RECIPES
+
+from penstock.worker.datasets.formats import text_writing, writing
+from penstock.worker.datasets.formats.hashes import digest_of
+from penstock.worker.datasets.formats.index import INDEX, merge_index, read_index, write_index
+
+MDS = Path(__file__).parents[1] / "data" / "mds"
+FOLDERS = [*RECIPES, "merged"]
+WRITERS: dict[str, Any] = {**vars(writing), **vars(text_writing)}
+
+
+def write(name: str, out: Path) -> Path:
+    """The recipe, by our writer."""
+    recipe = RECIPES[name]
+    with WRITERS[recipe.writer](out, recipe.columns, **recipe.settings) as writer:
+        for sample in recipe.samples():
+            writer.write(sample)
+    return out
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_samples_are_those_of_its_own_reader(
+    name: str, expected: dict[str, list[Any]], read_all: Callable[[Path], list[Any]]
+) -> None:
+    assert read_all(MDS / name) == expected[name]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_index_comes_out_as_it_was(name: str) -> None:
+    data = (MDS / name / INDEX).read_bytes()
+    assert json.loads(write_index(read_index(data, name))) == json.loads(data)
+    if name != "merged":  # its merge does not sort
+        assert write_index(read_index(data, name)) == data
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_hashes_are_those_in_its_index(name: str) -> None:
+    for shard in read_index((MDS / name / INDEX).read_bytes(), name):
+        for file in shard.files:
+            stored = file.packed or file.raw
+            path = MDS / name / stored.name
+            assert {algorithm: digest_of(path, algorithm) for algorithm in stored.hashes} == stored.hashes
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("large", "packed-gz", "packed-gz-2")])
+def test_our_writer_writes_the_same_files(name: str, tmp_path: Path) -> None:
+    assert files(write(name, tmp_path / "ours")) == files(MDS / name)
+
+
+@pytest.mark.parametrize("name", ["packed-gz", "packed-gz-2"])
+def test_of_gzip_files_the_content_is_the_same(name: str, tmp_path: Path) -> None:
+    """Their header of 10 bytes holds the time of writing."""
+    ours, theirs = files(write(name, tmp_path / "ours")), files(MDS / name)
+    assert ours.keys() == theirs.keys()
+    packed = [path for path in ours if path != INDEX]
+    assert packed
+    for path in packed:
+        assert gzip.decompress(ours[path]) == gzip.decompress(theirs[path])
+        assert ours[path][10:] == theirs[path][10:]
+
+
+def test_a_large_first_sample_makes_no_empty_shard(
+    tmp_path: Path, expected: dict[str, list[Any]], read_all: Callable[[Path], list[Any]]
+) -> None:
+    ours = read_index((write("large", tmp_path / "ours") / INDEX).read_bytes(), "ours")
+    theirs = read_index((MDS / "large" / INDEX).read_bytes(), "theirs")
+    assert [shard.samples for shard in theirs] == [0, 1, 1, 1]
+    assert [shard.samples for shard in ours] == [1, 1, 1]
+    assert read_all(tmp_path / "ours") == expected["large"]
+
+
+def test_our_merge_lists_what_theirs_does(tmp_path: Path) -> None:
+    for name in ("merged/one", "merged/two"):
+        write(name, tmp_path / name)
+    shards = merge_index(tmp_path / "merged")
+    assert shards == read_index((tmp_path / "merged" / INDEX).read_bytes(), "ours")
+    assert shards == read_index((MDS / "merged" / INDEX).read_bytes(), "theirs")

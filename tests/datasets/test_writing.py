@@ -1,0 +1,246 @@
+"""Our writers: what they refuse, and that a folder has an index only if all of its samples are there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.proto.errors import DatasetError
+from penstock.worker.datasets.formats import writing
+from penstock.worker.datasets.formats.index import INDEX, read_index
+from penstock.worker.datasets.formats.readers import open_shard
+from penstock.worker.datasets.formats.text_writing import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+from penstock.worker.datasets.formats.whole_files import write_whole
+from penstock.worker.datasets.formats.writing import MDSWriter, Writer
+
+COLUMNS = {"n": "int", "text": "str", "image": "ndarray:uint8:2,2"}
+SAMPLE = {"n": 1, "text": "a", "image": np.zeros((2, 2), np.uint8)}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def read_column(folder: Path, column: str) -> list[Any]:
+    values = []
+    for shard in read_index((folder / INDEX).read_bytes(), str(folder)):
+        reader = open_shard(shard, [folder / file.raw.name for file in shard.files])
+        values += [reader[i][column] for i in range(len(reader))]
+        reader.close()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": "1"}, "sample 2, column 'n', 'int': TypeError"),
+        ({"n": 2**63}, "sample 2, column 'n', 'int': OverflowError"),
+        ({"text": None}, "sample 2, column 'text', 'str': TypeError: str was expected, not NoneType"),
+        ({"image": np.zeros((2, 3), np.uint8)}, r"column 'image', 'ndarray:uint8:2,2': ValueError: shape \(2, 2\)"),
+        ({"image": np.zeros((2, 2))}, "column 'image'.*an array of uint8 was expected, not of float64"),
+        ({"image": b"abc"}, "column 'image'.*3 bytes, where all values have 4"),
+        ({"more": 1}, "sample 2: 'more' are no columns"),
+    ],
+)
+def test_a_sample_that_does_not_fit_is_named_and_not_written(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with MDSWriter(tmp_path / "out", COLUMNS) as writer:
+        writer.write(SAMPLE)
+        writer.write(SAMPLE)
+        with pytest.raises(DatasetError, match=f"out: .*{words}"):
+            writer.write({**SAMPLE, **change})
+        with pytest.raises(DatasetError, match="sample 2, column 'image': is missing; the sample has 'text'"):
+            writer.write({"text": "a"})
+        writer.write({**SAMPLE, "n": 3})
+    assert read_column(tmp_path / "out", "n") == [1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("writer", "columns", "keywords", "words"),
+    [
+        (MDSWriter, {"n": "integer"}, {}, "unknown encoding 'integer'"),
+        (MDSWriter, COLUMNS, {"compression": "lz4"}, "unknown compression 'lz4'"),
+        (MDSWriter, COLUMNS, {"compression": "zstd:30"}, "the levels of zstd"),
+        (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "unknown hash 'sha3'"),
+        (MDSWriter, COLUMNS, {"size_limit": 0}, "size_limit=0"),
+        (MDSWriter, COLUMNS, {"size_limit": 1 << 32}, "size_limit=4294967296"),
+        (JSONWriter, {"n": "bytes"}, {}, "column 'n': unknown encoding 'bytes'; there are str, int, float"),
+        (JSONWriter, {"n": "int"}, {"newline": ""}, "newline must not be empty"),
+        (XSVWriter, {"n": "int"}, {"separator": ""}, "separator must not be empty"),
+        (CSVWriter, {"n,m": "int"}, {}, "column 'n,m': its name holds what ends a value"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_a_folder_is_made(
+    writer: Any, columns: dict[str, str], keywords: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError, match=words):
+        writer(tmp_path / "out", columns, **keywords)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("writer", [CSVWriter, TSVWriter])
+def test_tables_refuse_what_would_need_quotes(writer: type[CSVWriter] | type[TSVWriter], tmp_path: Path) -> None:
+    with writer(tmp_path, {"n": "int", "text": "str"}) as out:
+        for text in ("a,\tb", "a\nb"):
+            with pytest.raises(DatasetError, match=r"sample 0, column 'text', 'str': .*which ends a value here"):
+                out.write({"n": 1, "text": text})
+        for value in (True, 1.0, "1"):
+            with pytest.raises(DatasetError, match="sample 0, column 'n', 'int': TypeError: int was expected"):
+                out.write({"n": value, "text": ""})
+        with pytest.raises(DatasetError, match="UnicodeEncodeError"):
+            out.write({"n": 1, "text": "\ud800"})
+        out.write({"n": 1, "text": "b"})
+    assert read_column(tmp_path, "text") == ["b"]
+
+
+def test_shards_stay_below_the_limit_and_none_is_empty(tmp_path: Path) -> None:
+    with MDSWriter(tmp_path, {"x": "bytes"}, size_limit=1000) as writer:
+        for size in (10, 20, 5000, 30, 400, 500, 5000):
+            writer.write({"x": bytes(size)})
+    shards = read_index((tmp_path / INDEX).read_bytes(), "here")
+    assert [shard.samples for shard in shards] == [2, 1, 2, 1, 1]
+    for shard in shards:
+        assert (tmp_path / shard.name).stat().st_size == shard.size
+        assert shard.size <= 1000 or shard.samples == 1
+
+
+@pytest.mark.parametrize("writer", [MDSWriter, JSONWriter, CSVWriter])
+def test_no_shard_outgrows_its_offsets(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "MOST_BYTES", 1000)  # in place of 4 GiB
+    with writer(tmp_path, {"a rather long name": "str"}, size_limit=None) as out:
+        for _ in range(5):
+            out.write({"a rather long name": "x" * 90})
+        with pytest.raises(DatasetError, match="sample 5: its shard would have more than 1000 bytes"):
+            out.write({"a rather long name": "x" * 1000})
+        for size in reversed(range(1000)):
+            try:
+                out.write({"a rather long name": "x" * size})
+            except DatasetError:
+                continue
+            break  # the longest that still fits
+    (shard,) = read_index((tmp_path / INDEX).read_bytes(), "here")
+    assert shard.files[0].raw.size == 1000
+
+
+def test_an_error_under_way_leaves_no_index(tmp_path: Path) -> None:
+    def broken() -> None:
+        with MDSWriter(tmp_path, {"x": "int"}, size_limit=400) as writer:
+            for i in range(100):
+                writer.write({"x": i})
+            raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        broken()
+    assert INDEX not in names(tmp_path)
+    assert "shard.00000.mds" in names(tmp_path)
+
+
+def test_a_killed_writer_leaves_no_index(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from penstock.worker.datasets.formats.writing import MDSWriter
+with MDSWriter({str(tmp_path)!r}, {{"x": "int"}}, size_limit=400) as writer:
+    for i in range(100):
+        writer.write({{"x": i}})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert "shard.00000.mds" in names(tmp_path)
+    assert not [name for name in names(tmp_path) if "index" in name]
+
+
+def test_a_writer_that_was_left_writes_no_more(tmp_path: Path) -> None:
+    with JSONWriter(tmp_path, {"x": "int"}) as writer:
+        writer.write({"x": 1})
+    shards = writer.close()
+    assert [shard.samples for shard in shards] == [1]
+    with pytest.raises(DatasetError, match="has been closed"):
+        writer.write({"x": 2})
+
+
+def test_a_folder_with_files_is_only_taken_if_asked(tmp_path: Path) -> None:
+    def write(count: int, **keywords: bool) -> Writer:
+        with MDSWriter(tmp_path, {"x": "int"}, size_limit=300, exist_ok=keywords.get("exist_ok", False)) as writer:
+            for i in range(count):
+                writer.write({"x": i})
+        return writer
+
+    write(100)
+    (tmp_path / "README").write_text("mine")
+    (tmp_path / "shard.00000.folder").mkdir()
+    before = names(tmp_path)
+    with pytest.raises(DatasetError, match="is not empty; exist_ok=True replaces the dataset"):
+        write(1)
+    assert names(tmp_path) == before
+    write(1, exist_ok=True)
+    assert names(tmp_path) == ["README", INDEX, "shard.00000.folder", "shard.00000.mds"]
+    assert read_column(tmp_path, "x") == [0]
+
+
+def test_of_a_dataset_that_is_replaced_the_index_goes_first(tmp_path: Path) -> None:
+    """Else a kill in between would leave an old index over new shards."""
+    with MDSWriter(tmp_path, {"x": "int"}) as writer:
+        writer.write({"x": 1})
+    writer = MDSWriter(tmp_path, {"x": "int"}, exist_ok=True)
+    assert names(tmp_path) == []
+    writer.close()
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    with MDSWriter(tmp_path, {"x": "int", "y": "float32", "z": "uint8"}) as writer:
+        writer.write({"x": np.int32(-5), "y": 0.1, "z": np.int64(200)})
+    assert read_column(tmp_path, "x") == [-5]
+    assert read_column(tmp_path, "y") == [np.float32(0.1)]
+    assert read_column(tmp_path, "z") == [200]
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    path.chmod(0o640)
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def seen_fsync(handle: int) -> None:
+        order.append("folder" if Path(f"/proc/self/fd/{handle}").readlink() == tmp_path else "file")
+        fsync(handle)
+
+    def seen_replace(old: Path, new: Path) -> None:
+        order.append("rename")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    write_whole(path, b"new")
+    assert order == ["file", "rename", "folder"]
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, b"third")
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(("encoding", "value"), [("float64", None), ("float32", "1.5"), ("float16", 7e4)])
+def test_what_would_be_another_number_is_refused(tmp_path: Path, encoding: str, value: object) -> None:
+    with pytest.raises(DatasetError, match=f"column 'x', '{encoding}'"):
+        MDSWriter(tmp_path, {"x": encoding}).write({"x": value})
+
+
+def test_a_value_and_a_separator_that_look_like_another_are_refused(tmp_path: Path) -> None:
+    writer = XSVWriter(tmp_path, {"a": "str", "b": "str"}, separator="aa")
+    writer.write({"a": "x", "b": "ay"})
+    with pytest.raises(DatasetError, match="sample 1: a value ends as the separator begins"):
+        writer.write({"a": "ya", "b": "z"})

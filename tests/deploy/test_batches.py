@@ -1,0 +1,149 @@
+"""A replayed batch: what is shown of it, one row of it, and the files that it is written to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.deploy.batches import describe, write
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state import decode_state, encode_state
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Meta:
+    length: int
+    name: str
+
+
+BATCH: dict[str, Any] = {
+    "x": torch.tensor([[1.0, math.nan], [3.0, math.inf]]),
+    "half": torch.tensor([1, 2], dtype=torch.bfloat16),
+    "mask": torch.tensor([True, False]),
+    "array": np.array([5, 7], dtype=">i2"),
+    "complex": torch.tensor([1 + 2j, 3]),
+    "empty": torch.zeros(0),
+    "scalar": torch.tensor(4),
+    "keys": ["a-1", "a-2"],
+    "nested": (Pair(torch.tensor([1, 2]), None), [b"raw", 3]),
+}
+
+
+def test_leaves_have_names_kinds_and_numbers() -> None:
+    found = describe({**BATCH, "meta": Meta(3, "n")}, None)
+    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
+    assert found["rows"] == 2
+    assert list(leaves) == [
+        *("x", "half", "mask", "array", "complex", "empty", "scalar", "keys"),
+        *("nested.0.left", "nested.0.right", "nested.1", "meta.length", "meta.name"),
+    ]
+    x = leaves["x"]
+    assert (x["kind"], x["dtype"], x["shape"], x["nan"], x["min"]) == ("Tensor", "float32", [2, 2], 1, 1.0)
+    assert x["max"] == x["mean"] == {"$": "float", "value": "inf"}
+    assert x["first"] == [1.0, {"$": "float", "value": "nan"}, 3.0, {"$": "float", "value": "inf"}]
+    assert (leaves["half"]["dtype"], leaves["half"]["mean"]) == ("bfloat16", 1.5)
+    assert (leaves["mask"]["min"], leaves["mask"]["mean"]) == (False, 0.5)
+    assert (leaves["array"]["dtype"], leaves["array"]["max"]) == (">i2", 7)
+    assert leaves["complex"]["first"] == ["(1+2j)", "(3+0j)"]
+    assert "min" not in leaves["complex"]
+    assert leaves["empty"] == {
+        "name": "empty",
+        "kind": "Tensor",
+        "dtype": "float32",
+        "shape": [0],
+        "first": [],
+        "nan": 0,
+    }
+    assert leaves["nested.1"]["kind"] == "list of bytes or int"
+
+
+def test_a_row_has_what_belongs_to_it() -> None:
+    row = describe(BATCH, 1)["row"]
+    assert {leaf["name"]: leaf["values"] for leaf in row["leaves"]} == {
+        "x": [3.0, {"$": "float", "value": "inf"}],
+        "half": 2.0,
+        "mask": False,
+        "array": 7,
+        "complex": "(3+0j)",
+        "keys": "a-2",
+        "nested.0.left": 2,
+        "nested.1": 3,
+    }
+    with pytest.raises(InvalidArgumentError, match="rows 0 to 1"):
+        describe(BATCH, 2)
+    with pytest.raises(InvalidArgumentError, match="no tensor with a dimension"):
+        describe({"a": 1}, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "of_row"),
+    [
+        (["a", "b"], 2, {"": "b"}),
+        ({"n": 3, "meta": {"text": ("a", "b", "c")}}, 3, {"meta.text": "b"}),
+        ([("a", "b"), ("x", "y")], 2, {"0": "b", "1": "y"}),  # collated by torch: a tuple for each field
+        ([("a", 1), ("b", 2), ("c", 3)], 3, {"": ["b", 2]}),
+        ([{"text": "a", "n": 1}, {"text": "b", "n": 2}], 2, {"text": "b", "n": 2}),
+        ([Pair("a", 1), Pair("b", 2)], 2, {"left": "b", "right": 2}),
+        ([[1, 2, 3], [4]], 2, {"": [4]}),
+        ([["a", "b"], ["c"], []], 3, {"": ["c"]}),
+        ({"tokens": [[1, 2, 3], [4]], "text": ["a", "b"]}, 2, {"tokens": [4], "text": "b"}),
+        ([{"ids": torch.arange(3)}, {"ids": torch.arange(2)}], 2, {"ids": [0, 1]}),
+        ([(torch.arange(3), "a"), (torch.arange(2), "b")], 2, {"0": [0, 1], "1": "b"}),
+        ([[torch.arange(3), torch.zeros(3)], [torch.ones(3), ["a", "b", "c"]]], 3, None),
+    ],
+)
+def test_rows_of_texts_and_lists(batch: Any, rows: int, of_row: dict[str, Any] | None) -> None:
+    of_row = of_row or {"0.0": 1, "0.1": 0.0, "1.0": 1.0, "1.1": "b"}
+    found = describe(batch, 1)
+    assert found["rows"] == rows
+    assert {leaf["name"]: leaf["values"] for leaf in found["row"]["leaves"]} == of_row
+    assert json.loads(json.dumps(found)) == found
+    with pytest.raises(InvalidArgumentError, match=f"--row {rows}: the batch has rows 0 to {rows - 1}"):
+        describe(batch, rows)
+
+
+def test_a_batch_without_rows() -> None:
+    for batch, says in (("text", "no tensor with a dimension"), (torch.zeros(0, 3), "no rows: it is empty")):
+        with pytest.raises(InvalidArgumentError, match=says):
+            describe(batch, 0)
+    assert describe([], None)["rows"] is None
+
+
+def test_files_hold_it_exactly_or_are_not_written(tmp_path: Path) -> None:
+    plain = {name: value for name, value in BATCH.items() if name != "nested"}
+    write(plain, tmp_path / "b.pst")
+    assert encode_state(decode_state((tmp_path / "b.pst").read_bytes())) == encode_state(plain)
+    tensors = {name: value for name, value in plain.items() if name != "array"} | {"deep": [{"n": None}, (b"x", 1.5)]}
+    write(tensors, tmp_path / "b.pt")
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert encode_state(loaded) == encode_state(tensors)
+    arrays = {"a": {"b": torch.arange(3)}, "array": BATCH["array"], "keys": BATCH["keys"], "n": 3}
+    write(arrays, tmp_path / "b.npz")
+    with np.load(tmp_path / "b.npz") as found:
+        assert sorted(found) == ["a.b", "array", "keys", "n"]
+        assert found["array"].dtype == np.dtype(">i2")
+        assert found["keys"].tolist() == BATCH["keys"]
+    for name, batch, says in (
+        ("c.pst", BATCH, "try .npz"),
+        ("c.npz", plain, "'half' has no place"),
+        ("c.npz", {"none": []}, "'none', a list, has no place"),
+        ("c.npz", {"mixed": ["a", 1]}, "'mixed', a list, has no place"),
+        ("c.npz", {"a": {"b": 1}, "a.b": 2}, "two leaves of the batch are called 'a.b'"),
+        ("c.pt", plain, r"the batch\['array'\] is a ndarray"),
+        ("c.pt", {"p": Pair(1, 2)}, r"the batch\['p'\] is a Pair"),
+        ("nowhere/c.pst", plain, "cannot be written"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=says):
+            write(batch, tmp_path / name)
+        assert not (tmp_path / name).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.npz", "b.pst", "b.pt"]

@@ -1,0 +1,87 @@
+"""What a dataset from anywhere may hold: its index, its packed files, its shards."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from targets.target import Target, pieces, script
+
+from penstock.proto.errors import DatasetError
+from penstock.worker.datasets.formats.index import INDEX, read_index, write_index
+from penstock.worker.datasets.formats.packing import COMPRESSIONS, pack, unpack
+from penstock.worker.datasets.formats.readers import open_shard
+from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+
+__all__ = ["TARGETS"]
+
+MDS = Path(__file__).parents[2] / "data" / "mds"
+FOLDERS = ("encodings", "fitting", "json", "xsv")
+LIMIT = 1 << 16
+
+
+def _index(data: bytes) -> None:
+    shards = read_index(data, "here")
+    assert read_index(write_index(shards), "again") == shards
+
+
+def _index_seeds() -> list[bytes]:
+    return [(MDS / name / INDEX).read_bytes() for name in ("none", "large", "json", "xsv", "csv-packed")]
+
+
+def _unpack(data: bytes) -> None:
+    """Which compression, then what is packed."""
+    names = sorted(COMPRESSIONS)
+    if not data:
+        raise DatasetError("nothing")
+    assert len(unpack(data[1:], names[data[0] % len(names)], limit=LIMIT)) <= LIMIT
+
+
+def _unpack_seeds() -> list[bytes]:
+    text = b"water " * 50
+    return [bytes([i]) + pack(data, name) for i, name in enumerate(sorted(COMPRESSIONS)) for data in (b"", text)]
+
+
+def _shards() -> list[Shard]:
+    return [read_index((MDS / name / INDEX).read_bytes(), name)[0] for name in FOLDERS]
+
+
+def _shard(data: bytes) -> None:
+    """A script: which dataset's first shard, and its first file; then its second file if it has one."""
+    steps = list(pieces(data, 2))
+    if not steps:
+        raise DatasetError("nothing")
+    shard = _shards()[steps[0][0] % len(FOLDERS)]
+    handles, paths, files = [], [], []
+    try:
+        for i, file in enumerate(shard.files):
+            content = steps[i][1] if i < len(steps) else b""
+            handles.append(os.memfd_create(file.raw.name))
+            os.write(handles[-1], content)
+            paths.append(Path(f"/proc/self/fd/{handles[-1]}"))
+            files.append(ShardFile(StoredFile(file.raw.name, len(content))))
+        reader = open_shard(replace(shard, files=tuple(files)), paths)
+        try:
+            for i in range(len(reader)):
+                assert isinstance(reader[i], dict)
+        finally:
+            reader.close()
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _shard_seeds() -> list[bytes]:
+    seeds = []
+    for number, (folder, shard) in enumerate(zip(FOLDERS, _shards(), strict=True)):
+        contents = [(MDS / folder / file.raw.name).read_bytes() for file in shard.files]
+        seeds.append(script(*((number, content) for content in contents)))
+    return seeds
+
+
+TARGETS = [
+    Target("index", _index, _index_seeds, examples=100),
+    Target("unpack", _unpack, _unpack_seeds),
+    Target("shard", _shard, _shard_seeds, examples=200),
+]

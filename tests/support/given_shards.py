@@ -1,0 +1,98 @@
+"""A finite source over what a test gives it, and what it is asked to do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from penstock.proto.rng import derive_seed
+from penstock.proto.state import decode_state, encode_state
+from penstock.worker.datasets.sharded.protocol import Cursor, Place, ShardedSource, Token
+
+__all__ = ["Given", "Placed", "again", "first", "whole"]
+
+
+class Given:
+    """Lists of samples, one for each shard; `shuffled`: in another order for each seed and epoch."""
+
+    endless = False
+
+    def __init__(self, shards: Sequence[Sequence[Any]], *, known: bool = True, shuffled: bool = False) -> None:
+        self._shards, self._known, self._shuffled = [list(shard) for shard in shards], known, shuffled
+        self.num_shards = len(self._shards)
+        self.opened = self.made = 0
+        """Cursors, and samples that were read from them rather than passed over."""
+
+    def described(self) -> dict[str, Any]:
+        return {"kind": "Given", "lengths": [len(shard) for shard in self._shards], "shuffled": self._shuffled}
+
+    def lengths(self, epoch: int) -> Sequence[int] | None:
+        return [len(shard) for shard in self._shards] if self._known else None
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        self.opened += 1
+        samples = self._shards[shard]
+        if self._shuffled:
+            samples = Random(derive_seed(seed, "given", epoch, shard)).sample(samples, len(samples))
+        return self.cursor(samples, token)
+
+    def cursor(self, samples: list[Any], token: Token | None) -> Cursor:
+        return _Cursor(self, samples, 0 if token is None else token["at"])
+
+
+class Placed(Given):
+    """Samples that say what the source was opened with: (epoch, shard, index, place, seed)."""
+
+    def __init__(self, lengths: Sequence[int], *, known: bool = True) -> None:
+        super().__init__([range(length) for length in lengths], known=known)
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        samples = [(epoch, shard, index, place and place(index), seed) for index in self._shards[shard]]
+        return self.cursor(samples, token)
+
+
+class _Cursor:
+    def __init__(self, source: Given, samples: list[Any], at: int) -> None:
+        self._source, self._samples, self._at = source, samples, at
+
+    def __iter__(self) -> _Cursor:
+        return self
+
+    def __next__(self) -> Any:
+        if self._at >= len(self._samples):
+            raise StopIteration
+        self._at += 1
+        self._source.made += 1
+        return self._samples[self._at - 1]
+
+    def skip(self, count: int) -> int:
+        passed = min(count, len(self._samples) - self._at)
+        self._at += passed
+        return passed
+
+    def token(self) -> Token:
+        return {"at": self._at}
+
+    def close(self) -> None:
+        pass
+
+
+def first(source: ShardedSource, count: int, *, shard: int = 0, epoch: int = 0, seed: int = 1) -> list[Any]:
+    """So many samples of a shard, or all there are."""
+    cursor = source.open(shard, epoch, seed)
+    samples = list(itertools.islice(cursor, count))
+    cursor.close()
+    return samples
+
+
+def whole(source: ShardedSource, *, shard: int = 0, epoch: int = 0, seed: int = 1) -> list[Any]:
+    return first(source, 1_000_000, shard=shard, epoch=epoch, seed=seed)
+
+
+def again(source: ShardedSource, cursor: Cursor, *, shard: int = 0, epoch: int = 0, seed: int = 1) -> Cursor:
+    """The cursor as another process opens it from a saved state."""
+    token = decode_state(encode_state(cursor.token()))
+    cursor.close()
+    return source.open(shard, epoch, seed, token)

@@ -1,0 +1,17 @@
+"""Small datasets of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.worker.datasets.formats.writing import MDSWriter
+
+__all__ = ["numbers"]
+
+
+def numbers(folder: Path, count: int, first: int = 0) -> Path:
+    """A dataset in which sample i has the number first + i; ten in a shard."""
+    with MDSWriter(folder, {"number": "int"}, size_limit=294) as writer:
+        for number in range(first, first + count):
+            writer.write({"number": number})
+    return folder

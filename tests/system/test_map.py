@@ -1,0 +1,86 @@
+"""A map-style dataset through coordinator, worker daemons and lanes: one order and one randomness for any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from cluster import TOKEN, Cluster, running
+from mapped import SAMPLES, mapped
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.errors import InputFnError
+
+OPTIONS: dict[str, Any] = {"global_batch_size": 12, "tail": "carry"}
+Row = tuple[int, tuple[float, ...], str]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(8, name="w1", allow="mapped")
+        yield cluster
+
+
+def rows_of(batch: Any) -> list[Row]:
+    noise = [tuple(row) for row in batch["noise"].tolist()]
+    return list(zip(batch["number"].tolist(), noise, batch["key"], strict=True))
+
+
+def train(
+    cluster: Cluster, job: str, shape: tuple[int, int], steps: int, state: Any = None, **options: Any
+) -> tuple[list[list[Row]], Any]:
+    """Global batches in the order of the epoch, and the state behind them."""
+    boxes, workers = shape
+
+    def one(box: int) -> tuple[list[list[Row]], Any]:
+        loader = DataLoader(mapped, **OPTIONS, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        with Appliance(
+            cluster.address,
+            box=box,
+            num_boxes=boxes,
+            num_workers_per_box=workers,
+            job=job,
+            token=TOKEN,
+            seed=11,  # one for all jobs: their runners are forked from one interpreter
+            timeout_s=60,
+        ) as appliance:
+            rows = [rows_of(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
+            return rows, loader.state_dict()
+
+    with ThreadPoolExecutor(boxes) as pool:
+        rows, states = zip(*pool.map(one, range(boxes)), strict=True)
+    return [
+        [step[at % boxes][at // boxes] for at in range(sum(map(len, step)))] for step in zip(*rows, strict=True)
+    ], states[0]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than processors
+def test_workers_boxes_and_processes_come_and_go(cluster: Cluster) -> None:
+    """In a plain process first; then over the ends of two epochs, each leg on another shape and read in another way."""
+    plain = mapped(**OPTIONS)
+    whole = [rows_of(batch) for _ in range(3) for batch in plain]
+    assert len(whole) * 12 == 3 * SAMPLES
+    legs: list[tuple[tuple[int, int], int, dict[str, Any]]] = [((1, 2), 11, {"fetch_processes": 2}), ((3, 1), 8, {})]
+    got: list[list[Row]] = []
+    state = None
+    for number, (shape, steps, options) in enumerate(legs):
+        rows, state = train(cluster, f"map{number}", shape, steps, state, **options)
+        got += rows
+    assert got == whole[: len(got)]
+    # What a batch's key says, anybody can read again.
+    samples = [plain.restore_sample(key) for _, _, key in got[10]]
+    assert [(sample["number"], tuple(sample["noise"].tolist())) for sample in samples] == [row[:2] for row in got[10]]
+    # A loss spike behind the next step: the run goes around its samples.
+    first = len(got) * 12
+    rows, _ = train(cluster, "around", (2, 2), 2, state, skip=[range(first + 12, first + 36)], fetch_processes=1)
+    assert rows == [whole[len(got)], whole[len(got) + 3]]
+
+
+def test_an_error_names_the_sample_in_the_training_job(cluster: Cluster) -> None:
+    with pytest.raises(InputFnError, match=r"raised by Augmented for sample 5 \(epoch 0, position 5\)"):
+        train(cluster, "broken", (1, 1), 20, shuffle=False, broken=5, fetch_processes=1)

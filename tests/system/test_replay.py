@@ -1,0 +1,329 @@
+"""`penstock replay` against real coordinators and workers: what it makes is, to the bit, what the loop was handed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import streams
+import torch
+from cluster import INPUTS, TOKEN, Cluster, running
+from typer.testing import CliRunner
+from waiting import wait_until
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.deploy.archive import Archive, RunningArchive, StoppedArchive
+from penstock.deploy.cli import app
+from penstock.deploy.convert import convert
+from penstock.deploy.crew import Crew, Forker, Task
+from penstock.deploy.replay import Request, replay
+from penstock.deploy.replayed import tables
+from penstock.deploy.route import route
+from penstock.deploy.saved_file import SavedFile
+from penstock.proto import errors
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.state import decode_state, encode_state
+from penstock.proto.v1 import records_pb2
+
+SEED = 7
+
+
+@dataclass
+class Seen:
+    """What the loops were handed."""
+
+    batches: dict[tuple[str, int], dict[int, bytes]] = field(default_factory=dict)
+    """(job, box) -> step -> the batch, encoded."""
+    states: dict[str, Path] = field(default_factory=dict)
+    """Files with a state of step 10."""
+
+
+@dataclass
+class Stage:
+    cluster: Cluster
+    seen: Seen
+    forker: Forker
+    folder: Path
+
+    def archive(self) -> RunningArchive:
+        return RunningArchive(CoordinatorClient(self.cluster.address, TOKEN))
+
+    def replayed(self, archive: Archive | None, job: str, step: int, box: int = 0, **more: Any) -> dict[str, Any]:
+        """What replay found; the batch was compared with the one that was delivered."""
+        out = self.folder / f"{job}-{box}-{step}.pst"
+        run = None if archive is None else job
+        request = Request(run, step, box, out=out, allow=["streams"], timeout_s=60, **more)
+        found = replay(request, archive, self.forker)
+        assert out.read_bytes() == self.seen.batches[job, box][step], f"{job} box {box} step {step}"
+        assert (found["box"], found["step"]) == (box, step)
+        return found
+
+
+def box_of(cluster: Cluster, job: str, number: int = 0, boxes: int = 1, **more: Any) -> Appliance:
+    place: dict[str, Any] = {"box": number, "num_boxes": boxes, "num_workers_per_box": 2, "job": job}
+    return Appliance(cluster.address, seed=SEED, token=TOKEN, timeout_s=60, **place, **more)
+
+
+def train(
+    stage: Stage, job: str, input_fn: Callable[..., Any], *args: Any, box: int = 0, boxes: int = 1, last: int = 24
+) -> None:
+    """Two passes that are left, and then on to the last step."""
+    got = stage.seen.batches[job, box] = {}
+    loader = DataLoader(input_fn, *args)
+    with box_of(stage.cluster, job, box, boxes) as appliance:
+        executor = DataExecutor(loader, appliance=appliance)
+        for steps in (5, 2):
+            for batch in islice(executor, steps):
+                got[executor.step] = encode_state(batch)
+        executor = DataExecutor(loader, num_steps=last - 7, appliance=appliance)
+        for batch in executor:
+            got[executor.step] = encode_state(batch)
+            if executor.step == 10 and job in stage.seen.states:
+                torch.save({"model": 1, "loader": [loader.state_dict()]}, stage.seen.states[job])
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("replay")
+    with running(folder / "state") as cluster, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", INPUTS)
+        cluster.add_worker(12, name="w1")
+        with Forker(SEED) as forker:
+            stage = Stage(cluster, Seen(), forker, folder)
+            stage.seen.states = {job: folder / f"{job}.pt" for job in ("four", "two")}
+            with ThreadPoolExecutor(5) as pool:
+                done = [
+                    pool.submit(train, stage, "four", streams.shared_noisy, 40, box=0, boxes=2),
+                    pool.submit(train, stage, "four", streams.shared_noisy, 40, box=1, boxes=2),
+                    pool.submit(train, stage, "two", streams.stateful, 24),
+                    pool.submit(train, stage, "none", streams.shuffled, 24),
+                    pool.submit(train, stage, "uneven", streams.uneven, [2, 7]),
+                ]
+                for one in done:
+                    one.result(60)
+            yield stage
+
+
+@pytest.mark.parametrize(
+    ("job", "box", "steps"),
+    [
+        ("four", 0, (1, 6)),
+        ("four", 1, (5, 8, 24)),
+        ("two", 0, (1, 6, 8, 15, 24)),
+        ("none", 0, (1, 6, 8, 15, 24)),
+        ("uneven", 0, (5, 6, 8, 17)),  # the first pass is left when one worker has ended
+    ],
+)
+def test_it_is_the_batch_that_the_loop_was_handed(stage: Stage, job: str, box: int, steps: tuple[int, ...]) -> None:
+    """The first step, those right behind a break, one in the middle, and the last; of a run that has ended."""
+    with stage.archive() as archive:
+        for step in steps:
+            found = stage.replayed(archive, job, step, box)
+            assert found["verified"], found["verification"]
+            assert found["epoch"] == (0 if step <= 5 else 1 if step <= 7 else found["epoch"])
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_a_worker_that_was_lost_and_snapshots_that_lead_there(stage: Stage) -> None:
+    """Of a run that is at work; it goes on until the coordinator knows a place that snapshots lead to."""
+    got = stage.seen.batches["lost", 0] = {}
+    with box_of(stage.cluster, "lost", retention_steps=2) as appliance, stage.archive() as archive:
+        loader = DataLoader(streams.paced, 0.005)
+        executor = DataExecutor(loader, appliance=appliance)
+        start = 0
+        for batch in executor:
+            got[executor.step] = encode_state(batch)
+            if executor.step == 20:
+                stage.cluster.add_worker(12, name="w2")
+                stage.cluster.workers[0].kill()
+            if executor.step > 20 and executor.step % 10 == 0:
+                loader.state_dict()  # tells the coordinator where the box is
+                (history,) = archive.histories("lost/0", 0)
+                if start:
+                    break
+                start = route(history, [], executor.step + 1).start.position.step
+            assert executor.step < 4000
+        found = stage.replayed(archive, "lost", executor.step)
+        assert found["replayed_from"]["step"] >= start > 0
+        assert "snapshots" in found["replayed_from"]["what"]
+        assert found["verified"]
+        assert stage.replayed(archive, "lost", 21)["verified"]
+        with pytest.raises(errors.StateUnavailableError, match=f"not been handed step 9999: steps 1 to {len(got)}"):
+            replay(Request("lost", 9999, allow=["streams"]), archive, stage.forker)
+
+
+@pytest.mark.parametrize(("job", "args"), [("four", "[40]"), ("two", "[24]")])
+def test_from_a_checkpoint(stage: Stage, job: str, args: str) -> None:
+    """Alone it cannot be verified; of a run it can, and a later one proves what lies before it."""
+    files = [stage.seen.states[job]]
+    alone = stage.replayed(None, job, 12, checkpoints=files, args=args)
+    assert alone["replayed_from"] == {"step": 10, "what": "the checkpoint of step 10"}
+    assert alone["verification"] == "not verified: the flight record is not known at step 12 or after it"
+    with stage.archive() as archive:
+        of_run = stage.replayed(archive, job, 12, checkpoints=files)
+        assert of_run["replayed_from"]["step"] == 10
+        assert of_run["verified"]
+    with pytest.raises(errors.StateUnavailableError, match="step 9 does not lie behind it: steps from 11"):
+        replay(Request(None, 9, checkpoints=files, allow=["streams"]), None, stage.forker)
+    with pytest.raises(errors.BoxOutOfRangeError, match="boxes 0 to"):
+        replay(Request(None, 11, box=5, checkpoints=files, allow=["streams"]), None, stage.forker)
+
+
+@pytest.mark.parametrize(("job", "boxes", "workers"), [("two", 1, 2), ("four", 1, 3)])
+def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int, workers: int) -> None:
+    """On the same shape and on another; the attempt before it is remembered too."""
+    state = torch.load(stage.seen.states[job], weights_only=True)["loader"][0]
+    first, got = stage.seen.batches[job, 0], {}
+    loader = DataLoader(streams.stateful, 24) if job == "two" else DataLoader(streams.shared_noisy, 40)
+    loader.load_state_dict(state)
+    settings: dict[str, Any] = {"num_boxes": boxes, "num_workers_per_box": workers, "job": job}
+    with Appliance(stage.cluster.address, token=TOKEN, timeout_s=60, **settings) as appliance:
+        executor = DataExecutor(loader, num_steps=6, appliance=appliance)
+        for batch in executor:
+            got[executor.step] = encode_state(batch)
+    with stage.archive() as archive:
+        stage.seen.batches[job, 0] = got
+        found = stage.replayed(archive, job, 14)
+        assert (found["attempt"], found["num_workers_per_box"]) == (2, workers)
+        assert found["verified"] == (job == "two"), "of other boxes there is no one flight record to go on with"
+        file = [stage.seen.states[job]]
+        found = stage.replayed(archive, job, 14, checkpoints=file)
+        assert found["replayed_from"]["what"] == "the checkpoint of step 10"
+        if job == "four":
+            convert(file[0], converted := stage.folder / "converted.pt", 1, 3)
+            stage.replayed(None, job, 14, checkpoints=[converted], args="[40]")
+            with pytest.raises(errors.StateMismatchError, match="began at step 0, has 2 x 2: leave it out"):
+                stage.replayed(archive, job, 14, attempt=1, checkpoints=[converted])
+        stage.seen.batches[job, 0] = first
+        assert stage.replayed(archive, job, 14, attempt=1)["attempt"] == 1
+        assert stage.replayed(archive, job, 24)["attempt"] == 1, "the last that came so far"
+
+
+def test_an_input_fn_of_a_main_script(stage: Stage) -> None:
+    saved = replace(SavedFile(stage.seen.states["two"]).states[0].saved, input_fn="penstock_main:stateful")
+    path = stage.folder / "of-a-script"
+    path.write_bytes(encode_state(saved.to_dict()))
+    script = Path(INPUTS) / "streams.py"
+    stage.replayed(None, "two", 12, checkpoints=[path], args="[24]", script=script)
+    with pytest.raises(errors.InputFnNotFoundError, match="say which file that is"):
+        stage.replayed(None, "two", 12, checkpoints=[path], args="[24]")
+
+
+def test_a_replay_that_does_not_end_in_time_or_dies(stage: Stage) -> None:
+    with stage.archive() as archive, pytest.raises(errors.DeadlineError, match="more with --timeout"):
+        replay(Request("none", 24, allow=["streams"], timeout_s=0.001), archive, stage.forker)
+    assignment = records_pb2.WorkerAssignment(num_boxes=1, num_workers_per_box=1)
+    assignment.loader.input_fn = "streams:dies_at"
+    assignment.loader.arguments = encode_state({"args": (3, str(stage.folder / "died")), "kwargs": {}})
+    data = assignment.SerializeToString()
+    with Crew(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
+        crew.ask({0: Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
+        with pytest.raises(errors.WorkerLostError, match="slot 0 again was killed by SIGKILL, after batch"):
+            crew.ask({0: Task("go", {"epoch": 0, "total": 9})})
+
+
+def test_data_that_are_others_are_told(stage: Stage) -> None:
+    with stage.archive() as archive:
+        with pytest.raises(errors.ReplayMismatchError, match="do not have the flight record"):
+            stage.replayed(archive, "two", 4, args="[48]")
+        assert not (stage.folder / "two-0-4.pst").exists(), "another batch was written under its name"
+        with pytest.raises(errors.InvalidArgumentError, match="--row 4: the batch has rows 0 to 3"):
+            stage.replayed(archive, "two", 4, row=4)
+
+
+def command(stage: Stage, *arguments: str) -> tuple[int, str, str]:
+    """Of `penstock replay` in this process: exit code, standard output, the last line of standard error."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PENSTOCK_TOKEN", TOKEN)
+        environment.setenv("PENSTOCK_COORDINATOR", stage.cluster.address)
+        done = CliRunner().invoke(app, ["replay", *arguments])
+    return done.exit_code, done.stdout, (done.stderr.splitlines() or [""])[-1]
+
+
+def test_the_command_shows_the_batch_and_a_row_with_its_key(stage: Stage) -> None:
+    out = stage.folder / "shown.npz"
+    options = ["--step", "3", "--box", "1", "--row", "2", "--allow", "streams", "--out", str(out)]
+    code, shown, line = command(stage, "four", *options, "--json")
+    assert code == 0, line
+    found = json.loads(shown)
+    batch: Any = decode_state(stage.seen.batches["four", 1][3])
+    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
+    assert leaves["noise"]["shape"] == [4, 2]
+    assert leaves["noise"]["nan"] == 0
+    assert leaves["noise"]["mean"] == pytest.approx(batch["noise"].mean().item())
+    assert leaves["keys"]["kind"] == "list of str"
+    row = {leaf["name"]: leaf["values"] for leaf in found["row"]["leaves"]}
+    assert row["keys"] == batch["keys"][2]
+    assert row["noise"] == batch["noise"][2].tolist()
+    with np.load(out) as arrays:
+        assert np.array_equal(arrays["noise"], batch["noise"].numpy())
+        assert arrays["keys"].tolist() == batch["keys"]
+    about, of_leaves, of_row = tables(found)
+    assert ("worker", f"slot {found['slot']} of 2, its batch {found['worker_step']}") in about.rows
+    assert {line[0]: line[3] for line in of_leaves.rows} == {"x": "[4]", "number": "", "noise": "[4, 2]", "keys": "[4]"}
+    assert ("keys", "", batch["keys"][2]) in of_row.rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["nobody", "--step", "1"], 18, "knows nothing of box 0 of run nobody/0"),
+        (["two", "--step", "1", "--box", "3"], 18, "knows nothing of box 3 of run two/0"),
+        (["two", "--step", "0"], 2, ""),
+        (
+            ["two", "--step", "25"],
+            20,
+            "has not been handed step 25: steps 1 to 24 of attempt 1",
+        ),
+        (["two", "--step", "1", "--attempt", "4"], 20, "attempt 4 is not remembered, only 1"),
+        (["two", "--step", "1"], 25, "say that it may by --allow streams"),
+        (["two", "--step", "1", "--allow", "stream"], 25, "say that it may by --allow streams"),
+        (["--step", "1"], 2, "name the RUN"),
+        (["two", "--step", "1", "--out", "x.pkl"], 2, "ends with none of .pst, .npz, .pt"),
+        (["two", "--step", "1", "--state-dir", "/nonexistent"], 14, "no state directory of a coordinator"),
+    ],
+)
+def test_what_cannot_be_had_is_said(stage: Stage, arguments: list[str], code: int, says: str) -> None:
+    ended, _, line = command(stage, *arguments)
+    assert (ended, says in line) == (code, True), line
+
+
+def test_the_files_of_a_coordinator_that_is_stopped(stage: Stage) -> None:
+    """As it ends, and as it is killed; of runs that had ended, and of one at work. Its files stay as they are."""
+    cluster, state_dir = stage.cluster, stage.cluster.state_dir
+    with pytest.raises(errors.JournalError, match="in use by a coordinator that runs"):
+        StoppedArchive(state_dir)
+    got = stage.seen.batches["open", 0] = {}
+    with box_of(cluster, "open") as appliance:
+        executor = DataExecutor(DataLoader(streams.stateful, 24), appliance=appliance)
+        for steps in (3, 6):
+            for batch in islice(executor, steps):
+                got[executor.step] = encode_state(batch)
+        with stage.archive() as asked:
+            wait_until(lambda: bool(asked.histories("open/0", 0)[0].cuts))
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            cluster.coordinator.send_signal(number)
+            cluster.coordinator.wait(10)
+            before = contents(state_dir)
+            with StoppedArchive(state_dir) as archive:
+                assert stage.replayed(archive, "four", 7, 1)["verified"]
+                assert stage.replayed(archive, "none", 24)["verified"]
+                assert stage.replayed(archive, "open", 3)["epoch"] == 0
+                assert stage.replayed(archive, "open", 9)["epoch"] == 1
+                with pytest.raises(errors.UnknownRunError, match="knows nothing of box 0 of run nobody/0"):
+                    archive.histories("nobody/0", 0)
+            assert contents(state_dir) == before
+            cluster.restart_coordinator()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith("-shm")}

@@ -1,0 +1,102 @@
+"""Sources in logical shards through coordinator, worker daemons and lanes: saved, moved to other shapes, and killed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dealt
+import pytest
+import splitting
+from cluster import TOKEN, Cluster, running
+from family import runners
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+LENGTHS, BATCH = [30, 0, 55, 7, 41, 12, 30], 12
+SHARDS, PARTITIONS = 12, 2
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(8, "--allow", "splitting", allow="dealt")
+        yield cluster
+
+
+def loader_of(kind: str) -> DataLoader:
+    if kind == "finite":
+        return DataLoader(dealt.listed, LENGTHS, global_batch_size=BATCH)
+    return DataLoader(dealt.counting, SHARDS, global_batch_size=BATCH, partitions=PARTITIONS)
+
+
+def rows_of(batch: Any) -> list[Any]:
+    """The samples with their keys."""
+    samples = batch["batch"]
+    if isinstance(samples, list):  # collated field by field
+        samples = list(zip(*(field.tolist() for field in samples), strict=True))
+    else:
+        samples = samples.tolist()
+    return list(zip(samples, batch["keys"], strict=True))
+
+
+def train(
+    cluster: Cluster, job: str, kind: str, boxes: int, workers: int, steps: int, state: Any, kill_at: int = 0
+) -> tuple[list[list[Any]], Any, int]:
+    """Global batches in the order of the stream, from one box for each thread; a state; and how many workers were
+    recovered. `kill_at`: after this step all runners are killed."""
+
+    def one(box: int) -> tuple[list[Any], Any, int]:
+        loader, rows = loader_of(kind), []
+        if state is not None:
+            loader.load_state_dict(state)
+        where: dict[str, Any] = {"box": box, "num_boxes": boxes, "num_workers_per_box": workers, "job": job}
+        with Appliance(cluster.address, token=TOKEN, seed=11, timeout_s=60, **where) as appliance:
+            executor = DataExecutor(loader, num_steps=steps, appliance=appliance)
+            for batch in executor:
+                rows.append(rows_of(batch))
+                if executor.step == kill_at:
+                    for victim in runners(cluster.workers[0].pid):
+                        os.kill(victim, signal.SIGKILL)
+            return rows, loader.state_dict(), executor.stats.recoveries
+
+    with ThreadPoolExecutor(boxes) as pool:
+        rows, states, recoveries = zip(*pool.map(one, range(boxes)), strict=True)
+    batches = [[step[at % boxes][at // boxes] for at in range(sum(map(len, step)))] for step in zip(*rows, strict=True)]
+    return batches, states[0], sum(recoveries)
+
+
+def alone(kind: str, steps: int) -> list[list[Any]]:
+    """The same from one loader in this process."""
+    if kind == "finite":
+        loader = dealt.listed(LENGTHS, global_batch_size=BATCH, seed=11)
+    else:
+        loader = dealt.counting(SHARDS, global_batch_size=BATCH, partitions=PARTITIONS, seed=11)
+    passes = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
+    return [rows_of(batch) for batch in itertools.islice(passes, steps)]
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+@pytest.mark.parametrize("kind", ["finite", "endless"])
+def test_killed_saved_and_resumed_on_other_workers_and_boxes(cluster: Cluster, kind: str) -> None:
+    """With the same rows and keys; the finite one in its sixth epoch, and at its very end: 175 rows are 15 batches."""
+    got, state, recoveries = train(cluster, f"{kind}0", kind, 1, 2, 85, None, kill_at=12)
+    assert recoveries
+    for leg, (boxes, workers, steps) in enumerate([(2, 1, 5), (1, 3, 4)], start=1):
+        batches, state, _ = train(cluster, f"{kind}{leg}", kind, boxes, workers, steps, state)
+        got += batches
+    assert got == alone(kind, 94)
+
+
+def test_streams_that_would_split_themselves_are_whole(cluster: Cluster) -> None:
+    """torch's get_worker_info(), which answers with the worker's place in a runner, is asked by many of them."""
+    where: dict[str, Any] = {"num_workers_per_box": 2, "job": "split"}
+    with Appliance(cluster.address, token=TOKEN, seed=11, timeout_s=60, **where) as appliance:
+        batches = [batch.tolist() for batch in DataExecutor(DataLoader(splitting.split, 3), 6, appliance=appliance)]
+    assert list(itertools.chain.from_iterable(batches)) == [
+        100 * shard + number for number in range(9) for shard in range(2)
+    ]

@@ -1,0 +1,170 @@
+"""A sharded dataset through coordinator, worker daemons and lanes: one order, whatever the shape and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded
+from cluster import TOKEN, Cluster, running
+from family import runners
+from shard_server import Fault, ShardServer
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto import errors
+from penstock.worker.datasets import MDSWriter
+
+SAMPLES, BATCH = 1000, 24
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        for name in ("w1", "w2"):
+            cluster.add_worker(8, name=name, allow="sharded")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numbers")
+    with MDSWriter(
+        folder, {"number": "int", "text": "str"}, compression="zstd", hashes=["sha1"], size_limit=600
+    ) as out:
+        for number in range(SAMPLES):
+            out.write({"number": number, "text": f"sample {number}"})
+    return folder
+
+
+def loader_of(where: object, cache: Path, input_fn: Any = sharded.streamed, *arguments: Any) -> DataLoader:
+    options = {"global_batch_size": BATCH, "shuffle": True, "shuffle_block": 100}
+    return DataLoader(input_fn, str(where), str(cache), *arguments, **options)
+
+
+def train(
+    cluster: Cluster, job: str, loaders: list[DataLoader], workers: int, steps: int
+) -> tuple[list[list[int]], list[Any]]:
+    """Global batches of numbers in the order of the epoch, from one box for each loader; and their states."""
+
+    def one(box: int) -> tuple[list[list[int]], Any]:
+        with Appliance(
+            cluster.address,
+            box=box,
+            num_boxes=len(loaders),
+            num_workers_per_box=workers,
+            job=job,
+            token=TOKEN,
+            seed=11,
+            timeout_s=60,
+        ) as appliance:
+            executor = DataExecutor(loaders[box], num_steps=steps, appliance=appliance)
+            rows = [batch["number"].tolist() for batch in executor]
+            return rows, loaders[box].state_dict()
+
+    with ThreadPoolExecutor(len(loaders)) as pool:
+        rows, states = zip(*pool.map(one, range(len(loaders))), strict=True)
+    return [_in_order(list(step)) for step in zip(*rows, strict=True)], list(states)
+
+
+def _in_order(rows: list[list[int]]) -> list[int]:
+    boxes = len(rows)
+    return [rows[at % boxes][at // boxes] for at in range(sum(map(len, rows)))]
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """One and a half epochs from one worker."""
+    got, _ = train(cluster, "whole", [loader_of(numbers, tmp_path_factory.mktemp("whole"))], 1, 65)
+    assert sorted(row for batch in got[:42] for row in batch) == list(range(SAMPLES))
+    return got
+
+
+# Two boxes of two workers read from a server, below.
+@pytest.mark.parametrize(("boxes", "workers"), [(1, 3), (3, 1)])
+def test_the_order_is_the_same_for_any_shape(
+    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path, boxes: int, workers: int
+) -> None:
+    loaders = [loader_of(numbers, tmp_path) for _ in range(boxes)]
+    got, _ = train(cluster, f"shape{boxes}{workers}", loaders, workers, 65)
+    assert got == whole
+
+
+# Saved in the middle of an epoch of 42 steps, at its end, one step before that and one behind it.
+@pytest.mark.parametrize("steps", [[7, 35], [41, 2]])
+def test_it_resumes_on_any_shape_also_across_the_end_of_an_epoch(
+    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path, steps: list[int]
+) -> None:
+    got: list[list[int]] = []
+    state = None
+    shapes = [(1, 2), (2, 3), (1, 1)]
+    for leg, ((boxes, workers), count) in enumerate(zip(shapes, [*steps, 65 - sum(steps)], strict=True)):
+        loaders = [loader_of(numbers, tmp_path) for _ in range(boxes)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        rows, states = train(cluster, f"resume{steps[0]}.{leg}", loaders, workers, count)
+        got += rows
+        state = states[0]
+    assert got == whole
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+def test_a_killed_runner_changes_nothing(
+    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+) -> None:
+    rows = []
+    with Appliance(
+        cluster.address, num_workers_per_box=2, job="killed", token=TOKEN, seed=11, timeout_s=60
+    ) as appliance:
+        executor = DataExecutor(loader_of(numbers, tmp_path), num_steps=65, appliance=appliance)
+        for batch in executor:
+            rows.append(batch["number"].tolist())
+            if executor.step in (10, 41, 50):
+                for worker in cluster.workers:
+                    for victim in runners(worker.pid):
+                        os.kill(victim, signal.SIGKILL)
+    assert rows == whole
+    assert executor.stats.recoveries
+
+
+def test_through_worker_processes_of_a_dataloader(
+    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+) -> None:
+    loader = loader_of(numbers, tmp_path, sharded.forked, 2)
+    got, _ = train(cluster, "forked", [loader], 1, 42)
+    assert got == whole[:42]
+
+
+def test_from_a_server_each_file_is_fetched_once_for_all_workers(
+    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+) -> None:
+    """Two boxes of two workers on this host; the server fails now and then."""
+    with ShardServer(numbers) as server:
+        failing = ("index.json", "shard.00001.mds.zstd", "shard.00007.mds.zstd")
+        for name in failing:
+            server.faults[name] = [Fault(status=503), Fault(cut_after=20)]
+        loaders = [loader_of(server.url, tmp_path) for _ in range(2)]
+        got, _ = train(cluster, "server", loaders, 2, 65)
+        files = {file.name for file in numbers.iterdir()}
+        tries = {name: server.requests[name] for name in files}
+    assert got == whole
+    assert tries == {name: 3 if name in failing else 1 for name in files}
+
+
+def test_what_a_server_has_not_is_an_error_by_name(
+    cluster: Cluster, numbers: Path, whole: list[list[int]], tmp_path: Path
+) -> None:
+    with ShardServer(numbers) as server:
+        server.faults["shard.00003.mds.zstd"] = [Fault(status=404, stays=True)]
+        with pytest.raises(errors.ShardUnavailableError, match=r"http://127\.0\.0\.1:\d+/shard\.00003\.mds\.zstd.*404"):
+            train(cluster, "gone", [loader_of(server.url, tmp_path)], 2, 65)
+
+
+def test_what_cannot_be_read_is_an_error_by_name(cluster: Cluster, numbers: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.ShardUnavailableError, match=f"{tmp_path}/nothing"):
+        train(cluster, "missing", [loader_of(tmp_path / "nothing", tmp_path / "cache")], 1, 1)

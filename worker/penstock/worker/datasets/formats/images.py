@@ -1,0 +1,159 @@
+"""Images in MDS columns: raw ones, image files, and lists of either. PIL is imported when the first one is met.
+
+A decoder gets the sample's bytes and the value's place in them. Sizes inside are checked against the bytes that are
+there before anything is made of them: twelve bytes of a raw image can claim gigabytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+from collections.abc import Callable
+from functools import cache
+from io import BytesIO
+from typing import Any
+
+from penstock.proto.errors import DatasetError
+
+__all__ = [
+    "decode_file",
+    "decode_files",
+    "decode_raw",
+    "encode_files",
+    "encode_jpeg",
+    "encode_png",
+    "encode_raw",
+    "list_decoder",
+    "list_encoder",
+]
+
+Decode = Callable[[bytes, int, int], Any]
+Encode = Callable[[Any], bytes]
+
+_HEAD = struct.Struct("=III")
+_COUNT = struct.Struct("=I")
+_PIXEL = {"1": 0, "L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3}
+_PIXEL |= {"RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
+"""PIL's mode -> bytes of a pixel; of "1", 8 are in a byte."""
+MOST_OF_NOTHING = 1 << 16
+"""Pixels of an image's one side when the other has none."""
+_BYTES = (bytes, bytearray, memoryview)
+
+
+@cache
+def _pil() -> Any:
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise DatasetError("columns with images need the package pillow: pip install 'penstock[streaming]'") from error
+
+
+def decode_raw(sample: bytes, begin: int, end: int) -> Any:
+    """[width: 4] [height: 4] [length of mode: 4] [mode] [pixels]."""
+    image = _pil()
+    if end - begin < _HEAD.size:
+        raise ValueError(f"a raw image of {end - begin} bytes has no head")
+    width, height, length = _HEAD.unpack_from(sample, begin)
+    pixels = begin + _HEAD.size + length
+    if length > 16 or pixels > end:
+        raise ValueError(f"a raw image whose mode has {length} bytes")
+    mode = sample[begin + _HEAD.size : pixels].decode()
+    if mode not in _PIXEL:
+        raise ValueError(f"a raw image of unknown mode {mode!r}")
+    size = (width * _PIXEL[mode] or (width + 7) // 8) * height
+    # PIL keeps a pointer for each row, also of an image without columns.
+    if size != end - pixels or (not size and max(width, height) > MOST_OF_NOTHING):
+        raise ValueError(f"a raw image of {width} x {height} pixels of mode {mode} in {end - pixels} bytes")
+    return image.frombytes(mode, (width, height), sample[pixels:end])
+
+
+def encode_raw(value: Any) -> bytes:
+    _check(value)
+    mode: bytes = value.mode.encode()
+    pixels: bytes = value.tobytes()
+    return _HEAD.pack(*value.size, len(mode)) + mode + pixels
+
+
+def decode_file(sample: bytes, begin: int, end: int) -> Any:
+    """A whole image file. Only its head is read here; PIL reads the rest when the pixels are first asked for."""
+    return _pil().open(BytesIO(sample[begin:end]))
+
+
+def encode_jpeg(value: Any) -> bytes:
+    """An image that was read from a JPEG file is stored as that file, which loses nothing."""
+    _check(value)
+    if value.format == "JPEG" and getattr(value, "filename", None):
+        try:
+            with open(value.filename, "rb") as file:
+                return file.read()
+        except FileNotFoundError:  # it was read before, and has gone: its pixels are there
+            pass
+    return _saved(value, "JPEG")
+
+
+def encode_png(value: Any) -> bytes:
+    _check(value)
+    return _saved(value, "PNG")
+
+
+def decode_files(sample: bytes, begin: int, end: int) -> list[Any]:
+    """[count: 4] [length: 4] * count [file] * count: "jpeg_array"."""
+    images = _decode_list(decode_file, sample, begin, end)
+    if not images:
+        raise ValueError("an array of no images")
+    return images
+
+
+def encode_files(value: Any) -> bytes:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(file, _BYTES) for file in value):
+        raise TypeError("a list of JPEG files as bytes was expected, with at least one")
+    return _joined(list(map(bytes, value)))
+
+
+def list_decoder(decode: Decode) -> Decode:
+    """Of "list[...]": four bytes for the future, then as above."""
+
+    def decoder(sample: bytes, begin: int, end: int) -> list[Any]:
+        return _decode_list(decode, sample, begin + 4, end)
+
+    return decoder
+
+
+def list_encoder(encode: Encode) -> Encode:
+    def encoder(value: Any) -> bytes:
+        if not isinstance(value, list):
+            raise TypeError(f"a list was expected, not {type(value).__name__}")
+        return bytes(4) + _joined([encode(element) for element in value])
+
+    return encoder
+
+
+def _decode_list(decode: Decode, sample: bytes, begin: int, end: int) -> list[Any]:
+    first = begin + _COUNT.size
+    if first > end:
+        raise ValueError("a list that ends before its length")
+    count = _COUNT.unpack_from(sample, begin)[0]
+    place = first + 4 * count
+    sizes = struct.unpack_from(f"={count}I", sample, first)
+    if place + sum(sizes) != end:
+        raise ValueError(f"a list whose {count} elements have {sum(sizes)} bytes, in {end - place} bytes")
+    values = []
+    for size in sizes:
+        values.append(decode(sample, place, place + size))
+        place += size
+    return values
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    return b"".join([struct.pack(f"={len(parts) + 1}I", len(parts), *map(len, parts)), *parts])
+
+
+def _check(value: Any) -> None:
+    if not isinstance(value, _pil().Image):
+        raise TypeError(f"a PIL image was expected, not {type(value).__name__}")
+
+
+def _saved(value: Any, form: str) -> bytes:
+    out = BytesIO()
+    value.save(out, format=form)
+    return out.getvalue()

@@ -1,0 +1,137 @@
+"""Samples of Parquet files: a row is a sample, a file is a shard.
+
+mosaicml-streaming 0.13.0 has no such shards; an index that lists them is our own. It is made from the files' footers,
+which say how many rows they have.
+
+Parquet is read by row groups, and rows are asked for in any order: row groups that were read are kept, as many as fit
+in KEPT_BYTES, and the one that was longest unused goes first. A file whose row groups fit is read once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import itertools
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.worker.datasets.formats.index import INDEX, write_index
+from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+from penstock.worker.datasets.formats.whole_files import write_whole
+
+__all__ = ["KEPT_BYTES", "ParquetReader", "index_parquet", "parquet_shards"]
+
+KEPT_BYTES = 256 << 20
+"""Of row groups in memory, in a reader; one is kept however large it is."""
+
+
+def _pyarrow() -> Any:
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DatasetError("Parquet files need the package pyarrow: pip install 'penstock[parquet]'") from error
+
+
+def index_parquet(folder: str | os.PathLike[str]) -> list[Shard]:
+    """Write an index of all Parquet files in a folder of this machine and below it, in the order of their paths;
+    returns what it lists. Raises DatasetError."""
+    root = Path(folder)
+    files = sorted(root.rglob("*.parquet"))
+    if not files:
+        raise DatasetError(f"{root}: no *.parquet in it or below")
+    shards = parquet_shards((path.relative_to(root).as_posix(), path) for path in files)
+    write_whole(root / INDEX, write_index(shards))
+    return shards
+
+
+def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]:
+    """A shard for each file: (its path relative to the dataset's folder, where to read its footer).
+
+    The columns of all must have the same names, for a loader makes batches of rows from any of them. Raises
+    DatasetError.
+    """
+    library = _pyarrow()
+    shards: list[Shard] = []
+    first: tuple[str, list[str]] | None = None
+    for name, source in files:
+        try:
+            footer = library.read_metadata(source)
+            columns = list(footer.schema.to_arrow_schema().names)
+            size = source.stat().st_size if isinstance(source, Path) else source.seek(0, os.SEEK_END)
+        except Exception as error:  # pyarrow's own errors, the system's, those of whatever the file comes from
+            raise ShardCorruptError(f"{name}: no Parquet file: {error}") from error
+        if len(set(columns)) != len(columns):
+            raise DatasetError(f"{name}: it has a column twice: {', '.join(columns)}")
+        if first is None:
+            first = name, columns
+        elif set(first[1]) != set(columns):
+            raise DatasetError(f"{name}: its columns are {columns}, those of {first[0]} are {first[1]}")
+        shards.append(Shard("parquet", footer.num_rows, (ShardFile(StoredFile(name, size)),)))
+    return shards
+
+
+class ParquetReader:
+    """See formats.shards.ShardReader. Values are Python's: None, lists, dictionaries, datetimes."""
+
+    def __init__(self, shard: Shard, path: Path) -> None:
+        stored = shard.files[0].raw
+        self.name = stored.name
+        library = _pyarrow()
+        try:
+            size = path.stat().st_size
+            if size != stored.size:
+                raise ShardCorruptError(f"{self.name}: {path} has {size} bytes; its index says {stored.size}")
+            self._file = library.ParquetFile(path)
+        except ShardCorruptError:
+            raise
+        except Exception as error:
+            raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
+        footer = self._file.metadata
+        if footer.num_rows != shard.samples:
+            self.close()
+            raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows; its index says {shard.samples}")
+        rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+        self._begins: list[int] = [0, *itertools.accumulate(rows)]
+        self._kept: OrderedDict[int, tuple[int, list[tuple[str, Any]]]] = OrderedDict()
+        self._kept_bytes = 0
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: sample {index} of {len(self)}")
+        group = bisect.bisect_right(self._begins, index) - 1
+        row = index - self._begins[group]
+        kept = self._kept.get(group)
+        try:
+            if kept is None:
+                kept = self._read(group)
+            else:
+                self._kept.move_to_end(group)
+            return {name: column[row].as_py() for name, column in kept[1]}
+        except Exception as error:
+            if self._file.closed:
+                raise ValueError(f"{self.name} is closed") from None
+            raise ShardCorruptError(f"{self.name}: sample {index}, row group {group}: {error}") from error
+
+    def close(self) -> None:
+        self._kept = OrderedDict()
+        self._file.close()
+
+    def _read(self, group: int) -> tuple[int, list[tuple[str, Any]]]:
+        table = self._file.read_row_group(group)
+        if table.num_rows != self._begins[group + 1] - self._begins[group]:
+            raise ValueError(f"{table.num_rows} rows")
+        columns = [
+            (name, column.combine_chunks()) for name, column in zip(table.column_names, table.columns, strict=True)
+        ]
+        kept = self._kept[group] = table.nbytes, columns
+        self._kept_bytes += kept[0]
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= self._kept.popitem(last=False)[1][0]
+        return kept

@@ -1,0 +1,31 @@
+"""Files that are there whole or not at all, whenever the machine stops."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+__all__ = ["write_whole"]
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under another name in the same folder, on to the disk, and rename it.
+
+    The folder goes to the disk too, with whatever was written into it before.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

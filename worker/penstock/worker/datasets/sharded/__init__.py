@@ -1,0 +1,1 @@
+"""Sources that are read along, in logical shards; and the layers on top of them."""

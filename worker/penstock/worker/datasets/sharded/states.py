@@ -1,0 +1,266 @@
+"""Where a worker stands in a sharded source's order, as a state; and all workers' states as one, for any shape.
+
+Beside the integers of ordering/progress.py a state has the marks of the shards that the worker has to do with
+(readers.py), and what was found out on the way: of a finite source with unknown lengths which shards are over, of an
+endless one how the batches grew (grid.py). The integers alone say which samples have been dealt out; marks only save
+the reading of them again. So states are put together without care for who had which shard: of each the furthest mark
+that does not lie beyond the place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    StateCorruptError,
+    StateMismatchError,
+    StateVersionError,
+)
+from penstock.worker.datasets.ordering.dealing import Dealing
+from penstock.worker.datasets.ordering.permutation import Ints
+from penstock.worker.datasets.ordering.progress import Progress, Shape
+from penstock.worker.datasets.sharded.grid import Grid
+from penstock.worker.datasets.sharded.protocol import ShardedSource
+from penstock.worker.datasets.sharded.readers import Marks
+from penstock.worker.datasets.sharded.rounds import Rounds, Tail
+
+__all__ = ["Ground", "Standing", "check_order", "differences"]
+
+FORMAT = 1
+MOST = 1 << 62
+"""Of any number in a state."""
+WHAT = "a state of a ShardLoader that cannot be"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Of one worker, or of all of them together."""
+
+    progress: Progress
+    """`start` is a position in a finite source's epoch; of an endless one it counts batches from the beginning."""
+    marks: Marks = field(default_factory=Marks)
+    ended: Mapping[int, int] = field(default_factory=dict)
+    """Shard -> length, as far as it was found by reading."""
+    grid: Grid | None = None
+    """Of an endless source."""
+
+    def state(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Marks lie in columns, for a thousand of them are encoded in 60 us then, and one by one in 740."""
+        indices, tokens = self.marks.columns
+        more: dict[str, Any] = {
+            "shards": list(indices),
+            "indices": list(indices.values()),
+            "tokens": list(tokens.values()),
+        }
+        if self.grid is not None:
+            more["legs"] = self.grid.plain()
+        else:
+            more["ended"], more["lengths"] = list(self.ended), list(self.ended.values())
+        return {"format": FORMAT, **self.progress.plain(), "order": dict(order), **more}
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What of the order does not move."""
+
+    source: ShardedSource
+    partitions: int
+    tail: Tail
+
+    def rounds(self, epoch: int, ended: Mapping[int, int]) -> Rounds:
+        """With all lengths where the source says them, else with those that were found."""
+        lengths = self.source.lengths(epoch)
+        if lengths is not None and len(lengths) != self.source.num_shards:
+            raise DatasetError(f"the source has {self.source.num_shards} shards, and lengths of {len(lengths)}")
+        if lengths is not None and len(lengths) and min(lengths) < 0:
+            raise DatasetError(f"the source has a shard of {min(lengths)} samples in epoch {epoch}")
+        return Rounds(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
+
+    def begin(self, batch: int) -> Grid | None:
+        """The grid at an endless source's beginning."""
+        return Grid.begin(self.source.num_shards, self.partitions, batch) if self.source.endless else None
+
+    def read(self, state: Any) -> Standing:
+        """What a state says. Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such
+        state, a newer one, or damaged."""
+        _check_format(state)
+        try:
+            shape = Shape(**state["shape"])
+            progress = Progress(state["epoch"], state["start"], state["done"], shape, state["first"])
+            numbers = [progress.epoch, progress.start, progress.done, shape.boxes - 1, shape.workers - 1]
+            numbers += [shape.batch - 1, progress.first, shape.workers - 1 - progress.first]
+            marks = Marks(*(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "tokens")))
+            numbers += state["indices"]
+            if self.source.endless:
+                grid, ended = Grid.of(self.source.num_shards, self.partitions, state["legs"]), {}
+                if progress.start < grid.legs[-1].begun or shape.batch != grid.legs[-1].batch:
+                    raise ValueError(f"{progress} is not in its last leg")
+            else:
+                grid, ended = None, dict(zip(state["ended"], state["lengths"], strict=True))
+            numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*marks.indices, *ended))]
+            if any(type(number) is not int or not 0 <= number < MOST for number in (*numbers, *marks.indices, *ended)):
+                raise ValueError(f"{progress}, {ended}, marks at {state['indices']}"[:400])
+            length = None if grid is not None else self.rounds(progress.epoch, ended).length
+            if length is not None and progress.start > length:
+                raise ValueError(f"{progress} of {length} samples")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise StateCorruptError(f"{WHAT}: {error!r}") from error
+        return Standing(progress, marks, ended, grid)
+
+    def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state from those of all workers, in order of global_worker_id. Only the states know the shape."""
+        if not states:
+            raise InvalidArgumentError("aggregate_state_dict() of no states: it takes those of all workers")
+        places = [self.read(state) for state in states]
+        _check_same_order([{**state["order"], "shape": dict(state["shape"])} for state in states])
+        newest = max((place.progress for place in places), key=lambda progress: progress.epoch)
+        now = [place for place in places if place.progress.epoch == newest.epoch]
+        workers = newest.shape.workers
+        # Who is still at the end of the pass before has done nothing of this one.
+        dones = [place.progress.done if place in now else 0 for place in places]
+        batches = min(newest.turn(number % workers).batch(done) for number, done in enumerate(dones))
+        ended = {shard: length for place in now for shard, length in place.ended.items()}
+        whole = Standing(replace(newest, done=batches), Marks(), ended, now[0].grid)
+        whole = replace(whole, marks=self._furthest(whole, now))
+        others = {
+            str(number): place.state({})
+            for number, place in enumerate(places)
+            if place.progress != _own(whole.progress, number % workers)
+        }
+        return {**whole.state(states[0]["order"]), "workers": len(states), "others": others}
+
+    def part(self, state: Mapping[str, Any], number: int, workers: int, shape: Shape) -> tuple[Standing, bool]:
+        """Of worker `number` (global_worker_id) of `workers` in all, which have this shape. And whether the workers
+        are others, so that a pass of which nothing is left is to be passed over."""
+        whole = self.read(state)
+        progress = whole.progress
+        same = state.get("workers") == workers and progress.shape.workers == shape.workers
+        if same and progress.shape == shape:
+            other = _others(state).get(str(number))
+            if other is not None:
+                return self.read(other), False
+            return replace(whole, progress=_own(progress, number % shape.workers)), False
+        first = (progress.first + progress.done) % shape.workers if same else 0
+        return self.dealt_anew(whole, shape, first=first), not same
+
+    def dealt_anew(self, whole: Standing, shape: Shape, *, first: int) -> Standing:
+        """What is left, dealt out among workers of this shape; `first` of each box makes the first batch."""
+        start, grid = self._position(whole), whole.grid
+        if grid is not None:
+            grid = grid.changed(start, shape.batch)
+        return replace(whole, progress=Progress(whole.progress.epoch, start, 0, shape, first), grid=grid)
+
+    def _dealing(self, place: Standing) -> Dealing | None:
+        """Of a finite source, once its lengths are known."""
+        progress = place.progress
+        if place.grid is not None:
+            return None
+        length = self.rounds(progress.epoch, place.ended).length
+        if length is None:
+            return None
+        return Dealing(length, progress.start, progress.shape.batch, progress.shape.boxes, self.tail)
+
+    def _position(self, place: Standing) -> int:
+        """Where the next dealing begins."""
+        if place.grid is not None:
+            return place.progress.start + place.progress.done
+        if (dealing := self._dealing(place)) is not None:
+            return dealing.position(place.progress.done)
+        return place.progress.start + place.progress.done * place.progress.shape.batch
+
+    def _furthest(self, whole: Standing, places: Sequence[Standing]) -> Marks:
+        position = self._position(whole)
+        if whole.grid is not None:
+            counts: Ints = whole.grid.counts(position)
+        else:
+            counts = self.rounds(whole.progress.epoch, whole.ended).counts(position)
+        found = Marks()
+        for place in places:
+            for shard, index in place.marks.indices.items():
+                if found.indices.get(shard, -1) < index <= counts[shard]:
+                    found.put(shard, index, place.marks.tokens[shard])
+        return found
+
+
+def _check_same_order(orders: Sequence[Mapping[str, Any]]) -> None:
+    """Raises StateMismatchError if the workers do not all deal out the same order: what they took for the same list
+    was another one in some process. Samples have been lost and repeated then."""
+    for number, order in enumerate(orders):
+        if order != orders[0] and (found := differences(orders[0], order)):
+            raise StateMismatchError(
+                f"worker {number} makes batches of another order than worker 0, so samples were lost and repeated: of "
+                f"worker 0 and then of worker {number}, {', '.join(found.values())}. Make the same source in each, say "
+                "from a sorted list of files"
+            )
+
+
+def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
+    """Raises StateMismatchError if the state is a place in another order. Without `strict` it is a warning where shards
+    and rows are laid out alike, so that a place in the one is one in the other. And what `Ground.read` raises for what
+    is no state at all."""
+    _check_format(state)
+    found = differences(state["order"], order)
+    if not found:
+        return
+    message = f"the state was saved with another order of samples: {', '.join(found.values())}"
+    fixed = [name for name in ("shards", "partitions", "endless") if name in found]
+    if strict:
+        raise StateMismatchError(f"{message}. Use what it was saved with, or load it with strict=False to go on anyway")
+    if fixed:
+        raise StateMismatchError(f"{message}. With other {' and '.join(fixed)} a place means nothing, strict or not")
+    warnings.warn(f"{message}; samples may be missing or repeated in this epoch", UserWarning, stacklevel=4)
+
+
+def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
+    """What differs between two values of JSON: dotted path -> "path was ... and is ..."."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        found: dict[str, str] = {}
+        for name in {**was, **now}:
+            there = f"{path}.{name}" if path else str(name)
+            if name not in now:
+                found[there] = f"{there} was {was[name]!r:.200} and is not there"
+            elif name not in was:
+                found[there] = f"{there} was not there and is {now[name]!r:.200}"
+            else:
+                found.update(differences(was[name], now[name], there))
+        return found
+    if _is_list(was) and _is_list(now) and len(was) == len(now):
+        pairs = enumerate(zip(was, now, strict=True))
+        return {where: text for at, pair in pairs for where, text in differences(*pair, f"{path}[{at}]").items()}
+    if _is_list(was) and _is_list(now):
+        was, now = list(was), list(now)
+    return {} if was == now else {path: f"{path} was {was!r:.200} and is {now!r:.200}"}
+
+
+def _is_list(value: Any) -> bool:
+    """A tuple comes back from JSON as a list."""
+    return isinstance(value, list | tuple)
+
+
+def _check_format(state: Any) -> None:
+    if not isinstance(state, Mapping) or "format" not in state or "order" not in state or "shards" not in state:
+        raise StateMismatchError(f"a state of another loader: {str(state)[:200]}; expected one of a ShardLoader")
+    if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
+        raise StateCorruptError(f"{WHAT}: {str(state)[:200]}")
+    if state["format"] > FORMAT:
+        raise StateVersionError(
+            f"the loader's state has format {state['format']}, written by a newer Penstock; this one reads formats up "
+            f"to {FORMAT}. Upgrade Penstock here"
+        )
+
+
+def _others(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    others = state.get("others")
+    if not isinstance(others, Mapping):
+        raise StateCorruptError(f"{WHAT}: others is {others!r:.200}")
+    return others
+
+
+def _own(whole: Progress, number: int) -> Progress:
+    """The place of a box's worker, where the box has had `whole.done` batches."""
+    return replace(whole, done=whole.turn(number).done(whole.done))

@@ -1,0 +1,338 @@
+"""A dataset's folder, wherever it lies: this machine, a web server, an object store, or whatever else fsspec reaches.
+
+A failure that may pass is tried again, later each time; one that will not pass is said at once. Every transfer has a
+deadline, and another for making no progress: a server that sends a byte now and then is as good as silent.
+
+fsspec's shared event loop does not survive a fork, and closes its connections when it likes. So a place has an event
+loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; what it
+has inherited it never touches, for its sockets are the parent's. (Nor does it ever free that: the frame of the loop's
+thread, which no child has, refers to it.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import io
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
+
+import fsspec
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.worker.datasets.storage.transfer import (
+    Broken,
+    Changed,
+    Landing,
+    Progress,
+    by_pieces,
+    judge,
+    over_http,
+    scrubbed,
+)
+
+__all__ = ["Place", "joined"]
+
+LARGEST_READ = 1 << 30
+"""Bytes that `read` takes into memory: an index of some million shards."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+SLOWEST = 1 << 16
+"""Bytes that must come in each `stall_s`, or the transfer is broken off and gone on with."""
+_SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
+"""Options of fsspec's filesystems that say which server a URL means."""
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
+
+
+def joined(url: str, name: str) -> str:
+    """The address of what has this name below a folder's. On the web a name may hold what means something in an
+    address, and a query stays at the end."""
+    if not url.startswith(("http://", "https://")):
+        return f"{url.rstrip('/')}/{name}"
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{quote(name)}"))
+
+
+class _Loop:
+    """An event loop in a thread of its own, and the filesystem that lives in it."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._session: Any = None
+        self._thread = threading.Thread(target=self._run, name="penstock-place", daemon=True)
+        self._thread.start()
+        self.opening = self.call(self._open(url, options))
+        """Of (filesystem, the folder's path in it)."""
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    async def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
+        if hasattr(fs, "set_session"):
+            self._session = await fs.set_session()
+        return fs, root
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """The thread ends, and with it all that moves. In a forked child: nothing."""
+        if self.pid != os.getpid() or self.loop.is_closed():
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+            self.call(self._end())
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        await asyncio.sleep(0)  # the transports' last callbacks
+        self.loop.stop()
+
+
+class Place:
+    """A folder anywhere. Safe for threads; opened by each process when it first needs it."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        tries: int = 5,
+        stall_s: float = 30.0,
+    ) -> None:
+        """`storage_options` go to fsspec's filesystem. `tries`: failures in a row, without a new byte, that end a
+        transfer. `stall_s`: seconds that count as no progress."""
+        if tries < 1 or stall_s <= 0:
+            raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, not {tries} and {stall_s}")
+        self._url = os.fspath(url)
+        self._options = dict(storage_options or {})
+        self._tries = tries
+        self._stall_s = stall_s
+        self._protocol = self._url.split("://")[0].split("::")[0] if "://" in self._url else "file"
+        self.local: Path | None = None
+        """The folder, if it is one of this machine's."""
+        try:
+            kind = fsspec.get_filesystem_class(self._protocol)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{self.url}: nothing is known of {self._protocol}://") from error
+        except ImportError as error:
+            extra = _EXTRAS.get(self._protocol)
+            remedy = f"install penstock[{extra}]" if extra else str(error)
+            raise DatasetError(f"{self.url} needs a package that is not installed: {remedy}") from error
+        if self._protocol in ("file", "local"):
+            self.local = Path(kind._strip_protocol(self._url)).absolute()
+        self._is_http = self._protocol in ("http", "https")
+        if self._is_http:
+            # A file is wanted as it lies there: a server that takes .gz for an encoding would have it inflated.
+            self._options["client_kwargs"] = {"auto_decompress": False} | self._options.get("client_kwargs", {})
+        self._asynchronous = kind.async_impl and "::" not in self._url
+        self._reset()
+        _places.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()  # a dataset may be collected, and close its places, anywhere
+        self._loop: _Loop | None = None
+        self._fs: tuple[Any, str] | None = None
+        self._closed = threading.Event()
+        self._moving: set[concurrent.futures.Future[Any]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self._url, "options": self._options, "tries": self._tries, "stall_s": self._stall_s}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Place.__init__(self, state["url"], state["options"], tries=state["tries"], stall_s=state["stall_s"])
+
+    @property
+    def url(self) -> str:
+        """For messages: without credentials and query."""
+        return scrubbed(self._url)
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other places: buckets of two servers may have one URL."""
+        options = {**self._options, **self._options.get("client_kwargs", {})}
+        server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
+        return " ".join([self.url, *(["at", *server] if server else [])])
+
+    def url_of(self, name: str) -> str:
+        """For messages: a file's address."""
+        return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
+
+    def read(self, name: str, *, expected_size: int | None = None, deadline_s: float) -> bytes:
+        """A small file. Raises ShardUnavailableError, or ShardCorruptError if its size is another."""
+        if self.local:
+            try:
+                return (self.local / name).read_bytes()
+            except OSError as error:
+                raise ShardUnavailableError(f"{self.url_of(name)}: {error.strerror}") from error
+        buffer = io.BytesIO()
+        self._fetch(name, buffer, expected_size, deadline_s)
+        return buffer.getvalue()
+
+    def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
+        """A file of any size into a file of the caller's. Raises as `read` does, also if the disk is full."""
+        with open(to, "wb", buffering=0) as file:
+            self._fetch(name, file, expected_size, deadline_s)
+            file.truncate(expected_size)
+
+    def has(self, name: str, size: int, *, deadline_s: float) -> bool:
+        """Whether it can be fetched from here, as far as the place says so."""
+        if self.local:
+            return (self.local / name).is_file() and (self.local / name).stat().st_size == size
+        try:
+            until = time.monotonic() + deadline_s
+            told = self._call(until, "info", self._path_of(name, until))
+        except PenstockError:
+            raise
+        except Exception:
+            return False
+        return bool(told.get("size") == size)
+
+    def close(self) -> None:
+        """What moves ends with an error; within a second for places with connections of ours."""
+        self._closed.set()
+        with self._lock:
+            moving, loop, self._loop = tuple(self._moving), self._loop, None
+        for future in moving:
+            future.cancel()
+        if loop:
+            loop.close()
+
+    def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> None:
+        until = time.monotonic() + deadline_s
+        progress = Progress(expected)
+        source = self.url_of(name)
+        failures = 0
+        while True:
+            landing = Landing(file, progress.at, LARGEST_READ if expected is None else expected, source)
+            try:
+                if self._closed.is_set():
+                    raise ShardUnavailableError(f"{source} is not fetched any more: its cache was closed")
+                self._try(name, landing, progress, until, source)
+                if expected is not None and landing.at != expected:
+                    raise Broken(f"ended after {landing.at} of {expected} bytes")
+                return
+            except PenstockError:
+                raise
+            except Exception as error:
+                verdict = judge(error)
+                changed = isinstance(error, Changed)
+            finally:
+                landing.abandon()
+            failures = failures + 1 if landing.at <= progress.at or changed else 1
+            progress.at = landing.at
+            if changed:
+                progress.begin_again()
+            tries = "1 try" if failures == 1 else f"{failures} tries"
+            if verdict.final or failures >= self._tries:
+                # No cause is chained: its text may hold what is left out of ours.
+                raise ShardUnavailableError(f"{source} could not be fetched after {tries}: {verdict.reason}") from None
+            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+            pause = max(pause, verdict.again_after_s)
+            if time.monotonic() + pause >= until:
+                raise ShardUnavailableError(
+                    f"{source} could not be fetched within {deadline_s:.3g} s, {tries}: {verdict.reason}"
+                ) from None
+            self._closed.wait(pause)
+
+    def _try(self, name: str, landing: Landing, progress: Progress, until: float, source: str) -> None:
+        path = self._path_of(name, until)
+        if not self._is_http:
+            by_pieces(lambda *args, **kwargs: self._call(until, *args, **kwargs), path, landing, progress, source)
+            return
+        loop, fs, _ = self._opened(until)
+        self._run(loop, over_http(fs, path, landing, progress, source), until, landing)
+
+    def _path_of(self, name: str, until: float) -> str:
+        root = self._opened(until)[2] if self._asynchronous else self._plain()[1]
+        return joined(root, name)
+
+    def _call(self, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the filesystem, in its loop if it has one; there `_name` is the coroutine of `name`."""
+        if not self._asynchronous:
+            if self._closed.is_set() or time.monotonic() > until:
+                raise TimeoutError("no time is left")
+            return getattr(self._plain()[0], method)(*args, **kwargs)
+        loop, fs, _ = self._opened(until)
+        return self._run(loop, getattr(fs, f"_{method}")(*args, **kwargs), until, None)
+
+    def _run(self, loop: _Loop, work: Coroutine[Any, Any, Any], until: float, landing: Landing | None) -> Any:
+        """Wait for it, but no longer than it makes progress."""
+        with self._lock:
+            if self._closed.is_set():
+                work.close()
+                raise Broken("was closed")
+            future = loop.call(work)
+            self._moving.add(future)
+        try:
+            while True:
+                before = landing.at if landing else 0
+                concurrent.futures.wait((future,), min(self._stall_s, max(0.0, until - time.monotonic())))
+                if future.cancelled():
+                    raise Broken("was closed")
+                if future.done():
+                    return future.result()
+                if time.monotonic() >= until:
+                    raise Broken("time ran out")
+                if not landing or landing.at - before < SLOWEST:
+                    came = f"{landing.at - before} bytes" if landing else "nothing"
+                    raise Broken(f"{came} came in {self._stall_s:g} s")
+        finally:
+            future.cancel()
+            with self._lock:
+                self._moving.discard(future)
+
+    def _plain(self) -> tuple[Any, str]:
+        """A filesystem without an event loop, of this process."""
+        with self._lock:
+            if self._fs is None:
+                self._fs = fsspec.core.url_to_fs(self._url, skip_instance_cache=True, **self._options)
+            return self._fs
+
+    def _opened(self, until: float) -> tuple[_Loop, Any, str]:
+        """The event loop of this process, the filesystem that lives in it, and the folder's path there."""
+        with self._lock:
+            if self._closed.is_set():
+                raise Broken("was closed")
+            if self._loop is None:
+                self._loop = _Loop(self._url, self._options)
+                weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
+            loop = self._loop
+        concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
+        if not loop.opening.done() or loop.opening.cancelled():
+            raise Broken("was not opened in time, or closed")
+        if loop.opening.exception():
+            with self._lock:
+                self._loop = None if self._loop is loop else self._loop
+            loop.close()
+        fs, root = loop.opening.result()
+        return loop, fs, root
+
+
+_places: weakref.WeakSet[Place] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for place in list(_places):
+        place._reset()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,247 @@
+"""One try at getting a file's bytes through fsspec, and what a failure of it means.
+
+HTTP is read as one stream, each answer looked at before its body: a broken stream is gone on with at its byte, if the
+server says by its validator (ETag or Last-Modified) that the file is still the same one. Everything else that fsspec
+reaches (object stores, memory, SFTP) is read in pieces by `cat_file`, and what the place tells of the file is compared
+before and after: a file that changed under way is begun again, never mixed.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import errno
+import io
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.proto.errors import PenstockError, ShardCorruptError, ShardUnavailableError
+
+__all__ = [
+    "PIECE",
+    "Broken",
+    "Changed",
+    "Landing",
+    "Progress",
+    "Verdict",
+    "by_pieces",
+    "judge",
+    "over_http",
+    "scrubbed",
+]
+
+PIECE = 4 << 20
+"""Bytes asked of an object store at a time: large beside a request's latency, small beside what a slow line brings
+before it counts as stalled."""
+_PASSING = frozenset((408, 425, 429))
+"""The statuses below 500 that a later try may not meet."""
+_HOPELESS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ValueError,  # an address that is none, a certificate that is not trusted
+    TypeError,
+    LookupError,
+    ImportError,
+    NotImplementedError,
+)
+_ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
+
+
+class Broken(Exception):
+    """The transfer ended before its end; it may be gone on with."""
+
+
+class Changed(Exception):
+    """The file is not the one that the transfer began with."""
+
+
+def scrubbed(text: str) -> str:
+    """Without credentials, query strings and fragments in addresses."""
+    return _ADDRESS.sub(r"\1\2", text)
+
+
+class Landing(io.RawIOBase):
+    """Where the bytes of one try land: a file, from a position on, and never more than `limit`.
+
+    Written by the event loop's thread and abandoned by another's: after `abandon` nothing is written any more.
+    """
+
+    def __init__(self, file: io.FileIO | io.BytesIO, at: int, limit: int, source: str) -> None:
+        super().__init__()
+        self._file = file
+        self._limit = limit
+        self._source = source
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self.at = at
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        with self._lock:
+            if self._abandoned:
+                raise Broken("was given up")
+            if self.at + len(data) > self._limit:
+                raise ShardCorruptError(f"{self._source} has more than the {self._limit} bytes that it should have")
+            view = memoryview(data)
+            while view:
+                try:
+                    self._file.seek(self.at)
+                    written = self._file.write(view)
+                except OSError as error:
+                    raise unwritable(error, self._file, self._limit, self._source) from error
+                self.at += written
+                view = view[written:]
+            return len(data)
+
+    def rewind(self) -> None:
+        """The bytes come from the first on."""
+        with self._lock:
+            self.at = 0
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._abandoned = True
+
+
+def unwritable(error: OSError, file: io.FileIO | io.BytesIO, needed: int, source: str) -> ShardUnavailableError:
+    """The error for bytes that this machine's disk does not take."""
+    name = str(getattr(file, "name", ""))
+    text = f"{source} could not be written to {name}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        disk = os.statvfs(os.path.dirname(name))
+        text += f"; it needs {needed} bytes, {disk.f_bavail * disk.f_frsize} are free: make room, or set a cache limit"
+    return ShardUnavailableError(text)
+
+
+@dataclass
+class Progress:
+    """What is known of a file that is being fetched, from one try to the next."""
+
+    expected: int | None
+    """Bytes, by the index."""
+    at: int = 0
+    """Bytes that have landed."""
+    validator: str = ""
+    """HTTP: what the server calls this version of the file; "" if it has no name that may be relied on."""
+    told: Any = None
+    """Other places: what they told of the file."""
+
+    def begin_again(self) -> None:
+        self.at, self.validator, self.told = 0, "", None
+
+    def check_size(self, size: int, source: str) -> None:
+        if self.expected is not None and size != self.expected:
+            raise ShardCorruptError(
+                f"{source} has {size} bytes, its index says {self.expected}: has it changed since then?"
+            )
+
+
+async def over_http(fs: Any, url: str, landing: Landing, progress: Progress, source: str) -> None:
+    """As one stream, from `progress.at` on if the file can be shown to be the same."""
+    import aiohttp  # here, for it comes with an extra
+
+    headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    if not progress.validator:
+        landing.rewind()
+    elif landing.at:
+        headers |= {"Range": f"bytes={landing.at}-", "If-Range": progress.validator}
+
+    async def look(response: aiohttp.ClientResponse) -> None:
+        if response.status == 416:
+            raise Changed("has become shorter while it was read")
+        if response.status >= 400:
+            response.raise_for_status()
+        validator = _validator(response.headers)
+        if response.status == 206 and landing.at:
+            found = re.match(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
+            if not found or int(found[1]) != landing.at or (validator and validator != progress.validator):
+                raise Changed("was changed while it was read")
+        else:
+            landing.rewind()
+            progress.validator = validator
+        if response.content_length is not None:
+            progress.check_size(landing.at + response.content_length, source)
+
+    timeout = aiohttp.ClientTimeout(total=None)  # whoever waits for this looks at its progress
+    await fs._get_file(url, landing, headers=headers, raise_for_status=look, timeout=timeout)
+
+
+def _validator(headers: Any) -> str:
+    """Only what changes whenever a byte does: no weak ETag."""
+    tag = str(headers.get("ETag", ""))
+    if tag:
+        return "" if tag.startswith("W/") else tag
+    return str(headers.get("Last-Modified", ""))
+
+
+def by_pieces(call: Callable[..., Any], path: str, landing: Landing, progress: Progress, source: str) -> None:
+    """By ranges; `call` is the filesystem's method of a name, with a deadline for each call."""
+    size = progress.expected
+    if size is not None and size <= PIECE and not landing.at:
+        # One request, for one byte more than there should be.
+        data = call("cat_file", path, start=0, end=size + 1)
+        progress.check_size(len(data) if len(data) <= size else call("info", path)["size"], source)
+        landing.write(data)
+        return
+    if progress.told is None:
+        landing.rewind()
+        progress.told = call("info", path)
+    size = progress.told["size"]
+    if size is None:
+        landing.write(call("cat_file", path))
+        return
+    progress.check_size(size, source)
+    while landing.at < size:
+        end = min(size, landing.at + PIECE)
+        data = call("cat_file", path, start=landing.at, end=end)
+        if len(data) != end - landing.at:
+            raise Broken(f"{len(data)} bytes came where {end - landing.at} were asked for")
+        landing.write(data)
+    if call("info", path) != progress.told:
+        raise Changed("was changed while it was read")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a failure means."""
+
+    reason: str
+    final: bool
+    again_after_s: float = 0.0
+    """What the server asks for."""
+
+
+def judge(error: Exception) -> Verdict:
+    status = getattr(error, "status", None)
+    if isinstance(status, int) and status >= 400:  # aiohttp's, without being imported here
+        reason = f"HTTP {status} {getattr(error, 'message', '')}".rstrip()
+        final = status < 500 and status not in _PASSING
+        return Verdict(reason, final, _retry_after(getattr(error, "headers", None) or {}))
+    if isinstance(error, FileNotFoundError):
+        return Verdict("there is no such file", final=True)
+    if isinstance(error, PermissionError):
+        return Verdict(f"access is denied ({scrubbed(str(error))})", final=True)
+    text = f"{type(error).__name__}: {scrubbed(str(error))}" if str(error) else type(error).__name__
+    if isinstance(error, Broken | Changed):
+        text = str(error)
+    hopeless = isinstance(error, _HOPELESS) or type(error).__name__ == "NoCredentialsError"
+    return Verdict(text, final=hopeless or isinstance(error, PenstockError))
+
+
+def _retry_after(headers: Any) -> float:
+    """Seconds, from a number or a date; 0 if it is neither."""
+    text = str(headers.get("Retry-After", "")).strip()
+    if text.isdecimal():
+        return float(text)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return 0.0

@@ -1,0 +1,177 @@
+"""Batches of a streaming dataset in its one order, with a position that can be saved and moved to any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+import numpy as np
+
+from penstock.proto.errors import InvalidArgumentError
+from penstock.worker.building import collate
+from penstock.worker.datasets.collating import checked_collate
+from penstock.worker.datasets.here import Here, global_batch, whole
+from penstock.worker.datasets.ordering.course import Course, Plan, Walk
+from penstock.worker.datasets.ordering.dealing import Tail
+from penstock.worker.datasets.ordering.order import Interleave, Order
+from penstock.worker.datasets.ordering.permutation import Ints
+from penstock.worker.datasets.ordering.skips import ranges_of
+from penstock.worker.datasets.positions import PositionLoader, check_settings
+from penstock.worker.datasets.streaming import StreamingDataset
+
+__all__ = ["StreamingLoader"]
+
+BLOCK = 1 << 18
+"""Samples that are shuffled with each other, unless the user says otherwise."""
+LOOKED_AT = 1 << 14
+"""Positions, of all those ahead, by which the shards that are needed next are found."""
+
+
+class StreamingLoader(PositionLoader):
+    """Batches of a StreamingDataset, in an order that does not depend on who makes them.
+
+    Inside an input_fn it makes this worker's share, and follows RestartableDataLoader: it resumes on any number of
+    boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
+    processes share the batches, and the order is the same again; `set_epoch` and `state_after` are for that, since the
+    counting is done in the copies that the worker processes have. By itself it yields all batches of this rank (RANK
+    and WORLD_SIZE, if they are set).
+
+    A pass is an epoch, or what is left of it behind a loaded state.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        shuffle_block: int | None = BLOCK,
+        partitions: int = 1,
+        interleave: Interleave = "shards",
+        epoch_size: int | None = None,
+        tail: Tail = "emit",
+        skip: Iterable[range] = (),
+        predownload: int | None = None,
+        keys: str | None = None,
+        rank: tuple[int, int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] = collate,
+    ) -> None:
+        """
+        Args:
+            batch_size: rows of a box's batch; the global batch grows with the number of boxes.
+            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share them as evenly as
+                can be, and no box goes without.
+            seed: of the shuffle; None takes the run's (0 outside a worker).
+            shuffle_block: samples that are shuffled with each other, about: whole shards whose sizes add up to it. The
+                shards of a block are needed at the same time. None shuffles all with all.
+            partitions: parts of the data that batches are drawn from in turn, row by row. A box reads only its own
+                parts' shards where the number of boxes divides it; so choose the largest number of boxes.
+            interleave: how streams are mixed: "shards" shuffles the shards of all together, "samples" keeps the share
+                of each stream at every prefix, "batches" makes each global batch from one stream.
+            epoch_size: samples of an epoch, of which each stream has its proportion; None: as many as there are.
+            tail: of a last batch that is not full: "emit" it, "pad" it with samples of the epoch's beginning, "drop"
+                it, or "carry" its samples into the next epoch's first batch.
+            skip: ranges of sample numbers that are left out, counted over all epochs (epoch * samples of an epoch +
+                position). The rest comes in the same order as with them. On a resume more may be left out ahead.
+            predownload: samples ahead whose shards are fetched; None: two shuffle blocks.
+            keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
+                that is no dict becomes {"batch": it, keys: ...}.
+            rank: (this one, how many) data-parallel ranks share each global batch; None: the worker's box among all
+                boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as with tensor parallelism, give the same.
+            collate_fn: list of samples -> batch.
+
+        Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
+        """
+        batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
+        partitions, epoch_size = whole("partitions", partitions), whole("epoch_size", epoch_size)
+        shuffle_block, predownload = whole("shuffle_block", shuffle_block), whole("predownload", predownload)
+        seed, skip = whole("seed", seed), list(skip)
+        here = Here.now(rank)
+        batch = global_batch(batch_size, global_batch_size, here.boxes)
+        check_settings(
+            tail, partitions=partitions, shuffle_block=shuffle_block, epoch_size=epoch_size, predownload=predownload
+        )
+        if interleave not in get_args(Interleave):
+            raise InvalidArgumentError(f"interleave={interleave!r}: it is one of {', '.join(get_args(Interleave))}")
+        seed = here.seed if seed is None else seed
+        shares = dataset.shares(epoch_size)
+        if interleave == "batches":
+            _check_batches(batch, partitions, tail, sum(shares), skip)
+        order = Order(
+            dataset.sizes,
+            shares,
+            seed=seed,
+            shuffle=shuffle,
+            block=shuffle_block,
+            partitions=partitions,
+            interleave=interleave,
+            batch=batch,
+        )
+        mixed = len(shares) > 1
+        described: dict[str, Any] = {
+            "data": dataset.fingerprint,
+            "samples": shares,
+            "seed": seed if shuffle else None,
+            "shuffle_block": (shuffle_block or "all") if shuffle else None,
+            "partitions": partitions,
+            "interleave": interleave if mixed else None,
+            "batch": batch if mixed and interleave == "batches" else None,
+            "tail": tail,
+        }
+        self.dataset, self._shards, self._collate = dataset, order, checked_collate(collate_fn)
+        self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
+        self._looked: tuple[Course | None, int] = None, 0
+        """From where was last looked ahead."""
+        super().__init__(dataset.name, order, described, here=here, batch=batch, tail=tail, skip=skip, keys=keys)
+
+    def _read(self, plan: Plan) -> list[Any]:
+        return self.dataset.get_many(plan.ids)
+
+    def _made(self, plan: Plan) -> Any:
+        return self._collate(self.dataset.get_many(plan.ids))
+
+    def _planned(self, walk: Walk, plans: list[Plan]) -> None:
+        """Have the shards fetched that this process needs for the next samples, then those that the box needs for the
+        positions behind, in the next epoch too."""
+        course, position = walk.course, int(plans[0].positions[0])
+        looked, at = self._looked
+        if looked is course and position - at < self._ahead // 4:
+            return
+        self._looked = course, position
+        order, lead, length = self._shards, self._ahead, len(self._shards)
+        needed = [np.searchsorted(order.starts, np.concatenate([plan.ids for plan in plans]), side="right") - 1]
+        needed.append(order.shards(course.epoch, self._near(course, position, lead)))
+        if position + lead > length:
+            epoch, start = course.following()
+            following = self._epochs.course(epoch, start, self._batch, course.boxes)
+            needed.append(order.shards(epoch, self._near(following, 0, position + lead - length)))
+        shards = np.concatenate(needed)
+        _, first = np.unique(shards, return_index=True)
+        self.dataset.fetch_ahead(shards[np.sort(first)])
+
+    def _near(self, course: Course, position: int, count: int) -> Ints:
+        """This box's positions behind one; of many, runs that each touch all partitions, evenly spread."""
+        run = max(self._shards.partitions, self._here.boxes)
+        return course.near(self._here.box, position, count, run=run, runs=max(1, LOOKED_AT // run))
+
+
+def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
+    """Whether each global batch can be from one stream."""
+    if batch % partitions:
+        raise InvalidArgumentError(
+            f"interleave='batches' with global batches of {batch} rows and partitions={partitions}: a batch must "
+            "take as many rows from each partition"
+        )
+    if tail == "carry":
+        raise InvalidArgumentError(
+            "interleave='batches' with tail='carry': what is carried would shift all batches, and each would have two "
+            "streams; use another tail"
+        )
+    for number in (number for piece in ranges_of(skip) for number in piece):
+        if number % length % batch:
+            raise InvalidArgumentError(
+                f"interleave='batches' with skip up to or from sample {number}: batches of {batch} begin anew in each "
+                f"epoch of {length} samples, and only whole ones can be left out"
+            )
