@@ -253,7 +253,7 @@ def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: 
             sys.exit()
         sys.exit(os.waitpid(child, 0)[1])
     """
-    command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(program)]
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         wait_until(lambda: server.requests[shards[1 if ahead else 0].name] > 0)
