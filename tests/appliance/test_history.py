@@ -36,19 +36,11 @@ def told(world: World) -> pb.History:
     return track.message()
 
 
-def leave(box: FakeBox, epoch: int) -> None:
-    """The loop leaves its pass by a break, and reports."""
-    assert box.position is not None
-    box.cuts[epoch] = box.position.step
-    box.position.cut()
-    box.report()
-
-
 def test_the_books_tell_where_the_box_was_and_what_it_left(state: StateDir) -> None:
     world = World(directory=state)
     box = world.open(attempt_key="secret")
     box.deliver(5)
-    leave(box, 0)
+    box.leave()
     box.deliver(3)
     slot = world.registry.books.slot(SlotKey("job/0", 1, 0, 1))
     assert slot is not None
@@ -67,7 +59,7 @@ def test_an_attempt_that_is_over_is_remembered_with_all_that_it_was(state: State
     world = World(directory=state)
     box = world.open()
     box.deliver(5)
-    leave(box, 0)
+    box.leave()
     box.deliver(4)
     world.open(client_id="next", has_seed=True, seed=4242)  # supersedes it
     (first,) = past(state.path / "journal.db", "job/0", 0)
@@ -84,13 +76,12 @@ def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
     world = World(directory=state)
     box = world.open()
     box.deliver(5)
-    leave(box, 0)
+    box.leave()
     box.deliver(4)
     stale = {"run": "job/0", "attempt": 0, "box": 0, "epoch": 7, "step": 3}
     world.journal.put("cuts", stale)  # of an attempt that a release ended which does not know them
     world.journal.commit()
-    world.journal.close()
-    world.boot(state)
+    world.restart()
     restored = world.registry.books.runs["job/0"].current
     assert restored is not None
     assert restored.boxes[0].cuts == {0: 5}
@@ -122,8 +113,7 @@ def test_the_flight_record_of_a_box_outlives_the_coordinator(state: StateDir, cl
         world.registry.books.save_track(attempt, attempt.boxes[0])  # as the coordinator does when it is told to stop
     world.journal.commit()
     for _ in range(2):
-        world.journal.close()
-        world.boot(state)
+        world.restart()
         history = told(world)
         assert [(at.step, at.HasField("chain")) for at in history.known] == [(0, True), (5, True), (9, True)]
         assert history.settled == closed
@@ -179,7 +169,7 @@ def test_what_is_forgotten_is_gone(state: StateDir) -> None:
     for number in range(5):
         box = world.open(client_id=f"client-{number}", box=0)
         box.deliver(2)
-        leave(box, 0)
+        box.leave()
     found = past(state.path / "journal.db", "job/0", 0)
     assert [history.attempt for history in found] == [3, 4]
     box.close(forget=True)

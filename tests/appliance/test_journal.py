@@ -25,10 +25,9 @@ def header(key: SlotKey, total: int, epoch: int, generation: int) -> pb.Snapshot
     return pb.SnapshotHeader(**key._asdict(), total=total, epoch=epoch, generation=generation, delivered=3, step=7)
 
 
-def restarted(world: World, directory: StateDir) -> None:
-    world.journal.close()
+def restarted(world: World) -> None:
     world.now += 1  # its clock goes on; what lease was left is not counted
-    world.boot(directory)
+    world.restart()
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_after_a_restart_everybody_goes_on_where_he_was(state: StateDir) -> None
     worker.ready()
     keys = [worker.of(slot).lane_key for slot in (0, 1)]
     view, boots = box.watch(), world.journal.boots
-    restarted(world, state)
+    restarted(world)
     assert box.watch().version > view.version  # so that no long poll takes the new views for the old
     assert world.journal.boots == boots + 1
     assert worker.beat().register_again
@@ -67,7 +66,7 @@ def test_after_a_restart_everybody_goes_on_where_he_was(state: StateDir) -> None
 
 def test_a_worker_that_does_not_come_back_loses_its_slots_after_a_full_lease(state: StateDir) -> None:
     world, box, _ = running(state)
-    restarted(world, state)
+    restarted(world)
     other = world.worker("other")
     world.run_for(2.75, [box, other])
     assert list(other.beat().assignments) == []
@@ -77,20 +76,20 @@ def test_a_worker_that_does_not_come_back_loses_its_slots_after_a_full_lease(sta
 
 def test_a_worker_that_comes_back_as_another_process_has_lost_them_too(state: StateDir) -> None:
     world, _, _ = running(state)
-    restarted(world, state)
+    restarted(world)
     new = world.worker("w", session="w-2")
     assert {a.generation for a in new.beat().assignments} == {2}
 
 
 def test_a_client_has_a_full_lease_too(state: StateDir) -> None:
     world, box, worker = running(state)
-    restarted(world, state)
+    restarted(world)
     worker.register()
     world.run_for(9.5, [worker])
     assert len(worker.beat().assignments) == 2
     world.run_for(1, [worker])
     assert list(worker.beat().assignments) == []
-    restarted(world, state)
+    restarted(world)
     worker.register()
     assert list(worker.beat().assignments) == []  # that it was gone is in the journal
     box.watch()
@@ -101,7 +100,7 @@ def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(
     world, old, worker = running(state)
     worker.lose(worker.of(0))
     new = world.open(client_id="new")
-    restarted(world, state)
+    restarted(world)
     with pytest.raises(
         SupersededError, match="was superseded by attempt 2, opened by box 0, client new on host host-a"
     ):
@@ -111,7 +110,7 @@ def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(
     worker.register()
     assert {(a.attempt, a.generation) for a in worker.beat().assignments} == {(2, 3)}
     new.close()
-    restarted(world, state)
+    restarted(world)
     assert world.open(client_id="third").reply.attempt == 3
 
 
@@ -120,7 +119,7 @@ def test_an_error_that_was_final_stays_final(state: StateDir) -> None:
     report = worker.tell(worker.of(0), pb.FAILED)
     report.error.name, report.error.message = "InputFnError", "boom"
     worker.beat(report)
-    restarted(world, state)
+    restarted(world)
     worker.register()
     slot = box.watch().slots[0]
     assert (slot.phase, slot.error.message, bool(slot.ticket)) == (pb.FAILED, "boom", True)
@@ -131,7 +130,7 @@ def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
     for number in range(20):
         world.open(client_id=f"c{number}")
     assert len(world.journal.rows("attempts")) == world.limits.past_attempts + 1
-    restarted(world, state)
+    restarted(world)
     assert sorted(world.registry.books.runs["job/0"].past) == list(range(4, 20))
 
 
@@ -169,7 +168,7 @@ def test_what_cannot_be_written_is_not_acknowledged_and_is_tried_again(state: St
     world.journal._db.execute("PRAGMA max_page_count=1000000")
     box.watch()
     assert world.open(**fields).reply.attempt == 1  # type: ignore[arg-type]
-    restarted(world, state)
+    restarted(world)
     assert len(world.registry.books.runs) == 2
 
 

@@ -146,8 +146,7 @@ def test_after_a_restart_leases_are_as_long_as_they_were_promised(tmp_path: Path
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     box = world.open(num_workers_per_box=1)  # the journal will know of one worker only
     holder = next(worker for worker in workers if worker.beat().assignments)
-    world.journal.close()
-    world.boot(directory)
+    world.restart()
     world.run_for(29, [box])
     assert holder.name in world.registry.books.workers
     world.run_for(10, [box])

@@ -92,8 +92,7 @@ def test_the_journal_remembers_and_the_next_attempt_starts_without(tmp_path: Pat
     worker, box = opened(world, skip=True)
     for _ in range(4):
         dies(worker, 5, count=2)  # two were left out by the state that this attempt started from
-    world.journal.close()
-    world.boot(directory)
+    world.restart()
     worker.register()
     assert skips(worker) == [(0, 5, 3)]
     assert box.watch().slots[0].skipped == 1

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
-
 import pytest
-from queries import ask, respond, values
+from queries import ask, failure, respond, values
 
-from penstock.appliance.journal import StateDir
 from penstock.appliance.limits import Limits
-from penstock.appliance.states import PASSES, Gathering
+from penstock.appliance.states import Gathering
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import (
     InputFnError,
     InvalidArgumentError,
-    PenstockError,
     ProtocolError,
     StateUnavailableError,
     SupersededError,
@@ -29,11 +24,6 @@ from penstock.proto.v1 import records_pb2
 @pytest.fixture
 def world() -> World:
     return World()
-
-
-def failure(gathering: Gathering) -> PenstockError:
-    assert gathering.failure is not None
-    return gathering.failure
 
 
 def test_one_record_per_worker_of_every_box_by_global_worker_id(world: World) -> None:
@@ -78,267 +68,6 @@ def test_a_slot_that_ended_earlier_is_planned_around_and_other_answers_are_kept(
     assert values(gathering)[3:] == ["1.0:0.4", "1.1:0.2", "1.2:0.4"]
     assert gathering.result is not None
     assert list(gathering.result.positions[1].live) == [0, 2]
-
-
-@pytest.mark.parametrize("tells_all", [False, True])
-@pytest.mark.parametrize("reports", [False, True])
-@pytest.mark.parametrize("seed", range(50))
-def test_whatever_the_ends_the_record_is_the_loop_s(seed: int, reports: bool, tells_all: bool) -> None:
-    """Against the round robin itself, with random passes, breaks, reports and orders of answers.
-
-    Workers that tell one end at a time may not get to the bottom of passes that were left; then it is an error, and
-    never another record.
-    """
-    rng = random.Random(seed)
-    world = World()
-    count = rng.randint(1, 4)
-    lengths = {(slot, epoch): rng.randint(0, 6) + (slot == 0) for slot in range(count) for epoch in range(40)}
-    box = world.open(num_workers_per_box=count)
-    worker = world.worker("w")
-    worker.ready()
-
-    loop = Position.start(count)
-    starts: dict[tuple[int, int], int] = {}
-    records = [loop.copy()]
-
-    def begin_pass() -> None:
-        starts.update({(slot, loop.epoch): loop.total[slot] for slot in range(count)})
-
-    begin_pass()
-    while loop.step < 40:
-        slot = loop.turn
-        if loop.delivered[slot] == lengths[slot, loop.epoch]:
-            if loop.exhaust():
-                begin_pass()
-            continue
-        loop.deliver()
-        records.append(loop.copy())
-        if reports and rng.random() < 0.2:
-            box.position = loop.copy()
-            box.watch()
-        if rng.random() < 0.05:
-            box.cuts[loop.epoch] = loop.step
-            loop.cut()
-            begin_pass()
-    box.position = records[-1]
-    for step in rng.sample(range(41), 8):
-        gathering = ask(box, step)
-        for _ in range(300):
-            if gathering.done:
-                break
-            respond(worker, starts=starts, only=rng.choice([None, *range(count)]), tells_all=tells_all)
-        if gathering.result is None and not tells_all:
-            assert isinstance(failure(gathering), ProtocolError)
-            world.registry.end_state(gathering)
-            continue
-        assert values(gathering) == [
-            f"0.{slot}:{records[step].epoch}.{total}" for slot, total in enumerate(records[step].total)
-        ]
-        assert gathering.result is not None
-        assert Position.from_proto(gathering.result.positions[0]).to_proto() == records[step].to_proto()
-        world.registry.end_state(gathering)
-
-
-def test_a_loop_that_had_noticed_the_end_of_its_pass_is_asked_for_the_pass_it_was_in(world: World) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    box.deliver(1)
-    assert box.position is not None
-    box.position.deliver()
-    box.position.deliver()
-    box.position.exhaust()  # slot 1, after one batch
-    box.position.deliver()
-    assert box.position.exhaust()  # the next epoch has begun, and no batch of it was taken
-    gathering = ask(box, 4)
-    respond(worker)
-    assert values(gathering) == ["0.0:0.3", "0.1:0.1"]
-    box.deliver(1)
-    gathering = ask(box, 5)
-    respond(worker)
-    assert values(gathering) == ["0.0:1.4", "0.1:1.1"]
-
-
-@pytest.mark.parametrize("leaves", [True, False])
-@pytest.mark.parametrize("restarted", [True, False])
-def test_a_box_that_may_be_about_to_leave_its_pass_too_is_waited_for(
-    tmp_path: Path, leaves: bool, restarted: bool
-) -> None:
-    """What its workers have made ahead of the break is no state of the step."""
-    directory = StateDir(tmp_path)
-    world = World(directory=directory)
-    first, second = (world.open(number, num_boxes=2) for number in range(2))
-    worker = world.worker("w")
-    worker.ready()
-    first.deliver(5)
-    second.deliver(4)
-    assert first.position is not None
-    assert second.position is not None
-    first.cuts[0] = 5
-    first.position.cut()
-    first.deliver(1)
-    if restarted:
-        world.journal.close()
-        world.boot(directory)
-        worker.register()
-        worker.ready()
-        second.watch()
-    gathering = ask(first, 6)
-    respond(worker)
-    assert not gathering.done
-    assert gathering.waits_for() == "box 1 (it has not come beyond step 5, after which box 0 left a pass)"
-    second.deliver(1)
-    assert not [request for request in worker.beat().state_requests if request.box == 1]
-    if leaves:
-        second.cuts[0] = 5
-        second.position.cut()
-        second.watch()
-    else:
-        second.deliver(1)
-    respond(worker)
-    there = ["1.0:1.4", "1.1:1.2"] if leaves else ["1.0:0.3", "1.1:0.3"]
-    assert values(gathering) == ["0.0:1.4", "0.1:1.2", *there]
-    world.journal.close()
-    directory.close()
-
-
-def test_workers_are_told_where_the_loop_left_passes(world: World) -> None:
-    """The last ones; of what lies before them it is said that it is not known."""
-    box = world.open(0)
-    worker = world.worker("w")
-    worker.ready()
-    for taken in (5, 4, 3):
-        box.deliver(taken)
-        assert box.position is not None
-        box.cuts[box.position.epoch] = box.position.step
-        box.position.cut()
-    box.deliver(2)
-    ask(box, 14)
-    told = {request.slot: request for request in worker.beat().state_requests}
-    assert [(end.epoch, end.total) for end in told[0].left] == [(2, 7), (1, 5), (0, 3)]
-    assert [(end.epoch, end.total) for end in told[1].left] == [(2, 5), (1, 4), (0, 2)]
-    assert {request.left_from for request in told.values()} == {0}
-    for _ in range(PASSES):
-        assert box.position is not None
-        box.cuts[box.position.epoch] = box.position.step
-        box.position.cut()
-        box.deliver(1)
-    ask(box, 14 + PASSES)
-    later = next(request for request in worker.beat().state_requests if request.step > 14)
-    assert [end.epoch for end in later.left] == list(reversed(range(3, 3 + PASSES)))
-    assert later.left_from == 3
-
-
-def test_a_box_at_its_end_is_not_waited_for_where_others_left_a_pass(world: World) -> None:
-    first, second = (world.open(number, num_boxes=2) for number in range(2))
-    worker = world.worker("w")
-    worker.ready()
-    first.deliver(5)
-    second.deliver(4)
-    assert first.position is not None
-    first.cuts[0] = 5
-    first.position.cut()
-    first.deliver(1)
-    gathering = ask(first, 6)
-    second.pass_ended = True
-    second.watch()
-    respond(worker)
-    assert values(gathering)[2:] == ["1.0:0.2", "1.1:0.2"]
-
-
-def test_after_a_restart_the_asker_s_own_position_is_taken(tmp_path: Path) -> None:
-    directory = StateDir(tmp_path)
-    world = World(directory=directory)
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    box.deliver(7)
-    world.journal.close()
-    world.boot(directory)
-    worker.register()
-    worker.ready()
-    assert box.position is not None
-    box.position.exhaust()  # slot 1 has ended after 3, noticed by the loop; nobody else will ever tell
-    box.position.deliver()
-    gathering = ask(box, 8)
-    respond(worker)
-    assert values(gathering) == ["0.0:0.5", "0.1:0.3"]
-    world.journal.close()
-    directory.close()
-
-
-def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(tmp_path: Path) -> None:
-    """Which passes a box left by `break` is not in the journal, and a runner that was just started knows it neither."""
-    directory = StateDir(tmp_path)
-    world = World(directory=directory)
-    asking, other = (world.open(number, num_boxes=2) for number in (0, 1))
-    worker = world.worker("w")
-    worker.ready()
-    for box in (asking, other):
-        box.deliver(3)
-    other.cuts[0] = 3
-    world.journal.close()
-    world.boot(directory)
-    worker.register()
-    worker.ready()
-    asking.deliver(1)
-    gathering = ask(asking, 4)
-    respond(worker)
-    assert not gathering.done
-    assert gathering.waits_for() == "box 1 (it has not reported since the coordinator was started)"
-    other.watch()
-    respond(worker)
-    assert values(gathering) == ["0.0:0.2", "0.1:0.2", "1.0:1.3", "1.1:1.1"]
-    asking.close()
-    world.journal.close()
-    world.boot(directory)
-    assert "box 0 has closed, and where it ended is not known" in failure(ask(other, 3)).message
-    world.journal.close()
-    directory.close()
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(tmp_path: Path, ended: bool) -> None:
-    """The base is known again, to count from, but what was kept of the steps since was dropped long ago."""
-    directory = StateDir(tmp_path)
-    world = World(directory=directory)
-    boxes = [world.open(number, num_boxes=2, retention=4) for number in range(2)]
-    worker = world.worker("w")
-    worker.ready()
-    boxes[0].deliver(3)
-    boxes[1].deliver(20)
-    world.journal.close()
-    world.boot(directory)
-    worker.register()
-    worker.ready()
-    boxes[0].watch()
-    gathering = ask(boxes[0], 3)  # where box 1 stands is not known yet
-    respond(worker)
-    assert not gathering.done
-    boxes[1].pass_ended = ended
-    boxes[1].watch()
-    assert not [request for request in worker.beat().state_requests if request.box == 1]
-    assert isinstance(failure(gathering), StateUnavailableError)
-    assert "box 1 has left that step behind its retention window" in failure(gathering).message
-    world.journal.close()
-    directory.close()
-
-
-def test_after_a_restart_what_is_in_the_window_is_asked_for_from_the_base(tmp_path: Path) -> None:
-    directory = StateDir(tmp_path)
-    world = World(directory=directory)
-    box = world.open(retention=4)
-    worker = world.worker("w")
-    worker.ready()
-    box.deliver(20)
-    world.journal.close()
-    world.boot(directory)
-    worker.register()
-    worker.ready()
-    box.watch()
-    gathering = ask(box, 16)
-    respond(worker)
-    assert values(gathering) == ["0.0:0.8", "0.1:0.8"]
-    world.journal.close()
-    directory.close()
 
 
 def test_ranks_that_ask_for_one_step_share_a_gathering_and_its_result(world: World) -> None:
@@ -517,24 +246,6 @@ def test_a_worker_that_contradicts_itself_is_an_error_not_a_loop(world: World) -
     assert "epoch 0 ended after batch 7, when asked for epoch 0, batch 2" in failure(gathering).message
 
 
-def test_workers_that_do_not_agree_are_an_error_not_a_loop(world: World) -> None:
-    box, worker = world.open(), world.worker("w")
-    worker.ready()
-    box.cuts[0] = 4
-    box.deliver(4)
-    assert box.position is not None
-    box.position.cut()
-    box.deliver(2)
-    gathering = ask(box, 6)
-    for _ in range(3):  # the pass was left after two batches each; slot 1 insists that it has had one
-        respond(worker, starts={(0, 1): 2, (1, 1): 1})
-    assert isinstance(failure(gathering), ProtocolError)
-    assert failure(gathering).message == (
-        "state of run job/0 at step 6: the workers do not agree where passes ended; what the others said cannot be for "
-        "box 0 slot 1 on worker w"
-    )
-
-
 def test_only_the_owner_s_answer_counts(world: World) -> None:
     box, worker = world.open(num_workers_per_box=1), world.worker("w")
     worker.ready()
@@ -591,33 +302,6 @@ def test_no_result_outlives_its_attempt(world: World) -> None:
 
 def digest_of(box: int, slot: int, total: int) -> int:
     return 10_000 * box + 1_000 * slot + total
-
-
-def test_a_report_of_a_later_pass_tells_where_the_one_before_ended() -> None:
-    """The coordinator has forgotten the ends; slot 2 had ended after 2 batches, the loop left the pass at step 9."""
-    world = World()
-    worker, box = world.worker("w", slots=3), world.open(num_workers_per_box=3)
-    worker.ready()
-    box.cuts[0] = 9
-    box.position = Position(11, 1, [0, 1, 2], 2, [1, 1, 0], [5, 4, 2])
-    box.report()
-    gathering = ask(box, 10)
-    assert [want.total for want in gathering.requests.values()] == [5, 3, 2]
-    respond(worker)
-    assert values(gathering) == ["0.0:1.5", "0.1:1.3", "0.2:1.2"]
-
-
-def test_a_plan_that_a_later_report_refutes_is_no_answer() -> None:
-    """Two passes back nothing tells that slot 1 had no batch at all, and its new worker does not know it."""
-    world = World()
-    worker, box = world.worker("w", slots=2), world.open(num_workers_per_box=2)
-    worker.ready()
-    box.cuts |= {0: 4, 1: 6}
-    box.position = Position(7, 2, [0, 1], 1, [1, 0], [6, 1])
-    box.report()
-    gathering = ask(box, 4)
-    respond(worker, tells_all=False)
-    assert isinstance(gathering.failure, ProtocolError)
 
 
 def fly(box: FakeBox, steps: int) -> None:

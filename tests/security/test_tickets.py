@@ -79,8 +79,7 @@ def test_keys_and_tickets_are_the_same_after_a_restart(tmp_path: Path) -> None:
     box, worker = world.open(), world.worker("w")
     worker.ready()
     key, ticket = worker.of(1).lane_key, box.watch().slots[1].ticket
-    world.journal.close()
-    world.boot(directory)
+    world.restart()
     worker.register()
     assert worker.of(1).lane_key == key
     assert box.watch().slots[1].ticket == ticket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.appliance.states import Gathering
 from penstock.appliance.testing import FakeBox, FakeWorker
+from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -57,3 +58,8 @@ def values(gathering: Gathering) -> list[str]:
     assert gathering.failure is None
     assert gathering.result is not None
     return [data.decode() for _, data in gathering.result.records]
+
+
+def failure(gathering: Gathering) -> PenstockError:
+    assert gathering.failure is not None
+    return gathering.failure

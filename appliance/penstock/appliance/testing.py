@@ -31,6 +31,7 @@ class World:
         """Seconds since the epoch; stands still too."""
         self.limits = limits or Limits()
         self.topics: list[Topic] = []
+        self.directory = directory
         self.boot(directory)
 
     def boot(self, directory: StateDir | None) -> None:
@@ -46,6 +47,14 @@ class World:
             fresh_seed=lambda: 4242,
             changed=self.topics.append,
         )
+
+    def restart(self, *workers: FakeWorker) -> None:
+        """The coordinator is started again on its directory, and these workers find it."""
+        self.journal.close()
+        self.boot(self.directory)
+        for worker in workers:
+            worker.register()
+            worker.ready()
 
     def run_for(self, seconds: float, alive: Iterable[FakeWorker | FakeBox] = ()) -> None:
         """Time passes in steps of a quarter of a second; the living report in each."""
@@ -152,6 +161,13 @@ class FakeBox:
             self.position = Position.from_proto(base) if base.slots else Position.start(count)
         for _ in range(steps):
             self.position.deliver()
+        self.watch()
+
+    def leave(self) -> None:
+        """The training loop leaves its pass by a break, and reports."""
+        assert self.position is not None
+        self.cuts[self.position.epoch] = self.position.step
+        self.position.cut()
         self.watch()
 
     def phases(self) -> list[str]:

@@ -1,0 +1,89 @@
+"""States asked for after the coordinator was started again, which has forgotten where the boxes were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from queries import ask, failure, respond, values
+
+from penstock.appliance.journal import StateDir
+from penstock.appliance.testing import World
+from penstock.proto.errors import StateUnavailableError
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    directory = StateDir(tmp_path)
+    world = World(directory=directory)
+    yield world
+    world.journal.close()
+    directory.close()
+
+
+def test_after_a_restart_the_asker_s_own_position_is_taken(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    worker.ready()
+    box.deliver(7)
+    world.restart(worker)
+    assert box.position is not None
+    box.position.exhaust()  # slot 1 has ended after 3, noticed by the loop; nobody else will ever tell
+    box.position.deliver()
+    gathering = ask(box, 8)
+    respond(worker)
+    assert values(gathering) == ["0.0:0.5", "0.1:0.3"]
+
+
+def test_after_a_restart_a_state_waits_until_every_box_has_told_where_it_is(world: World) -> None:
+    """Which passes a box left by `break` is not in the journal, and a runner that was just started knows it neither."""
+    asking, other = (world.open(number, num_boxes=2) for number in (0, 1))
+    worker = world.worker("w")
+    worker.ready()
+    for box in (asking, other):
+        box.deliver(3)
+    other.cuts[0] = 3
+    world.restart(worker)
+    asking.deliver(1)
+    gathering = ask(asking, 4)
+    respond(worker)
+    assert not gathering.done
+    assert gathering.waits_for() == "box 1 (it has not reported since the coordinator was started)"
+    other.watch()
+    respond(worker)
+    assert values(gathering) == ["0.0:0.2", "0.1:0.2", "1.0:1.3", "1.1:1.1"]
+    asking.close()
+    world.restart()
+    assert "box 0 has closed, and where it ended is not known" in failure(ask(other, 3)).message
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_after_a_restart_no_worker_is_asked_for_what_a_box_has_left_behind(world: World, ended: bool) -> None:
+    """The base is known again, to count from, but what was kept of the steps since was dropped long ago."""
+    boxes = [world.open(number, num_boxes=2, retention=4) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    boxes[0].deliver(3)
+    boxes[1].deliver(20)
+    world.restart(worker)
+    boxes[0].watch()
+    gathering = ask(boxes[0], 3)  # where box 1 stands is not known yet
+    respond(worker)
+    assert not gathering.done
+    boxes[1].pass_ended = ended
+    boxes[1].watch()
+    assert not [request for request in worker.beat().state_requests if request.box == 1]
+    assert isinstance(failure(gathering), StateUnavailableError)
+    assert "box 1 has left that step behind its retention window" in failure(gathering).message
+
+
+def test_after_a_restart_what_is_in_the_window_is_asked_for_from_the_base(world: World) -> None:
+    box = world.open(retention=4)
+    worker = world.worker("w")
+    worker.ready()
+    box.deliver(20)
+    world.restart(worker)
+    box.watch()
+    gathering = ask(box, 16)
+    respond(worker)
+    assert values(gathering) == ["0.0:0.8", "0.1:0.8"]
