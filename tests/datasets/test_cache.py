@@ -251,7 +251,7 @@ def test_local_files_that_are_only_read_leave_nothing_anywhere(tmp_path: Path) -
         cache = ShardCache(place, tmp_path / folder)
         cache.fetch_ahead(shards)
         cache.hold(shards[0]).release()
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         cache.close()
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert len(list((tmp_path / "there").iterdir())) == 4
@@ -324,7 +324,7 @@ def test_closing_in_the_middle_of_transfers(server: ShardServer, make: Make, tmp
     assert len(ours) == 3
     started = time.monotonic()
     cache.close()
-    assert time.monotonic() - started < 5  # a second, on a machine with nothing else to do
+    assert time.monotonic() - started < 20  # a second, if nothing else runs; the server is silent for 60
     assert not any(thread.is_alive() for thread in ours)
     assert not names(tmp_path / "cache")
     with pytest.raises(ShardUnavailableError, match="its cache was closed"):

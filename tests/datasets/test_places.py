@@ -144,18 +144,18 @@ def test_no_progress_is_an_error(server: ShardServer, tmp_path: Path, fault: Fau
 
 
 def test_slow_is_not_stalled(server: ShardServer, tmp_path: Path) -> None:
-    server.faults[NAME] = [Fault(bytes_per_s=400_000)]
-    place = Place(server.url, tries=1, stall_s=0.5)
+    server.faults[NAME] = [Fault(bytes_per_s=120_000)]  # 2.5 s
+    place = Place(server.url, tries=1, stall_s=2)
     assert fetch(place, tmp_path) == DATA
     place.close()
 
 
 def test_the_deadline_holds_though_it_progresses(place: Place, server: ShardServer, tmp_path: Path) -> None:
-    server.faults[NAME] = [Fault(bytes_per_s=100_000, stays=True)]
+    server.faults[NAME] = [Fault(bytes_per_s=20_000, stays=True)]  # 15 s
     started = time.monotonic()
     with pytest.raises(ShardUnavailableError, match=r"within 0\.5 s"):
         fetch(place, tmp_path, deadline_s=0.5)
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 10
 
 
 def test_closing_ends_what_moves(place: Place, server: ShardServer, tmp_path: Path) -> None:
@@ -201,11 +201,11 @@ def test_places_without_an_event_loop(tmp_path: Path, monkeypatch: pytest.Monkey
     fsspec.filesystem("memory").pipe_file(f"/here/{NAME}", DATA)
     place = Place("memory://here", tries=2)
     assert fetch(place, tmp_path) == DATA
-    assert place.read(NAME, deadline_s=5) == DATA
+    assert place.read(NAME, deadline_s=30) == DATA
     with pytest.raises(ShardCorruptError, match=f"has {SIZE} bytes, its index says 5"):
         fetch(place, tmp_path, size=5)
     with pytest.raises(ShardUnavailableError, match=r"memory://here/none .*after 1 try: there is no such file"):
-        place.read("none", deadline_s=5)
+        place.read("none", deadline_s=30)
     place.close()
 
 
@@ -214,9 +214,9 @@ def test_folders_of_this_machine(tmp_path: Path) -> None:
     for url in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
         place = Place(url)
         assert place.local == tmp_path
-        assert place.read("x", deadline_s=1) == b"12"
+        assert place.read("x", deadline_s=30) == b"12"
     with pytest.raises(ShardUnavailableError, match=f"{tmp_path}/y: No such file"):
-        place.read("y", deadline_s=1)
+        place.read("y", deadline_s=30)
 
 
 def test_settings_that_the_library_refuses(server: ShardServer) -> None:

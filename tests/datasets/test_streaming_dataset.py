@@ -298,7 +298,7 @@ def test_closing_ends_its_threads(hundred: Path, tmp_path: Path) -> None:
     dataset = StreamingDataset(f"file://{hundred}", tmp_path)
     assert len(list(StreamingLoader(dataset, batch_size=5, shuffle=True))) == 20
     dataset.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_it_gives_what_mosaicml_streaming_s_reader_gives(tmp_path: Path, expected: dict[str, list[Any]]) -> None:

@@ -222,7 +222,7 @@ def _encode_json(value: Any) -> bytes:
 
 
 def _unpickle(sample: bytes, begin: int, end: int) -> Any:
-    # The one place that unpickles what somebody else wrote: only `encoding_of` with allow_unsafe_types=True gives it away.
+    # The one place that unpickles what somebody else wrote: only with allow_unsafe_types=True is it given away.
     return pickle.loads(sample[begin:end])
 
 
