@@ -29,8 +29,10 @@ __all__ = [
     "Progress",
     "Shape",
     "aggregated",
+    "check_format",
     "check_order",
     "deaggregated",
+    "others_of",
     "progress_of",
     "replanned",
     "skip_of",
@@ -70,9 +72,25 @@ class Progress:
         shape = {"boxes": self.shape.boxes, "workers": self.shape.workers, "batch": self.shape.batch}
         return {"epoch": self.epoch, "start": self.start, "done": self.done, "shape": shape, "first": self.first}
 
+    @classmethod
+    def parsed(cls, state: Mapping[str, Any]) -> Progress:
+        """The way back. Raises KeyError, TypeError or ValueError for what cannot be; what `start` may be is not looked
+        at, for that depends on the order."""
+        shape = Shape(**state["shape"])
+        progress = cls(state["epoch"], state["start"], state["done"], shape, state["first"])
+        numbers = [progress.epoch, progress.done, shape.boxes - 1, shape.workers - 1, shape.batch - 1]
+        numbers += [progress.first, shape.workers - 1 - progress.first]
+        if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
+            raise ValueError(f"{progress}")
+        return progress
+
     def turn(self, number: int) -> Turn:
         """Of a box's worker of this number."""
         return Turn((number - self.first) % self.shape.workers, self.shape.workers)
+
+    def of_worker(self, number: int) -> Progress:
+        """The place of a box's worker, where the box has had `done` batches."""
+        return replace(self, done=self.turn(number).done(self.done))
 
 
 def state_of(progress: Progress, order: Mapping[str, Any], skip: Ranges = ()) -> dict[str, Any]:
@@ -89,14 +107,9 @@ def progress_of(state: Any) -> Progress:
     Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such state, a newer one, or
     damaged.
     """
-    _check_format(state)
+    check_format(state, "a StreamingLoader or MapLoader", FORMAT)
     try:
-        shape = Shape(**state["shape"])
-        progress = Progress(state["epoch"], state["start"], state["done"], shape, state["first"])
-        numbers = [progress.epoch, progress.done, shape.boxes - 1, shape.workers - 1, shape.batch - 1]
-        numbers += [progress.first, shape.workers - 1 - progress.first]
-        if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-            raise ValueError(f"{progress}")
+        progress = Progress.parsed(state)
         if type(progress.start) is not int or not -MOST < progress.start < MOST:
             raise ValueError(f"{progress}")
         skip_of(state)
@@ -116,18 +129,26 @@ def skip_of(state: Mapping[str, Any]) -> Ranges:
     return skip
 
 
-def _check_format(state: Any) -> None:
-    if not isinstance(state, Mapping) or "format" not in state or "order" not in state:
-        raise StateMismatchError(
-            f"a state of another loader: {str(state)[:200]}; expected one of a StreamingLoader or MapLoader"
-        )
+def check_format(state: Any, loader: str, newest: int, *names: str) -> None:
+    """Raises StateMismatchError for what is no state of this kind of loader, which has entries of these names beside
+    those of all; StateVersionError for one of a format beyond `newest`; StateCorruptError for a damaged one."""
+    if not isinstance(state, Mapping) or not {"format", "order", *names} <= state.keys():
+        raise StateMismatchError(f"a state of another loader: {str(state)[:200]}; expected one of {loader}")
     if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
         raise StateCorruptError(f"a loader's state that cannot be: {str(state)[:200]}")
-    if state["format"] > FORMAT:
+    if state["format"] > newest:
         raise StateVersionError(
             f"the loader's state has format {state['format']}, written by a newer Penstock; this one reads formats up "
-            f"to {FORMAT}. Upgrade Penstock here"
+            f"to {newest}. Upgrade Penstock here"
         )
+
+
+def others_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the state of all workers: those that are elsewhere than it says, by global_worker_id."""
+    others = state.get("others")
+    if not isinstance(others, Mapping):
+        raise StateCorruptError(f"a loader's state that cannot be: others is {others!r:.200}")
+    return others
 
 
 def check_order(state: Mapping[str, Any], order: Mapping[str, Any], epochs: Epochs, *, strict: bool) -> None:
@@ -222,7 +243,7 @@ def aggregated(states: Sequence[Mapping[str, Any]], order: Mapping[str, Any], ep
     others = {
         str(number): state_of(place, {})
         for number, place in enumerate(places)
-        if place != _own(whole, number % workers)
+        if place != whole.of_worker(number % workers)
     }
     return {**state_of(whole, states[0]["order"], skip), "workers": len(states), "others": others}
 
@@ -234,24 +255,12 @@ def deaggregated(
     whole = progress_of(state)
     same = state.get("workers") == workers and whole.shape.workers == shape.workers
     if same and whole.shape == shape and skip_of(state) == epochs.skip:
-        other = _others(state).get(str(number))
-        return _own(whole, number % shape.workers) if other is None else progress_of(other)
+        other = others_of(state).get(str(number))
+        return whole.of_worker(number % shape.workers) if other is None else progress_of(other)
     start = replanned(state, epochs, whole.done, strict=strict)
     if same:  # at the pass's end, too: that is still to be found out, as it would be with the same batches
         return Progress(whole.epoch, start, 0, shape, (whole.first + whole.done) % shape.workers)
     return Progress(*epochs.course(whole.epoch, start, shape.batch, shape.boxes).place(0), 0, shape)
-
-
-def _others(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    others = state.get("others")
-    if not isinstance(others, Mapping):
-        raise StateCorruptError(f"a loader's state that cannot be: others is {others!r:.200}")
-    return others
-
-
-def _own(whole: Progress, number: int) -> Progress:
-    """The place of a box's worker, where the box has had `whole.done` batches."""
-    return replace(whole, done=whole.turn(number).done(whole.done))
 
 
 def _course(place: Progress, epochs: Epochs) -> Course:

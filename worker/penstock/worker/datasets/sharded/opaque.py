@@ -172,12 +172,7 @@ class Stream(Iterator[Any]):
 
     def skip(self, count: int) -> int:
         """Pass over so many samples, or as many as there are left; says how many that were. They are all made."""
-        for done in range(count):
-            try:
-                next(self)
-            except StopIteration:
-                return done
-        return count
+        return sum(1 for _ in zip(range(count), self, strict=False))
 
     def token(self) -> Token:
         return self._mark().token()

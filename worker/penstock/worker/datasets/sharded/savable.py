@@ -164,12 +164,7 @@ class _Cursor:
         return sample
 
     def skip(self, count: int) -> int:
-        for done in range(count):
-            try:
-                next(self)
-            except StopIteration:
-                return done
-        return count
+        return sum(1 for _ in zip(range(count), self, strict=False))
 
     def token(self) -> Token:
         return {**self._stream.token(), "rows": self._rows}

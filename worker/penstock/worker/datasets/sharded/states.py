@@ -19,11 +19,10 @@ from penstock.proto.errors import (
     InvalidArgumentError,
     StateCorruptError,
     StateMismatchError,
-    StateVersionError,
 )
 from penstock.worker.datasets.ordering.dealing import Dealing
 from penstock.worker.datasets.ordering.permutation import Ints
-from penstock.worker.datasets.ordering.progress import Progress, Shape
+from penstock.worker.datasets.ordering.progress import Progress, Shape, check_format, others_of
 from penstock.worker.datasets.sharded.grid import Grid
 from penstock.worker.datasets.sharded.protocol import ShardedSource
 from penstock.worker.datasets.sharded.readers import Marks
@@ -34,7 +33,8 @@ __all__ = ["Ground", "Standing", "check_order", "differences"]
 FORMAT = 1
 MOST = 1 << 62
 """Of any number in a state."""
-WHAT = "a state of a ShardLoader that cannot be"
+KIND = ("a ShardLoader", FORMAT, "shards")
+"""What `check_format` knows its states by."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,14 @@ class Ground:
     def read(self, state: Any) -> Standing:
         """What a state says. Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such
         state, a newer one, or damaged."""
-        _check_format(state)
+        check_format(state, *KIND)
         try:
-            shape = Shape(**state["shape"])
-            progress = Progress(state["epoch"], state["start"], state["done"], shape, state["first"])
-            numbers = [progress.epoch, progress.start, progress.done, shape.boxes - 1, shape.workers - 1]
-            numbers += [shape.batch - 1, progress.first, shape.workers - 1 - progress.first]
+            progress = Progress.parsed(state)
             marks = Marks(*(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "tokens")))
-            numbers += state["indices"]
+            numbers = [progress.start, *state["indices"]]
             if self.source.endless:
                 grid, ended = Grid.of(self.source.num_shards, self.partitions, state["legs"]), {}
-                if progress.start < grid.legs[-1].begun or shape.batch != grid.legs[-1].batch:
+                if progress.start < grid.legs[-1].begun or progress.shape.batch != grid.legs[-1].batch:
                     raise ValueError(f"{progress} is not in its last leg")
             else:
                 grid, ended = None, dict(zip(state["ended"], state["lengths"], strict=True))
@@ -109,7 +106,7 @@ class Ground:
             if length is not None and progress.start > length:
                 raise ValueError(f"{progress} of {length} samples")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"{WHAT}: {error!r}") from error
+            raise StateCorruptError(f"a ShardLoader's state that cannot be: {error!r}") from error
         return Standing(progress, marks, ended, grid)
 
     def aggregated(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -130,7 +127,7 @@ class Ground:
         others = {
             str(number): place.state({})
             for number, place in enumerate(places)
-            if place.progress != _own(whole.progress, number % workers)
+            if place.progress != whole.progress.of_worker(number % workers)
         }
         return {**whole.state(states[0]["order"]), "workers": len(states), "others": others}
 
@@ -141,10 +138,10 @@ class Ground:
         progress = whole.progress
         same = state.get("workers") == workers and progress.shape.workers == shape.workers
         if same and progress.shape == shape:
-            other = _others(state).get(str(number))
+            other = others_of(state).get(str(number))
             if other is not None:
                 return self.read(other), False
-            return replace(whole, progress=_own(progress, number % shape.workers)), False
+            return replace(whole, progress=progress.of_worker(number % shape.workers)), False
         first = (progress.first + progress.done) % shape.workers if same else 0
         return self.dealt_anew(whole, shape, first=first), not same
 
@@ -203,7 +200,7 @@ def check_order(state: Any, order: Mapping[str, Any], *, strict: bool) -> None:
     """Raises StateMismatchError if the state is a place in another order. Without `strict` it is a warning where shards
     and rows are laid out alike, so that a place in the one is one in the other. And what `Ground.read` raises for what
     is no state at all."""
-    _check_format(state)
+    check_format(state, *KIND)
     found = differences(state["order"], order)
     if not found:
         return
@@ -240,27 +237,3 @@ def differences(was: Any, now: Any, path: str = "") -> dict[str, str]:
 def _is_list(value: Any) -> bool:
     """A tuple comes back from JSON as a list."""
     return isinstance(value, list | tuple)
-
-
-def _check_format(state: Any) -> None:
-    if not isinstance(state, Mapping) or "format" not in state or "order" not in state or "shards" not in state:
-        raise StateMismatchError(f"a state of another loader: {str(state)[:200]}; expected one of a ShardLoader")
-    if type(state["format"]) is not int or state["format"] < 1 or not isinstance(state["order"], Mapping):
-        raise StateCorruptError(f"{WHAT}: {str(state)[:200]}")
-    if state["format"] > FORMAT:
-        raise StateVersionError(
-            f"the loader's state has format {state['format']}, written by a newer Penstock; this one reads formats up "
-            f"to {FORMAT}. Upgrade Penstock here"
-        )
-
-
-def _others(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    others = state.get("others")
-    if not isinstance(others, Mapping):
-        raise StateCorruptError(f"{WHAT}: others is {others!r:.200}")
-    return others
-
-
-def _own(whole: Progress, number: int) -> Progress:
-    """The place of a box's worker, where the box has had `whole.done` batches."""
-    return replace(whole, done=whole.turn(number).done(whole.done))
