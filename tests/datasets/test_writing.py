@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from penstock.proto.errors import DatasetError
+from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.formats import writing
 from penstock.worker.datasets.formats.index import INDEX, read_index
 from penstock.worker.datasets.formats.readers import open_shard
 from penstock.worker.datasets.formats.text_writing import CSVWriter, JSONWriter, TSVWriter, XSVWriter
-from penstock.worker.datasets.formats.whole_files import write_whole
 from penstock.worker.datasets.formats.writing import MDSWriter, Writer
 
 COLUMNS = {"n": "int", "text": "str", "image": "ndarray:uint8:2,2"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from penstock.deploy.values import as_json
 from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state import encode_state
+from penstock.proto.whole_files import write_whole
 
 __all__ = ["FORMATS", "describe", "rows_in", "write"]
 
@@ -191,12 +191,9 @@ def write(batch: Any, path: Path) -> None:
     Raises InvalidArgumentError for a batch that the format cannot hold as it is.
     """
     data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(data)
-        os.replace(part, path)
+        write_whole(path, data)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise InvalidArgumentError(f"--out {path} cannot be written: {error}") from error
 
 

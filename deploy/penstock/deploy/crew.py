@@ -7,17 +7,15 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from penstock.deploy.ward import kill_group, show_stack
+from penstock.deploy.interpreter import Interpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, WorkerLostError, error_named
-from penstock.worker.children import START_DEADLINE_S, child_environment
+from penstock.worker.children import START_DEADLINE_S
 from penstock.worker.control import Channel, Message
 
 __all__ = ["Crew", "Forker", "Task", "digests_of"]
@@ -41,64 +39,28 @@ def digests_of(answer: Message) -> list[int]:
     return list(struct.unpack(f"<{len(answer.payload) // 8}Q", answer.payload))
 
 
-class Forker:
-    """One interpreter, which forks children that have seen no user code. What that prints goes to standard error."""
+class Forker(Interpreter):
+    """Forks children that have seen no user code, and keeps them."""
 
     def __init__(self, seed: int) -> None:
-        self._control, theirs = _pair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "from penstock.deploy.rerun import main; main()",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                pass_fds=[theirs.fileno()],
-                env=child_environment(seed),
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                start_new_session=True,  # Ctrl-C is ours alone
-            )
-        try:
-            self._hear()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Forker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill it; its children die with it."""
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
+        super().__init__("penstock.deploy.rerun", seed)
 
     def fork(self) -> tuple[Channel, int]:
         """A new child: the socket to it, and its process id."""
-        ours, theirs = _pair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self._control.send("fork", fds=[theirs.fileno()])
-            return ours, int(self._hear().fields["pid"])
+            self.channel.send("fork", fds=[theirs.fileno()])
+            return Channel(ours), int(self._answer().fields["pid"])
 
     def reap(self, pid: int) -> int:
         """The exit status of a child that has ended, as Python has it."""
-        self._control.send("reap", pid=pid)
-        return int(self._hear().fields["status"])
+        self.channel.send("reap", pid=pid)
+        return int(self._answer().fields["status"])
 
-    def _hear(self) -> Message:
-        until = time.monotonic() + START_DEADLINE_S
-        try:
-            while (message := self._control.receive(wait=False)) is None:
-                if not select.select([self._control.fileno()], [], [], max(0.0, until - time.monotonic()))[0]:
-                    raise DeadlineError("the interpreter that runs the loaders does not answer")
-        except LaneLostError as error:
-            raise WorkerLostError("the interpreter that runs the loaders died; see above") from error
+    def _answer(self) -> Message:
+        message = self.hear(time.monotonic() + START_DEADLINE_S)
+        if message is None:
+            raise DeadlineError("the interpreter that runs the loaders does not answer")
         return message
 
 
@@ -187,8 +149,3 @@ class Crew:
         return DeadlineError(
             f"the replay did not get there in time: {at}; give it more with --timeout. Stacks are above"
         )
-
-
-def _pair() -> tuple[Channel, socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(ours), theirs

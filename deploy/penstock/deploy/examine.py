@@ -14,18 +14,17 @@ pass.
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import os
-import signal
-import socket
-import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from statistics import median
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
+from penstock.deploy.interpreter import begin, fork
 from penstock.proto import assignment as place_of
 from penstock.proto.errors import EmptyInputError, LaneLostError, UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import decode_state, encode_state
@@ -34,7 +33,6 @@ from penstock.worker.control import Channel, Message, plain_detail
 from penstock.worker.offprint import Offprint
 from penstock.worker.source import END, Base, Source
 from penstock.worker.usercode import load_input_fn
-from penstock.worker.zygote import die_with_parent
 
 __all__ = ["main"]
 
@@ -47,45 +45,25 @@ would give it, or its snapshot might be right by chance."""
 
 def main() -> None:
     """Take tasks from the inherited socket, one at a time, until it closes."""
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the doctor's, who stops us
-    faulthandler.enable()
     torch.set_num_threads(1)
-    channel.send("up")
-    try:
+    channel = begin()
+    with contextlib.suppress(LaneLostError):
         while True:
             task = cast(Message, channel.receive())
             # All of a task is read before the fork, or both processes would have a part of it.
             parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]
-            me = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                _child(me, channel, task, parts)
+            pid = fork(partial(_child, channel, task, parts))
             channel.send("forked", pid=pid)
             _, status = os.waitpid(pid, 0)
             channel.send("exited", status=os.waitstatus_to_exitcode(status))
-    except LaneLostError:
-        pass
 
 
-def _child(parent: int, channel: Channel, task: Message, parts: list[bytes]) -> NoReturn:
-    code = 1
+def _child(channel: Channel, task: Message, parts: list[bytes]) -> None:
+    source = Source(_assignment(task.fields))
     try:
-        os.setpgid(0, 0)
-        die_with_parent(parent)
-        source = Source(_assignment(task.fields))
-        try:
-            _TASKS[task.kind](source, channel, task.fields, parts)
-        except Exception as error:
-            channel.send("failed", error=plain_detail(error))
-        code = 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _TASKS[task.kind](source, channel, task.fields, parts)
+    except Exception as error:
+        channel.send("failed", error=plain_detail(error))
 
 
 def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:

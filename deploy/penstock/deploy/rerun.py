@@ -12,21 +12,20 @@ how far to go; it tells the digest of each batch on the way, and shows the one t
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
-import signal
 import socket
 import struct
-import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy.random  # noqa: F401  # what every child needs, loaded once
 import torch
 
 from penstock.deploy import batches
+from penstock.deploy.interpreter import begin, fork
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
@@ -34,7 +33,6 @@ from penstock.worker.control import Channel, Message, plain_detail
 from penstock.worker.offprint import Offprint
 from penstock.worker.source import Base, Source
 from penstock.worker.starting import leave, start
-from penstock.worker.zygote import die_with_parent
 
 __all__ = ["main"]
 
@@ -44,13 +42,8 @@ TELL_S = 0.5
 
 def main() -> None:
     """Fork children, each for a socket that comes with the order, until the inherited one closes."""
-    control = Channel(socket.socket(fileno=int(sys.argv[1])))
-    die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which stops us
-    faulthandler.enable()
     torch.set_num_threads(1)
-    control.send("up")
-    me = os.getpid()
+    control = begin()
     with contextlib.suppress(LaneLostError):
         while True:
             order = cast(Message, control.receive())
@@ -59,47 +52,33 @@ def main() -> None:
                 control.send("reaped", status=os.waitstatus_to_exitcode(status))
                 continue
             (fd,) = order.fds
-            pid = os.fork()
-            if pid == 0:
-                _child(me, control, fd)
+            pid = fork(partial(_child, control, fd))
             os.close(fd)
             control.send("forked", pid=pid)
 
 
-def _child(parent: int, control: Channel, fd: int) -> NoReturn:
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        die_with_parent(parent)
-        control.close()
-        code = _serve(Channel(socket.socket(fileno=fd)))
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _child(control: Channel, fd: int) -> None:
+    control.close()
+    with contextlib.suppress(LaneLostError):
+        _serve(Channel(socket.socket(fileno=fd)))
 
 
-def _serve(channel: Channel) -> int:
+def _serve(channel: Channel) -> None:
     worker: _Rerun | None = None
-    try:
-        while True:
-            task = cast(Message, channel.receive())
-            parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]
-            try:
-                if task.kind == "start":
-                    worker = _Rerun(channel, records_pb2.WorkerAssignment.FromString(task.payload))
-                    worker.start(parts, task.fields)
-                else:
-                    assert worker is not None
-                    getattr(worker, task.kind)(**{name: v for name, v in task.fields.items() if name != "parts"})
-            except LaneLostError:
-                raise
-            except Exception as error:
-                channel.send("failed", error=plain_detail(error))
-    except LaneLostError:
-        return 0
+    while True:
+        task = cast(Message, channel.receive())
+        parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]
+        try:
+            if task.kind == "start":
+                worker = _Rerun(channel, records_pb2.WorkerAssignment.FromString(task.payload))
+                worker.start(parts, task.fields)
+            else:
+                assert worker is not None
+                getattr(worker, task.kind)(**{name: v for name, v in task.fields.items() if name != "parts"})
+        except LaneLostError:
+            raise
+        except Exception as error:
+            channel.send("failed", error=plain_detail(error))
 
 
 class _Rerun:

@@ -8,7 +8,6 @@ of ours that calls `torch.load`, and it does so only in commands to which a user
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from penstock.client.saved import KEY, Saved, read
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.state import decode_state, encode_state
+from penstock.proto.whole_files import write_whole
 
 __all__ = ["Found", "SavedFile"]
 
@@ -93,12 +93,9 @@ class SavedFile:
             data = out.getvalue()
         else:
             data = encode_state(value)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            part.write_bytes(data)
-            os.replace(part, path)
+            write_whole(path, data)
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise InvalidArgumentError(f"{path} cannot be written: {error}") from error
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.proto.errors import DatasetError
+from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.formats.encodings import check_encoding
 from penstock.worker.datasets.formats.packing import parse_compression
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
 from penstock.worker.datasets.formats.text_shards import TEXT_ENCODINGS
-from penstock.worker.datasets.formats.whole_files import write_whole
 
 __all__ = ["FORMATS", "INDEX", "join_indexes", "merge_index", "read_index", "write_index"]
 

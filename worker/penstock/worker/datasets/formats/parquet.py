@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.formats.index import INDEX, write_index
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
-from penstock.worker.datasets.formats.whole_files import write_whole
 
 __all__ = ["KEPT_BYTES", "ParquetReader", "index_parquet", "parquet_shards"]
 

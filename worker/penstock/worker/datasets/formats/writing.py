@@ -23,12 +23,12 @@ from typing import Any, Self, TypedDict, Unpack
 import numpy as np
 
 from penstock.proto.errors import DatasetError
+from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.formats.encodings import encoding_of
 from penstock.worker.datasets.formats.hashes import digest_of
 from penstock.worker.datasets.formats.index import FORMATS, INDEX, MOST_BYTES, write_index
 from penstock.worker.datasets.formats.packing import extension_of, pack
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
-from penstock.worker.datasets.formats.whole_files import write_whole
 
 __all__ = ["MDSWriter", "Settings", "Writer"]
 
