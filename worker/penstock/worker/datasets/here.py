@@ -6,18 +6,17 @@ In either place a torch DataLoader may have worker processes of its own, which s
 
 from __future__ import annotations
 
-import operator
 import os
 from dataclasses import dataclass
-from typing import overload
 
 import torch.utils.data
 
 from penstock.proto.assignment import NEUTRAL, current_assignment
 from penstock.proto.errors import InvalidArgumentError
+from penstock.worker.datasets.arguments import whole
 from penstock.worker.datasets.ordering.dealing import Turn
 
-__all__ = ["Here", "at_least_one", "global_batch", "whole"]
+__all__ = ["Here", "global_batch"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class Here:
 def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: int) -> int:
     """Rows of all boxes' batches together. Raises InvalidArgumentError unless one of the two is given, and each box
     gets a row."""
+    batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
     if (batch_size is None) == (global_batch_size is None):
         raise InvalidArgumentError("give batch_size, the rows of a box's batch, or global_batch_size: one of the two")
     batch = batch_size * boxes if batch_size is not None else global_batch_size
@@ -85,27 +85,6 @@ def global_batch(batch_size: int | None, global_batch_size: int | None, boxes: i
         given = f"batch_size={batch_size}" if batch_size is not None else f"global_batch_size={global_batch_size}"
         raise InvalidArgumentError(f"{given}: each of {boxes} boxes needs at least one row")
     return batch
-
-
-@overload
-def whole(name: str, value: int) -> int: ...
-@overload
-def whole(name: str, value: int | None) -> int | None: ...
-def whole(name: str, value: int | None) -> int | None:
-    """As Python's own integer; one of numpy's would not be one in a state. Raises InvalidArgumentError for what is
-    none."""
-    try:
-        return None if value is None else int(operator.index(value))
-    except TypeError:
-        raise InvalidArgumentError(f"{name}={value!r}: it must be a whole number") from None
-
-
-def at_least_one(name: str, value: int) -> int:
-    """A whole number that counts something. Raises InvalidArgumentError for what is none."""
-    number = whole(name, value)
-    if number is None or number < 1:
-        raise InvalidArgumentError(f"{name}={number}: it must be at least 1")
-    return number
 
 
 def _torchrun_rank() -> tuple[int, int]:

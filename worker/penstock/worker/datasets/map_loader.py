@@ -11,9 +11,10 @@ import torch.utils.data
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.rng import derive_seed
 from penstock.worker.building import collate
+from penstock.worker.datasets.arguments import whole
 from penstock.worker.datasets.collating import checked_collate
 from penstock.worker.datasets.fetching import Ahead, in_processes, in_threads
-from penstock.worker.datasets.here import Here, global_batch, whole
+from penstock.worker.datasets.here import Here, global_batch
 from penstock.worker.datasets.map_reading import MapReader
 from penstock.worker.datasets.ordering.course import Plan, Walk
 from penstock.worker.datasets.ordering.cycles import CycleOrder
@@ -84,7 +85,6 @@ class MapLoader(PositionLoader):
 
         Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
         """
-        batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
         shuffle_block, num_samples = whole("shuffle_block", shuffle_block), whole("num_samples", num_samples)
         fetch_threads, fetch_processes = (
             whole("fetch_threads", fetch_threads),

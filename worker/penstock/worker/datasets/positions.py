@@ -15,7 +15,8 @@ import numpy as np
 import torch.utils.data
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.worker.datasets.here import Here, whole
+from penstock.worker.datasets.arguments import one_of, whole
+from penstock.worker.datasets.here import Here
 from penstock.worker.datasets.keys import PositionKeys, checked_name, with_keys
 from penstock.worker.datasets.ordering.course import Course, Epochs, Plan, SampleOrder, Walk
 from penstock.worker.datasets.ordering.dealing import Tail
@@ -175,8 +176,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return aggregated(worker_states, self._described, self._epochs)
 
     def deaggregate_state_dict(self, aggregated: Any, strict: bool = True) -> dict[str, Any]:
-        """This worker's part."""
-        progress_of(aggregated)
+        """This worker's part of what `aggregate_state_dict` or `state_after` gave."""
+        place = progress_of(aggregated)
+        if "others" not in aggregated and place.done and place.shape.workers > 1:
+            raise StateMismatchError(
+                "this is the state of one worker; deaggregate_state_dict takes what aggregate_state_dict returned"
+            )
         check_order(aggregated, self._described, self._epochs, strict=strict)
         return state_of(self._part(aggregated, strict=strict), self._described, self._epochs.skip)
 
@@ -258,7 +263,11 @@ class _Pass:
         batch = loader._made(plan) if self._fetcher is None else self._fetcher.take(loader._done)
         if loader._key_field is not None:
             places = [plan.place(row, loader._epochs.length) for row in range(len(plan.ids))]
-            batch = with_keys(batch, loader._key_field, [loader._keys.key(*place) for place in places])
+            try:
+                batch = with_keys(batch, loader._key_field, [loader._keys.key(*place) for place in places])
+            except BaseException:
+                self._close()  # the fetcher has moved on, and we have not: it begins here again
+                raise
         self._move_on()
         return batch
 
@@ -296,8 +305,7 @@ class _Pass:
 
 
 def check_settings(tail: str, **numbers: int | None) -> None:
-    if tail not in get_args(Tail):
-        raise InvalidArgumentError(f"tail={tail!r}: it is one of {', '.join(get_args(Tail))}")
+    one_of("tail", tail, get_args(Tail))
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise InvalidArgumentError(f"{name}={value}: it must be at least 1")

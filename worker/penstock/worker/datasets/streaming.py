@@ -30,6 +30,7 @@ from penstock.worker.datasets.formats.index import read_index
 from penstock.worker.datasets.formats.mds import columns_of
 from penstock.worker.datasets.formats.readers import open_shard
 from penstock.worker.datasets.formats.shards import Shard, ShardReader
+from penstock.worker.datasets.no_end import not_an_end
 from penstock.worker.datasets.ordering.permutation import Ints
 from penstock.worker.datasets.storage.cache import Held, ShardCache
 from penstock.worker.datasets.storage.places import Place, joined
@@ -169,11 +170,22 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def get_many(self, samples: Ints) -> list[dict[str, Any]]:
         """The same for numbers known to be right."""
         if type(self).__getitem__ is not StreamingDataset.__getitem__:
-            return [self[index] for index in samples.tolist()]
+            return [self._overridden(index) for index in samples.tolist()]
         shards = np.searchsorted(self._bounds, samples, side="right") - 1
         offsets = samples - self._bounds[shards]
         reader = self._reader
         return [reader(shard)[offset] for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)]
+
+    def _overridden(self, index: int) -> dict[str, Any]:
+        """A sample by the `__getitem__` of a subclass, which may raise anything."""
+        what = f"{type(self).__qualname__} for sample {index}"
+        try:
+            return self[index]
+        except StopIteration as error:
+            raise not_an_end(what) from error
+        except Exception as error:
+            error.add_note(f"raised by {what}")
+            raise
 
     def fetch_ahead(self, shards: Ints) -> None:
         """Have these fetched in the background, the first ones first, instead of what was asked for before."""

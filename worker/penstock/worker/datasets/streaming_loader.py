@@ -9,8 +9,9 @@ import numpy as np
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.worker.building import collate
+from penstock.worker.datasets.arguments import one_of, whole
 from penstock.worker.datasets.collating import checked_collate
-from penstock.worker.datasets.here import Here, global_batch, whole
+from penstock.worker.datasets.here import Here, global_batch
 from penstock.worker.datasets.ordering.course import Course, Plan, Walk
 from penstock.worker.datasets.ordering.dealing import Tail
 from penstock.worker.datasets.ordering.order import Interleave, Order
@@ -84,7 +85,6 @@ class StreamingLoader(PositionLoader):
 
         Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
         """
-        batch_size, global_batch_size = whole("batch_size", batch_size), whole("global_batch_size", global_batch_size)
         partitions, epoch_size = whole("partitions", partitions), whole("epoch_size", epoch_size)
         shuffle_block, predownload = whole("shuffle_block", shuffle_block), whole("predownload", predownload)
         seed, skip = whole("seed", seed), list(skip)
@@ -93,8 +93,7 @@ class StreamingLoader(PositionLoader):
         check_settings(
             tail, partitions=partitions, shuffle_block=shuffle_block, epoch_size=epoch_size, predownload=predownload
         )
-        if interleave not in get_args(Interleave):
-            raise InvalidArgumentError(f"interleave={interleave!r}: it is one of {', '.join(get_args(Interleave))}")
+        one_of("interleave", interleave, get_args(Interleave))
         seed = here.seed if seed is None else seed
         shares = dataset.shares(epoch_size)
         if interleave == "batches":

@@ -11,7 +11,7 @@ import torch.utils.data
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rng import derive_seed
-from penstock.worker.datasets.here import at_least_one, whole
+from penstock.worker.datasets.arguments import at_least_one, whole
 
 __all__ = ["SyntheticDataset"]
 

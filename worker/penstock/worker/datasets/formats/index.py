@@ -9,6 +9,7 @@ once and kept once.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -97,12 +98,12 @@ def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
     ]
 
 
-def merge_index(folder: Path) -> list[Shard]:
+def merge_index(folder: str | os.PathLike[str]) -> list[Shard]:
     """Write an index of all that the indexes below `folder` list, in the order of their paths; returns what it lists.
 
     An index in `folder` itself is replaced; one below another is left out, for that one may list its shards already.
     """
-    found: list[Path] = []
+    folder, found = Path(folder), list[Path]()
     for path in sorted(folder.rglob(INDEX), key=lambda path: path.parent.parts):
         if path.parent != folder and not any(path.is_relative_to(other.parent) for other in found):
             found.append(path)

@@ -11,8 +11,8 @@ and workers.
 - **Blocks.** Some neighbouring parts of a partition are a block, and samples are permuted within it. That is the
   locality: only the shards of a few blocks are needed at a time (sequence.py).
 - **Streams.** Either the parts of all streams are in one sequence ("shards"), or each stream has a sequence of its own
-  and they take turns evenly: a unit of C samples at a time ("samples"), or of a whole batch ("batches"). The j-th of a
-  stream's n units comes at (j + 1/2) / n of the epoch; what is left of less than a unit comes at the end.
+  and they take turns: a unit of C samples at a time ("samples"), or of a whole batch ("batches"), so that each has
+  its share at every prefix (turns.py); what is left of less than a unit comes at the end.
 
 Nothing here grows with the number of samples. What is kept of an epoch is some numbers for each part.
 """

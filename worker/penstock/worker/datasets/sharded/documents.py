@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.worker.datasets.here import at_least_one, whole
+from penstock.worker.datasets.arguments import at_least_one, whole
 from penstock.worker.datasets.ordering.permutation import Ints
 from penstock.worker.datasets.sharded.layer import Layer, Patience, entered
 from penstock.worker.datasets.sharded.protocol import Cursor, Place, ShardedSource, Token

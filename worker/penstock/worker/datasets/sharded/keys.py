@@ -73,4 +73,4 @@ class SampleKey:
 def digest_of(order: Mapping[str, Any]) -> str:
     """Of all that decides which sample a shard has at an index."""
     decisive = {name: value for name, value in order.items() if name != "tail"}
-    return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True, default=str).encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

@@ -11,8 +11,9 @@ import torch.utils.data
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.worker.building import collate
+from penstock.worker.datasets.arguments import at_least_one, one_of, whole
 from penstock.worker.datasets.collating import checked_collate
-from penstock.worker.datasets.here import Here, at_least_one, global_batch, whole
+from penstock.worker.datasets.here import Here, global_batch
 from penstock.worker.datasets.keys import checked_name, with_keys
 from penstock.worker.datasets.ordering.dealing import Dealing
 from penstock.worker.datasets.ordering.progress import Progress, Shape
@@ -329,8 +330,7 @@ def _described(source: ShardedSource) -> Any:
 
 def _check(source: ShardedSource, partitions: int, tail: str) -> None:
     shards = checked(source, "ShardLoader").num_shards
-    if tail not in get_args(Tail):
-        raise InvalidArgumentError(f"tail={tail!r}: it is one of {', '.join(get_args(Tail))}")
+    one_of("tail", tail, get_args(Tail))
     if shards < 1:
         raise InvalidArgumentError(f"a source of {shards} shards: it needs at least one")
     if not source.endless and partitions != 1:

@@ -16,7 +16,7 @@ import xxhash
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rng import derive_seed
-from penstock.worker.datasets.here import at_least_one
+from penstock.worker.datasets.arguments import at_least_one
 from penstock.worker.datasets.ordering.order import Order
 from penstock.worker.datasets.sharded.pieces import Pieces
 from penstock.worker.datasets.sharded.protocol import Cursor, Place, Token

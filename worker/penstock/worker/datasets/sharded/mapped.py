@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.rng import derive_seed
-from penstock.worker.datasets.here import whole
+from penstock.worker.datasets.arguments import whole
 from penstock.worker.datasets.no_end import not_an_end
 from penstock.worker.datasets.ordering.permutation import mix
 from penstock.worker.datasets.sharded.layer import Layer, Patience, entered, title

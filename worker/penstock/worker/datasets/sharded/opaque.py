@@ -47,7 +47,7 @@ from penstock.worker.datasets.sharded.protocol import Token
 from penstock.worker.datasets.sharded.randomness import OwnRandom
 from penstock.worker.datasets.sharded.undivided import Undivided
 
-__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "Mark", "Stream", "without_snapshots"]
+__all__ = ["SNAPSHOT_EVERY", "SNAPSHOT_S", "Mark", "Stream", "let_go", "without_snapshots"]
 
 SNAPSHOT_EVERY = 1000
 """Samples: to read them again takes about as long as it took to read them."""
@@ -192,9 +192,9 @@ class Stream(Iterator[Any]):
             return
         with self._inside:
             if iterator is not made:
-                _close(iterator)
+                let_go(iterator)
             if not self._keeps_made:
-                _close(made)
+                let_go(made)
 
     # ---- one sample
 
@@ -368,7 +368,8 @@ def _load(holder: Any, state: Any) -> None:
         holder.reset(state)
 
 
-def _close(owner: Any) -> None:
+def let_go(owner: Any) -> None:
+    """Close it, if that is something one does with it."""
     close = getattr(owner, "close", None)
     if callable(close):
         close()

@@ -17,9 +17,10 @@ import numpy as np
 import torch.utils.data
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.worker.datasets.here import whole
+from penstock.worker.datasets.arguments import whole
 from penstock.worker.datasets.no_end import no_end, not_an_end
 from penstock.worker.datasets.ordering.permutation import Ints
+from penstock.worker.datasets.sharded.opaque import let_go
 from penstock.worker.datasets.sharded.undivided import Undivided
 from penstock.worker.datasets.streaming import StreamingDataset
 
@@ -155,7 +156,7 @@ class Pieces:
             self.opened.make_room()
             table = self._open(number)
             if not _is_indexable(table):
-                _close(table)
+                let_go(table)
                 raise DatasetError(
                     f"{self.name(number)} is a {type(table).__qualname__} without length or records by number, and "
                     "other pieces have them. Give counts for none, and all pieces are looked at"
@@ -181,7 +182,7 @@ class Pieces:
         return opened
 
     def _keep(self, number: int, table: Any) -> None:
-        self.opened.add(number, lambda: _close(self._tables.pop(number)))
+        self.opened.add(number, lambda: let_go(self._tables.pop(number)))
         self._tables[number] = table
 
     # ---- iterable ones
@@ -232,7 +233,7 @@ class Pieces:
             self.opened.make_room()
             table = self._open(number)
             if not _is_indexable(table):
-                _close(table)
+                let_go(table)
                 return None
             lengths[number] = len(table)
             if said is not None:
@@ -266,7 +267,7 @@ class _Rows:
         return _RowIterator(self._table)
 
     def close(self) -> None:
-        _close(self._table)
+        let_go(self._table)
 
 
 class _RowIterator(Iterator[Any]):
@@ -328,9 +329,3 @@ def _count(value: int) -> int:
     if number < 0:
         raise InvalidArgumentError(f"counts has {number}: each is at least 0")
     return number
-
-
-def _close(piece: Any) -> None:
-    close = getattr(piece, "close", None)
-    if callable(close):
-        close()

@@ -50,14 +50,6 @@ class Rounds:
         """Samples of all shards, once all lengths are known."""
         return int(self._first_position[-1]) if self._live[-1] == 0 else None
 
-    @property
-    def ended(self) -> dict[int, int]:
-        """Shard -> its length, where that is known."""
-        return {int(shard): int(self._lengths[shard]) for shard in np.flatnonzero(self._lengths < UNKNOWN)}
-
-    def known(self, shard: int) -> bool:
-        return bool(self._lengths[shard] < UNKNOWN)
-
     def end(self, shard: int, length: int) -> None:
         """The shard was found to have so many samples."""
         self._lengths[shard] = length

@@ -84,9 +84,11 @@ class Runs:
         return None if counts is None else [sum(counts[n] for n in own.tolist()) for own in self._of(epoch)]
 
     def run(self, shard: int, epoch: int, seed: int) -> list[int]:
-        """The pieces of a shard in their order."""
+        """The pieces of a shard in their order. Not those of which it is known that they are empty: a place before one
+        of them and the place behind it would be two tokens."""
         own: list[int] = self._of(epoch)[shard].tolist()
-        return _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
+        run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
+        return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
 
     def _of(self, epoch: int) -> list[Ints]:
         found = self._dealt.get(epoch)

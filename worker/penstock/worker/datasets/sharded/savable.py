@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
 from penstock.proto.rng import derive_seed
-from penstock.worker.datasets.here import at_least_one
+from penstock.worker.datasets.arguments import at_least_one
 from penstock.worker.datasets.sharded.collecting import Collecting
 from penstock.worker.datasets.sharded.digests import BEGINNING, Digests
 from penstock.worker.datasets.sharded.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, Mark, Stream

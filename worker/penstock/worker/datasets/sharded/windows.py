@@ -14,7 +14,8 @@ import numpy as np
 
 from penstock.proto.errors import DatasetError
 from penstock.proto.rng import derive_seed
-from penstock.worker.datasets.here import at_least_one
+from penstock.worker.datasets.arguments import at_least_one
+from penstock.worker.datasets.no_end import no_end
 from penstock.worker.datasets.ordering.permutation import mix
 from penstock.worker.datasets.sharded.layer import Layer, Patience, entered, title
 from penstock.worker.datasets.sharded.protocol import Cursor, Place, ShardedSource, Token
@@ -102,7 +103,8 @@ class Grouped(Layer):
         open_lists: dict[Hashable, list[Any]] = {}
         full = []
         for sample in samples:
-            key = self._key(sample)
+            with no_end(f"the key of Grouped {self._name}"):
+                key = self._key(sample)
             group = open_lists.setdefault(key, [])
             group.append(sample)
             if len(group) == self._size:

@@ -22,6 +22,7 @@ from typing import Any
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
 from penstock.worker.datasets.formats.hashes import HASHES
+from penstock.worker.datasets.formats.index import INDEX
 from penstock.worker.datasets.formats.shards import Shard
 from penstock.worker.datasets.storage.ahead import Ahead
 from penstock.worker.datasets.storage.books import LONGEST_PAUSE_S, Books
@@ -31,9 +32,8 @@ from penstock.worker.datasets.storage.places import Place
 from penstock.worker.datasets.storage.room import Room
 from penstock.worker.datasets.storage.stamps import Stamp, key_of, seen
 
-__all__ = ["INDEX", "Held", "ShardCache"]
+__all__ = ["Held", "ShardCache"]
 
-INDEX = "index.json"
 YIELD_S = 5.0
 """For others to end what they are fetching ahead, before the limit is exceeded."""
 LOOK_S = 0.1
@@ -294,7 +294,7 @@ class ShardCache:
         # What is being fetched ahead cannot go, but once it is there it can; nor what is just being looked at.
         now = time.monotonic()
         soon, patience = min(until, now + LOOK_S), min(until, now + YIELD_S)
-        while now < soon or (now < patience and self._somebody_fetches_ahead()):
+        while now < soon or (now < patience and self._others_fetch_ahead(key)):
             self._books.check_open("")
             self._books.closing.wait(LONGEST_PAUSE_S)
             if self._try_claim(key, lock, need, until, demand=True):
@@ -310,8 +310,10 @@ class ShardCache:
             )
         return True
 
-    def _somebody_fetches_ahead(self) -> bool:
-        return not set(os.listdir(self._books.ahead)).isdisjoint(os.listdir(self._books.fetching_folder))
+    def _others_fetch_ahead(self, key: str) -> bool:
+        """`key`: of what we are fetching ourselves, which somebody may want ahead too."""
+        ahead = set(os.listdir(self._books.ahead)) - {key}
+        return not ahead.isdisjoint(os.listdir(self._books.fetching_folder))
 
     def _try_claim(
         self, key: str, lock: Lock, need: Stamp, until: float, *, demand: bool, exceed: bool = False

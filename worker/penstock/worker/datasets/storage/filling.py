@@ -157,11 +157,11 @@ class Filling:
                 try:
                     self._inflate(shard, file, path, temporary("raw"))
                 except ShardCorruptError:
-                    if self._is_only_copy(path):
+                    if self._is_only_copy(path, file.packed):
                         raise
                     path.unlink()
                 else:
-                    self._tidy(path, file)
+                    self._tidy(path, file.packed)
                     return own, path == self._own(file.packed)
         self._fetch_packed(shard, file, temporary, until)
         return own, False
@@ -176,15 +176,16 @@ class Filling:
                 raise ShardCorruptError(f"{path} has {found[0]} bytes, its index says {stored.size}")
             self._verify(path, stored, str(path))
         except ShardCorruptError:
-            if self._is_only_copy(path):
+            if self._is_only_copy(path, stored):
                 raise
             path.unlink()
             return False
         return True
 
-    def _is_only_copy(self, path: Path) -> bool:
-        """Files of the place itself, and of a folder without one, are never removed. (The two folders are not one.)"""
-        return self._place is None or (self._place.local is not None and not path.is_relative_to(self._folder))
+    def _is_only_copy(self, path: Path, stored: StoredFile) -> bool:
+        """Files of the place itself, and of a folder without one, are never removed. One of the two folders may be
+        below the other, and they are not one."""
+        return self._place is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
         if not self._validate:
@@ -252,7 +253,7 @@ class Filling:
         self._verify(raw, file.raw, f"{source} inflated")
         put(raw, temporary, self._own(file.raw), source)
 
-    def _tidy(self, path: Path, file: ShardFile) -> None:
+    def _tidy(self, path: Path, packed: StoredFile) -> None:
         """Of a packed file that was there and can be fetched again."""
-        if not self._keep_packed and not self._is_only_copy(path):
+        if not self._keep_packed and not self._is_only_copy(path, packed):
             path.unlink()

@@ -176,19 +176,20 @@ class Place:
         """For messages: a file's address."""
         return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
 
-    def read(self, name: str, *, expected_size: int | None = None, deadline_s: float) -> bytes:
-        """A small file. Raises ShardUnavailableError, or ShardCorruptError if its size is another."""
+    def read(self, name: str, *, deadline_s: float) -> bytes:
+        """A small file. Raises ShardUnavailableError."""
         if self.local:
             try:
                 return (self.local / name).read_bytes()
             except OSError as error:
                 raise ShardUnavailableError(f"{self.url_of(name)}: {error.strerror}") from error
         buffer = io.BytesIO()
-        self._fetch(name, buffer, expected_size, deadline_s)
+        self._fetch(name, buffer, None, deadline_s)
         return buffer.getvalue()
 
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
-        """A file of any size into a file of the caller's. Raises as `read` does, also if the disk is full."""
+        """A file of any size into a file of the caller's. Raises ShardUnavailableError, also if the disk is full, and
+        ShardCorruptError if its size is another."""
         with open(to, "wb", buffering=0) as file:
             self._fetch(name, file, expected_size, deadline_s)
             file.truncate(expected_size)
