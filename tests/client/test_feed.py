@@ -417,6 +417,15 @@ def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any)
     assert producer.free_slots >= producer.ring_slots - 1
 
 
+def test_the_last_report_of_a_loader_that_was_closed_says_where_it_ended(rigs: Any) -> None:
+    rig = rigs()
+    rig.numbers(0, 1, 2, 3)
+    rig.take(3)
+    rig.feed.close()
+    last = rig.run.progress.position()
+    assert (last.step, last.slots[0].total) == (3, 3)
+
+
 def test_a_pass_left_while_a_lane_was_broken_is_told_with_the_next_hello(rigs: Any) -> None:
     rig = rigs(2)
     rig.numbers(0, 0, 1, 2)

@@ -11,13 +11,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import gappy
 import pytest
 import streams
 import torch
 import traps
+from cluster import TOKEN, running
+from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
+from penstock.proto.calls import CoordinatorClient
 
 
 def plain(batch: Any) -> Any:
@@ -264,3 +268,45 @@ def test_a_state_asked_for_right_behind_a_break_of_runners_that_were_killed_ther
         again.load_state_dict(state)
         got = [plain(batch) for batch in DataExecutor(again, num_steps=30 - taken, appliance=appliance)]
         assert got == rest[taken:], f"saved behind {taken} batches"
+
+
+@pytest.mark.filterwarnings("ignore:.*was recovered")
+@pytest.mark.parametrize("empty", [1, 3])
+def test_a_runner_killed_behind_passes_in_which_it_had_nothing(appliance: Appliance, empty: int) -> None:
+    """And behind one that the loop left before it had any of this slot's."""
+
+    def stream(kill: bool) -> list[Any]:
+        before, loader = runners(), DataLoader(gappy.late_slot, empty)
+        got: list[Any] = []
+        for _ in range(empty):
+            got += map(plain, DataExecutor(loader, appliance=appliance))
+        got += map(plain, islice(DataExecutor(loader, appliance=appliance), 1))
+        for number, batch in enumerate(DataExecutor(loader, num_steps=12, appliance=appliance)):
+            got.append(plain(batch))
+            if kill and number == 0:
+                for victim in runners() - before:
+                    os.kill(victim, signal.SIGKILL)
+        return got
+
+    assert stream(kill=True) == stream(kill=False)
+
+
+def test_nothing_is_durable_that_the_loop_may_still_leave(tmp_path: Path) -> None:
+    """Its workers are many passes ahead. A snapshot of these would outlive a break, and be gone on from later."""
+    with running(tmp_path) as cluster, CoordinatorClient(cluster.address, TOKEN) as coordinator:
+        cluster.add_worker(1)
+        with Appliance(cluster.address, job="ahead", num_workers_per_box=1, seed=7, token=TOKEN) as alone:
+
+            def farthest() -> int:
+                (history,) = coordinator.fetch_histories("ahead/0", 0)
+                return max(snapshot.total for snapshot in history.slots[0].snapshots)
+
+            steps = iter(DataExecutor(DataLoader(streams.stateful), num_steps=1000, appliance=alone))
+            for _ in range(3):
+                next(steps)
+            time.sleep(3)  # as in an evaluation: snapshots are made durable once a second
+            assert farthest() < 3
+            for _ in range(20):
+                next(steps)
+            wait_until(lambda: farthest() > 3)
+            assert farthest() < 23

@@ -447,7 +447,8 @@ class Feed:
 
     def close(self) -> None:
         """Leave all lanes. Batches that the loop still holds stay valid."""
-        self._run.progress.position = _nowhere
+        last = self.snapshot()
+        self._run.progress.position = lambda: last  # for the run's last report
         for lane in self._lanes:
             lane.close()
 
@@ -455,7 +456,3 @@ class Feed:
 def _never_looked(view: pb.SlotView) -> bool:
     """Its input asked nowhere which worker it is; a worker says so once the first batch is out."""
     return view.HasField("traits") and not view.traits.looked_at_assignment
-
-
-def _nowhere() -> records_pb2.BoxPosition | None:
-    return None

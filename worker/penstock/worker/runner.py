@@ -34,7 +34,7 @@ from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
 from penstock.worker.source import END, Base, Source
 from penstock.worker.stacking import Builder
-from penstock.worker.starting import leave, start
+from penstock.worker.starting import catch_up, leave, start
 
 __all__ = ["run_slot"]
 
@@ -164,6 +164,8 @@ class _Runner:
         usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
         # What was taken of a pass beyond the place where the loop left it is not on the way.
         usable = [base for base in usable if base.place.total <= left.get(base.place.epoch, base.place.total)]
+        # And a pass that was opened ahead of the loop began behind that place.
+        usable = [base for base in usable if base.place.began <= left.get(base.place.epoch - 1, base.place.began)]
         # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
         # may not know that it is in the middle of a pass, and would go on with it when the next one is opened.
         usable = [base for base in usable if base.is_origin or base.place.total != left.get(base.place.epoch)] or usable
@@ -189,8 +191,7 @@ class _Runner:
                 if base is ways[-1]:
                     raise
         self._keep(base, origin=base.rng_before is not None)
-        if self.source.place.epoch < epoch:
-            self.source.reach_end()
+        catch_up(self.source, epoch)
 
     def _open_pass(self) -> None:
         """Open the next pass, and keep its origin."""

@@ -391,7 +391,9 @@ class Slot:
         await asyncio.sleep(random.random() * self.host.share.every_s)
         while True:
             size = 0
-            for base in self._newest():
+            # Nothing that the loop may still leave by a `break`: what was made beyond it would not be on its way.
+            self.ledger.refresh()
+            for base in self._newest(self.ledger.delivered):
                 if not base.durable:
                     size += len(base.data)
                     await self._make_durable(base)

@@ -69,6 +69,11 @@ class Place:
     total: int
     samples: int
 
+    @property
+    def began(self) -> int:
+        """Batches in all when the pass was opened."""
+        return self.total - self.delivered
+
     def copy(self) -> Place:
         return Place(self.epoch, self.delivered, self.total, self.samples)
 

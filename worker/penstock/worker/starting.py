@@ -10,7 +10,7 @@ from penstock.proto.errors import StateMismatchError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.source import Base, Place, Source
 
-__all__ = ["leave", "start"]
+__all__ = ["catch_up", "leave", "start"]
 
 
 def start(
@@ -53,14 +53,21 @@ def start(
         keep(Base.of(part))  # all that this attempt yields comes from there
     seek(own.total, base.epoch, part["digest"])
     # Over the end of the pass, if it had ended when the state was saved: for this slot, or for all.
-    if a.slot not in base.live or base.epoch > source.place.epoch:
+    catch_up(source, base.epoch if a.slot in base.live else base.epoch + 1)
+
+
+def catch_up(source: Source, epoch: int) -> None:
+    """Go to where pass `epoch` is opened, if the source is not that far, over the end of the pass that it is in and of
+    those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
+    while source.place.epoch < epoch:
+        if not source.is_open:
+            source.open_pass()
         source.reach_end()
 
 
 def leave(source: Source, epoch: int, total: int) -> None:
     """Leave pass `epoch` after batch `total`, where the source stands, as the loop left it."""
-    if source.place.epoch < epoch:
-        source.reach_end()
+    catch_up(source, epoch)
     if not source.is_open:
         source.open_pass()
     if not source.saves_state:

@@ -1502,7 +1502,7 @@ class History(_message.Message):
     SETTLED_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     settled: _builtins.bool
-    """it has been handed what is known and no more: it reports, or has closed"""
+    """it was handed what is known and no more, but for steps since its last report"""
     @_builtins.property
     def opening(self) -> Global___OpenRunRequest:
         """with the seed that the attempt has, without what names the client"""
