@@ -138,6 +138,9 @@ def test_files_hold_it_exactly_or_are_not_written(tmp_path: Path) -> None:
         ("c.npz", plain, "'half' has no place"),
         ("c.npz", {"none": []}, "'none', a list, has no place"),
         ("c.npz", {"mixed": ["a", 1]}, "'mixed', a list, has no place"),
+        ("c.npz", {"nul": ["a\0", "b"]}, "'nul', a list, has no place"),
+        ("c.npz", {"nul": "a\0"}, "'nul', a str, has no place"),
+        ("c.npz", {"large": [2**63, -1]}, "'large', a list, has no place"),
         ("c.npz", {"a": {"b": 1}, "a.b": 2}, "two leaves of the batch are called 'a.b'"),
         ("c.pt", plain, r"the batch\['array'\] is a ndarray"),
         ("c.pt", {"p": Pair(1, 2)}, r"the batch\['p'\] is a Pair"),
@@ -146,4 +149,36 @@ def test_files_hold_it_exactly_or_are_not_written(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgumentError, match=says):
             write(batch, tmp_path / name)
         assert not (tmp_path / name).exists()
+    with pytest.raises(InvalidArgumentError, match="File exists"):
+        write(tensors, tmp_path / "b.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.npz", "b.pst", "b.pt"]
+
+
+TURNED = torch.tensor([1 + 2j, 3 - 4j]).conj()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "values"),
+    [
+        (torch.nn.Parameter(torch.tensor([1.0, 2.0])), [1.0, 2.0]),
+        (torch.tensor([1.0, 2.0], requires_grad=True) * 2, [2.0, 4.0]),
+        (TURNED, [1 - 2j, 3 + 4j]),
+        (TURNED.imag, [-2.0, 4.0]),  # negated when it is read
+        (torch.arange(1_000_000.0)[4:8:2], [4.0, 6.0]),
+        (torch.arange(1_000_000.0)[7].expand(2), [7.0, 7.0]),
+    ],
+)
+def test_tensors_that_are_more_than_their_values(tmp_path: Path, tensor: torch.Tensor, values: list[Any]) -> None:
+    """A graph, a bit that turns each value when it is read, or a large storage behind a view: none is the batch's."""
+    (leaf,) = describe([[tensor]], None)["leaves"]
+    if not tensor.is_complex():
+        assert (leaf["first"], leaf["max"], leaf["mean"]) == (values, max(values), sum(values) / 2)
+    for name in ("b.pst", "b.npz", "b.pt"):
+        write({"x": tensor}, tmp_path / name)
+        assert (tmp_path / name).stat().st_size < 4096
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)["x"]
+    assert (loaded.tolist(), loaded.dtype, loaded.requires_grad) == (values, tensor.dtype, False)
+    with np.load(tmp_path / "b.npz") as found:
+        assert found["x"].tolist() == values
+    state: Any = decode_state((tmp_path / "b.pst").read_bytes())
+    assert state["x"].tolist() == values

@@ -193,6 +193,7 @@ def test_cannot_be_saved(examine: Examine, input_fn: str, says: str) -> None:
         ("streams:nobody", [], InputFnNotFoundError, "has no 'nobody'"),
         ("no_such_module:nobody", [], InputFnNotFoundError, "no module named 'no_such_module'"),
         ("patients:crashes", [], WorkerLostError, "the process that ran it was killed by SIGSEGV"),
+        ("hazards:exits_quietly", [], WorkerLostError, "ran it exited with status 0, which is no end of its input"),
     ],
 )
 def test_what_stops_the_stream_is_raised(

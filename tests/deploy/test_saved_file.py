@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,23 @@ def test_a_shape_that_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("options", "boxes"), [({"batch_size": 2}, 6), ({"global_batch_size": 5}, 5)])
+@pytest.mark.parametrize(
+    ("options", "boxes"),
+    [
+        ({"batch_size": 2}, 6),
+        ({"global_batch_size": 5}, 5),
+        ({"global_batch_size": 4}, 6),  # as 2 for each of the 2 boxes: the state is the same; loading it tells
+    ],
+)
 def test_as_many_boxes_as_there_are_rows(tmp_path: Path, options: dict[str, int], boxes: int) -> None:
     (tmp_path / "in").write_bytes(encode_state(of_positions(2, **options)))
     (done,) = convert(tmp_path / "in", tmp_path / "out", boxes, 3)
     assert done["to"] == {"boxes": boxes, "workers": 3}
+
+
+@pytest.mark.parametrize("own", [{"format": 1, "order": {}, "shape": {"boxes": 2, "batch": 5}}, [1], "text", None])
+def test_a_state_of_a_loader_of_the_users_own_says_nothing_of_batches(tmp_path: Path, own: Any) -> None:
+    saved = replace(read(of_positions(2, global_batch_size=5)), aggregated=own)
+    (tmp_path / "in").write_bytes(encode_state(saved.to_dict()))
+    (done,) = convert(tmp_path / "in", tmp_path / "out", 6, 1)
+    assert done["to"] == {"boxes": 6, "workers": 1}

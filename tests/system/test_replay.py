@@ -74,11 +74,18 @@ def box_of(cluster: Cluster, job: str, number: int = 0, boxes: int = 1, **more: 
 
 
 def train(
-    stage: Stage, job: str, input_fn: Callable[..., Any], *args: Any, box: int = 0, boxes: int = 1, last: int = 24
+    stage: Stage,
+    job: str,
+    input_fn: Callable[..., Any],
+    *args: Any,
+    box: int = 0,
+    boxes: int = 1,
+    last: int = 24,
+    **kwargs: Any,
 ) -> None:
     """Two passes that are left, and then on to the last step."""
     got = stage.seen.batches[job, box] = {}
-    loader = DataLoader(input_fn, *args)
+    loader = DataLoader(input_fn, *args, **kwargs)
     with box_of(stage.cluster, job, box, boxes) as appliance:
         executor = DataExecutor(loader, appliance=appliance)
         for steps in (5, 2):
@@ -105,7 +112,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
                     pool.submit(train, stage, "four", streams.shared_noisy, 40, box=0, boxes=2),
                     pool.submit(train, stage, "four", streams.shared_noisy, 40, box=1, boxes=2),
                     pool.submit(train, stage, "two", streams.stateful, 24),
-                    pool.submit(train, stage, "none", streams.shuffled, 24),
+                    pool.submit(train, stage, "none", streams.shuffled, items=28),
                     pool.submit(train, stage, "uneven", streams.uneven, [2, 7]),
                 ]
                 for one in done:
@@ -157,7 +164,7 @@ def test_a_worker_that_was_lost_and_snapshots_that_lead_there(stage: Stage) -> N
         assert "snapshots" in found["replayed_from"]["what"]
         assert found["verified"]
         assert stage.replayed(archive, "lost", 21)["verified"]
-        with pytest.raises(errors.StateUnavailableError, match=f"not been handed step 9999: steps 1 to {len(got)}"):
+        with pytest.raises(errors.StateUnavailableError, match=f"step 9999, .*: steps 1 to {len(got)}"):
             replay(Request("lost", 9999, allow=["streams"]), archive, stage.forker)
 
 
@@ -227,7 +234,7 @@ def test_a_replay_that_does_not_end_in_time_or_dies(stage: Stage) -> None:
     data = assignment.SerializeToString()
     with Crew(stage.forker, 1, time.monotonic() + 60, lambda slot, total: None) as crew:
         crew.ask({0: Task("start", {"snapshot": False, "epoch": 0, "total": 0, "live": True}, data)})
-        with pytest.raises(errors.WorkerLostError, match="slot 0 again was killed by SIGKILL, after batch"):
+        with pytest.raises(errors.WorkerLostError, match=r"again was killed by SIGKILL \(out of mem.*\), after batch"):
             crew.ask({0: Task("go", {"epoch": 0, "total": 9})})
 
 
@@ -238,6 +245,31 @@ def test_data_that_are_others_are_told(stage: Stage) -> None:
         assert not (stage.folder / "two-0-4.pst").exists(), "another batch was written under its name"
         with pytest.raises(errors.InvalidArgumentError, match="--row 4: the batch has rows 0 to 3"):
             stage.replayed(archive, "two", 4, row=4)
+
+
+def test_arguments_that_are_not_given_are_the_runs(stage: Stage) -> None:
+    """Of one run those with names, of another those without."""
+    with stage.archive() as archive:
+        assert stage.replayed(archive, "none", 4, args="[]")["verified"]
+        assert stage.replayed(archive, "uneven", 4, kwargs="{}")["verified"]
+        with pytest.raises(errors.ReplayMismatchError):
+            stage.replayed(archive, "none", 4, kwargs="{}")
+
+
+def test_a_file_that_cannot_be_written_is_said(stage: Stage) -> None:
+    """Before the replay, and where it is found out only behind it. Nothing is left."""
+    folder = stage.folder / "outs"
+    folder.mkdir()
+    request = Request("two", 4, out=folder / "taken.pst", allow=["streams"])
+    (folder / "taken.pst").mkdir()
+    with pytest.raises(errors.InvalidArgumentError, match=r"taken.pst is a directory"):
+        replace(request)
+    with (
+        stage.archive() as archive,
+        pytest.raises(errors.InvalidArgumentError, match=r"--out .*outs/taken.pst cannot be written: Is a directory"),
+    ):
+        replay(request, archive, stage.forker)
+    assert [path.name for path in folder.iterdir()] == ["taken.pst"]
 
 
 def command(stage: Stage, *arguments: str) -> tuple[int, str, str]:
@@ -267,10 +299,14 @@ def test_the_command_shows_the_batch_and_a_row_with_its_key(stage: Stage) -> Non
     with np.load(out) as arrays:
         assert np.array_equal(arrays["noise"], batch["noise"].numpy())
         assert arrays["keys"].tolist() == batch["keys"]
+    found["row"]["leaves"].append({"name": "long", "shape": [], "values": "k" * 6000})
+    found["row"]["leaves"].append({"name": "ids", "shape": [200], "values": [1000] * 200})
     about, of_leaves, of_row = tables(found)
     assert ("worker", f"slot {found['slot']} of 2, its batch {found['worker_step']}") in about.rows
     assert {line[0]: line[3] for line in of_leaves.rows} == {"x": "[4]", "number": "", "noise": "[4, 2]", "keys": "[4]"}
     assert ("keys", "", batch["keys"][2]) in of_row.rows
+    assert ("long", "", "k" * 6000) in of_row.rows, "a key is of use only whole"
+    assert of_row.rows[-1] == ("ids", "[200]", "1000 " * 32 + "...")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +318,7 @@ def test_the_command_shows_the_batch_and_a_row_with_its_key(stage: Stage) -> Non
         (
             ["two", "--step", "25"],
             20,
-            "has not been handed step 25: steps 1 to 24 of attempt 1",
+            "has not been handed step 25, as far as it has reported: steps 1 to 24 of attempt 1",
         ),
         (["two", "--step", "1", "--attempt", "4"], 20, "attempt 4 is not remembered, only 1"),
         (["two", "--step", "1"], 25, "say that it may by --allow streams"),

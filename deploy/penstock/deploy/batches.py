@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 from penstock.deploy.values import as_json
 from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
 from penstock.proto.state import encode_state
-from penstock.proto.whole_files import write_whole
 
 __all__ = ["FORMATS", "describe", "rows_in", "write"]
 
@@ -166,8 +166,10 @@ def _leaf(name: str, value: Any) -> dict[str, Any]:
 def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
     """min, max and mean of the numbers in it, and how many are NaN; nothing for what has no order."""
     try:
-        array = value.double().numpy() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        array = np.asarray(array.numpy() if isinstance(array, torch.Tensor) else array)
+        if isinstance(value, torch.Tensor):
+            value = _resolved(value)
+            value = value.double() if value.is_floating_point() else value
+        array = value.numpy() if isinstance(value, torch.Tensor) else value
         if array.dtype.kind not in "biuf":
             return {}
         nan = np.isnan(array) if array.dtype.kind == "f" else np.zeros(array.shape, bool)
@@ -182,19 +184,27 @@ def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
     return found
 
 
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The values themselves, as a box is handed them: without a gradient, and conjugated and negated already."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 # ---- files
 
 
 def write(batch: Any, path: Path) -> None:
-    """The batch as a file of one of FORMATS, whole or not at all.
+    """The batch as a new file of one of FORMATS, on to the disk: whoever asked for it gives it its name.
 
-    Raises InvalidArgumentError for a batch that the format cannot hold as it is.
+    Raises InvalidArgumentError for a batch that the format cannot hold as it is, or if there is such a file.
     """
     data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
     try:
-        write_whole(path, data)
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
-        raise InvalidArgumentError(f"--out {path} cannot be written: {error}") from error
+        raise InvalidArgumentError(f"--out cannot be written: {error}") from error
 
 
 def _envelope(batch: Any) -> bytes:
@@ -221,35 +231,48 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     try:
-        array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        array = _resolved(value).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(f"--out: {name!r} has no place in an .npz ({error}): write it as .pst") from error
-    mixed = _is_column(value) and len({type(item) for item in value}) > 1
     empty = _is_container(value) and not value
-    if array.dtype.hasobject or mixed or empty or array.dtype.kind == "S":
+    if array.dtype.hasobject or empty or array.dtype.kind == "S" or not _is_kept(value, array):
         raise InvalidArgumentError(
             f"--out: {name!r}, a {type(value).__qualname__}, has no place in an .npz: write it as .pst"
         )
     return array
 
 
+def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
+    """Whether plain values are in the array as they are: a text loses the NULs at its end there, and where kinds are
+    mixed, or integers large, one becomes another."""
+    if not _is_column(value):
+        if type(value) not in _SCALARS:
+            return True
+        value, array = [value], array.reshape(1)
+    pairs = zip(value, array.tolist(), strict=True)
+    return all(type(one) is type(held) and (one == held or one != one) for one, held in pairs)
+
+
 def _torch(batch: Any) -> bytes:
-    _require_plain(batch, "the batch")
     out = io.BytesIO()
-    torch.save(batch, out)
+    torch.save(_plain(batch, "the batch"), out)
     return out.getvalue()
 
 
-def _require_plain(value: Any, name: str) -> None:
-    """What torch.load(weights_only=True) reads again as it was."""
+def _plain(value: Any, name: str) -> Any:
+    """As torch.load(weights_only=True) reads it again. A tensor that is a view is copied, for torch saves all of the
+    storage behind it."""
     if type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _require_plain(item, f"{name}[{index}]")
-    elif type(value) is dict:
-        for key, item in value.items():
-            _require_plain(item, f"{name}[{key!r}]")
-    elif type(value) not in _PLAIN:
+        return type(value)(_plain(item, f"{name}[{index}]") for index, item in enumerate(value))
+    if type(value) is dict:
+        return {key: _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        value = _resolved(value)
+        if value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()
+    if type(value) not in _PLAIN:
         raise InvalidArgumentError(
             f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read: write "
             "the batch as .pst"
         )
+    return value

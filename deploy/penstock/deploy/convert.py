@@ -7,7 +7,7 @@ beforehand whether it can be done, what is kept, and what starts anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,13 @@ def _converted(saved: Saved, boxes: int, workers: int) -> Saved:
 def _global_batch(state: Any) -> int | None:
     """Rows of all boxes' batches together, where a source of ours says them and they do not follow from a box's: they
     then stay as many on any number of boxes."""
-    match state:
-        case {"format": int(), "order": Mapping(), "shape": {"boxes": int(boxes), "batch": int(batch)}}:
-            return batch if boxes > 0 and batch % boxes else None
-    return None
+    from penstock.worker.datasets.ordering.progress import Progress
+
+    try:
+        shape = Progress.parsed(state).shape
+    except (IndexError, KeyError, TypeError, ValueError):  # of a loader of the user's own, then
+        return None
+    return shape.batch if shape.batch % shape.boxes else None
 
 
 def _report(before: Saved, after: Saved) -> dict[str, Any]:

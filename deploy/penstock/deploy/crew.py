@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import struct
 import time
@@ -17,6 +16,7 @@ from penstock.deploy.interpreter import Interpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, WorkerLostError, error_named
 from penstock.worker.children import START_DEADLINE_S
 from penstock.worker.control import Channel, Message
+from penstock.worker.endings import how_it_ended
 
 __all__ = ["Crew", "Forker", "Task", "digests_of"]
 
@@ -130,17 +130,15 @@ class Crew:
             raise self._died(slot) from error
 
     def _died(self, slot: int) -> PenstockError:
-        how = "closed its descriptors"
+        name = f"the process that ran slot {slot} again"
+        how = f"{name} closed its descriptors"
         fd = os.pidfd_open(self._pids[slot])
         try:
             if select.select([fd], [], [], EXIT_S)[0]:
-                status = self._forker.reap(self._pids[slot])
-                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+                how = how_it_ended(self._forker.reap(self._pids[slot]), name, None)
         finally:
             os.close(fd)
-        return WorkerLostError(
-            f"the process that ran slot {slot} again {how}, after batch {self._at[slot]} of the worker or later"
-        )
+        return WorkerLostError(f"{how}, after batch {self._at[slot]} of the worker or later")
 
     def _late(self, slots: list[int]) -> DeadlineError:
         for slot in slots:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ LINE_S = 10.0
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be replayed, and from what."""
+    """What is to be replayed, and from what. Raises InvalidArgumentError for what cannot be meant."""
 
     run: str | None
     """None: from a checkpoint alone."""
@@ -66,13 +67,13 @@ class Request:
     args: str | None = None
     """JSON; None: as the run had them."""
     kwargs: str | None = None
+    """The same."""
     allow: Sequence[str] = ()
     script: Path | None = None
     """Where an input_fn of a main script is."""
     timeout_s: float = 3600.0
 
-    def check(self) -> None:
-        """Raises InvalidArgumentError for what cannot be meant."""
+    def __post_init__(self) -> None:
         from penstock.deploy.batches import FORMATS
 
         if self.run is None and not self.checkpoints:
@@ -83,6 +84,8 @@ class Request:
             raise InvalidArgumentError(f"--out {self.out}: the name ends with none of {', '.join(FORMATS)}")
         if self.out is not None and not self.out.absolute().parent.is_dir():
             raise InvalidArgumentError(f"--out {self.out}: there is no directory {self.out.absolute().parent}")
+        if self.out is not None and self.out.is_dir():
+            raise InvalidArgumentError(f"--out {self.out} is a directory: name a file")
 
 
 def archive_of(
@@ -107,7 +110,6 @@ def replay(request: Request, archive: Archive | None, forker: Forker | None = No
     from penstock.deploy.route import attempt_of, route
     from penstock.deploy.saved_file import SavedFile
 
-    request.check()
     files = [SavedFile(path) for path in request.checkpoints]
     if archive is not None:
         name = run_name(cast(str, request.run))
@@ -165,23 +167,28 @@ def _loader(request: Request, history: pb.History, archive: Archive | None) -> r
             f"this runs {opened.input_fn}, as the run names it, on this machine: say that it may by --allow "
             f"{module.partition('.')[0]}"
         )
-    data: bytes | None = opened.arguments
-    if request.args is not None or request.kwargs is not None or archive is None:
-        arguments: Any = {"args": (), "kwargs": {}}
-    else:
-        if opened.arguments_blob:
-            data = archive.blob(opened.arguments_blob)
+    arguments: Any = {"args": (), "kwargs": {}}
+    if archive is not None and (request.args is None or request.kwargs is None):
+        data = archive.blob(opened.arguments_blob) if opened.arguments_blob else opened.arguments
         if data is None:
             raise StateUnavailableError(
                 f"the arguments of {opened.input_fn} are not kept any more: give them by --args and --kwargs"
             )
-        arguments = decode_state(data) if data else {"args": (), "kwargs": {}}
+        arguments = decode_state(data) if data else arguments
     if request.args is not None:
         arguments["args"] = tuple(json_option("--args", request.args, list))
     if request.kwargs is not None:
         arguments["kwargs"] = json_option("--kwargs", request.kwargs, dict)
     spec.arguments = encode_state(arguments)
     return spec
+
+
+def _publish(part: Path, out: Path) -> None:
+    """Give a file that is on the disk its name. Raises InvalidArgumentError."""
+    try:
+        os.replace(part, out)
+    except OSError as error:
+        raise InvalidArgumentError(f"--out {out} cannot be written: {error.strerror}") from error
 
 
 def _counted(number: int, what: str) -> str:
@@ -212,12 +219,12 @@ class Replaying:
         walk.to(request.step)
         at, slot = walk.at.copy(), walk.slot
         out = None if request.out is None else request.out.absolute()
-        part = None if out is None else out.with_name(f".{out.stem}.{os.getpid()}{out.suffix}")
+        part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
         try:
             shown = crew.ask({slot: Task("show", {"row": request.row, "out": part and str(part)})})[slot]
             verified, why = self._verify(walk)
             if part is not None and out is not None:
-                os.replace(part, out)
+                _publish(part, out)
         finally:
             if part is not None:
                 part.unlink(missing_ok=True)

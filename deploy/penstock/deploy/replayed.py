@@ -14,6 +14,8 @@ __all__ = ["show_replay", "tables"]
 
 ROW_TEXT = 160
 """Characters of a row's values in a table; --json has more of them."""
+ONE_TEXT = 8192
+"""Of a value that is one text: a restore key, which is of use only whole, has some hundreds."""
 
 
 def show_replay(
@@ -24,7 +26,6 @@ def show_replay(
     as_json: bool,
 ) -> None:
     """Make the batch again and print what it holds."""
-    request.check()
     archive = archive_of(request, coordinator, tls_flags, token_file)
     if archive is None:
         found = replay(request, None)
@@ -93,4 +94,5 @@ def _value(item: Any) -> str:
 
 def _text(values: Any) -> str:
     text = " ".join(map(str, values)) if isinstance(values, list) else str(values)
-    return text if len(text) <= ROW_TEXT else text[:ROW_TEXT] + "..."
+    most = ONE_TEXT if isinstance(values, str) else ROW_TEXT
+    return text if len(text) <= most else text[:most] + "..."

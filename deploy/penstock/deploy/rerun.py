@@ -32,7 +32,7 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, plain_detail
 from penstock.worker.offprint import Offprint
 from penstock.worker.source import Base, Source
-from penstock.worker.starting import leave, start
+from penstock.worker.starting import catch_up, leave, start
 
 __all__ = ["main"]
 
@@ -105,8 +105,7 @@ class _Rerun:
             resume = cast(dict[str, Any], decode_state(parts[0])) if parts else None
             start(source, resume, self._keep, self._seek)
         self._seek(total, epoch, 0)
-        if source.place.epoch < epoch or (source.place.epoch == epoch and not fields["live"]):
-            source.reach_end()
+        catch_up(source, epoch if fields["live"] else epoch + 1)
         self._done(traits=source.traits.state_methods)
 
     def _keep(self, base: Base) -> None:

@@ -64,7 +64,9 @@ def attempt_of(histories: Sequence[pb.History], box: int, step: int, number: int
     chosen = (came or begun)[-1]
     if not came and chosen.settled:
         had = [f"{one.opening.base.step + 1} to {_last(one)} of attempt {one.attempt}" for one in of_number]
-        raise StateUnavailableError(f"box {box} has not been handed step {step}: steps {', '.join(had)} can be had")
+        raise StateUnavailableError(
+            f"box {box} has not been handed step {step}, as far as it has reported: steps {', '.join(had)} can be had"
+        )
     return chosen
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from penstock.deploy.interpreter import Interpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.worker.control import Message
+from penstock.worker.endings import how_it_ended
 
 __all__ = ["Answer", "Ward"]
 
@@ -66,6 +66,5 @@ class Ward(Interpreter):
         if said and said.done.kind == "failed":
             raise error_named(**said.done.fields["error"])
         if not said or said.done.kind != "done":
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            raise WorkerLostError(f"{what}: the process that ran it {how}")
+            raise WorkerLostError(how_it_ended(status, f"{what}: the process that ran it", None))
         return said
