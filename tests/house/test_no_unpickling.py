@@ -48,8 +48,8 @@ UNPICKLES = {
 """Module -> what it unpickles with. One place is the batches of a loader's own children, which come through torch's
 queue, a pickle itself: tests/datasets/test_map_fetching.py holds why. One is a dataset's column that its writer
 pickled, and only for a user who said allow_unsafe_types=True: tests/datasets/test_encodings.py holds that. And one is a
-file that a user named to a command, with weights_only=True, which runs nothing: tests/deploy/test_convert.py holds
-that."""
+file that a user named to a command, with weights_only=True, which runs nothing: tests/deploy/test_saved_file.py
+holds that."""
 
 
 def unpickling(source: str) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["abandoned", "alive", "census", "children", "descendants", "open_as", "runners", "settled", "until"]
+__all__ = [
+    "abandoned",
+    "alive",
+    "census",
+    "children",
+    "descendants",
+    "open_as",
+    "own_memory",
+    "runners",
+    "settled",
+    "until",
+]
 
 
 def descendants(root: int) -> list[int]:
@@ -106,6 +117,13 @@ def census(pid: int) -> Counter[str]:
     found["pidfd"] -= min(found["pidfd"], found["zygotes"])
     found["names"] = len(abandoned())
     return found
+
+
+def own_memory(pid: int) -> int:
+    """Bytes of the process alone, in RAM and swap: what it allocated, and what it has touched of rings and other shared
+    memory. Mapped files are not counted."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return 1024 * sum(int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssShmem:", "VmSwap:"))
 
 
 def abandoned() -> set[str]:

@@ -16,9 +16,16 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health  # type: ignore[import-untyped]
 
-from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, VersionSkewError
+from penstock.proto.errors import (
+    AuthenticationError,
+    InvalidArgumentError,
+    NotPermittedError,
+    PenstockError,
+    VersionSkewError,
+)
 from penstock.proto.roles import METHODS
 from penstock.proto.tokens import Tokens
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
@@ -75,7 +82,7 @@ class Guard(grpc.GenericRpcHandler):
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Takes a service's methods in."""
         for name, handler in handlers.items():
-            self._handlers[f"/{service}/{name}"] = _translated(handler)
+            self._handlers[f"/{service}/{name}"] = _translated(name, handler)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a call; None if it is of another release, whose caller is answered UNIMPLEMENTED."""
@@ -106,10 +113,25 @@ def _refusing(error: PenstockError) -> Callable[..., Awaitable[None]]:
     return refuse
 
 
-def _translated(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+def _reading(name: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """`parse`, with an error of ours for bytes that are no request of this method."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            raise InvalidArgumentError(f"{name}: the {len(data)} bytes that came are no request of it") from error
+
+    return read
+
+
+def _translated(name: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
     """`handler` with its errors put into status and trailing metadata."""
+    read = _reading(name, handler.request_deserializer)
+    # A request that is no stream is read here: what a deserializer raises before the handler runs would be UNKNOWN to
+    # the caller, and a traceback in our log.
     codecs = {
-        "request_deserializer": handler.request_deserializer,
+        "request_deserializer": read if handler.request_streaming else None,
         "response_serializer": handler.response_serializer,
     }
     if handler.response_streaming:
@@ -117,7 +139,8 @@ def _translated(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                async with aclosing(behave_stream(request, context)) as parts:
+                said = request if handler.request_streaming else read(request)
+                async with aclosing(behave_stream(said, context)) as parts:
                     async for part in parts:
                         yield part
             except grpc.aio.AbortError:
@@ -134,7 +157,7 @@ def _translated(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
 
     async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await behave(request, context)
+            return await behave(request if handler.request_streaming else read(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:

@@ -1,0 +1,100 @@
+"""What is no request, or too large a one, by a caller whose token is right and who keeps to none of our limits.
+
+Refused, and the coordinator goes on. What gRPC itself holds of it until then is another matter: docs/limits.md says how
+much.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from cluster import TOKEN, Cluster, running
+
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.channel import REQUEST_MAX, SERVICE
+from penstock.proto.tokens import metadata
+from penstock.proto.wire_errors import METADATA_MAX
+
+Call = Callable[..., tuple[grpc.StatusCode, str]]
+MIB = 1 << 20
+UNCAPPED = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_metadata_size", 64 * MIB),
+    ("grpc.absolute_max_metadata_size", 64 * MIB),
+]
+
+
+def most_memory(pid: int) -> int:
+    """Bytes that the process has had at once."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("malformed") / "state") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def call(cluster: Cluster) -> Iterator[Call]:
+    """A raw call: its status and what that says. An ordinary one works after them all, in the same process."""
+    with grpc.insecure_channel(cluster.address, options=UNCAPPED) as channel:
+
+        def made(
+            method: str, request: bytes, header: int = 0, compression: grpc.Compression = grpc.Compression.NoCompression
+        ) -> tuple[grpc.StatusCode, str]:
+            sent = (*metadata(TOKEN), *([("x", "v" * header)] if header else []))
+            # A stream of one looks the same.
+            make: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE}/{method}")
+            try:
+                make(request, metadata=sent, timeout=30, compression=compression)
+            except grpc.RpcError as error:
+                return error.code(), error.details() or ""
+            return grpc.StatusCode.OK, ""
+
+        yield made
+    with CoordinatorClient(cluster.address, TOKEN) as ordinary:
+        assert ordinary.status().version
+    assert cluster.coordinator.poll() is None
+
+
+@pytest.mark.parametrize("method", ["Status", "RegisterWorker", "PutBlob"])
+def test_a_message_above_the_cap_is_refused(call: Call, method: str) -> None:
+    for size in (REQUEST_MAX + 1, 5 * MIB):
+        code, said = call(method, bytes(size))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"({size} vs. {REQUEST_MAX})" in said
+
+
+def test_a_header_above_the_cap_is_refused_each_time_and_one_below_it_never(call: Call) -> None:
+    for _ in range(3):
+        assert call("Status", b"", header=METADATA_MAX - 1024) == (grpc.StatusCode.OK, "")
+        for size in (METADATA_MAX, METADATA_MAX * 5 // 4, 2 * METADATA_MAX, MIB):
+            code, said = call("Status", b"", header=size)
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert f"vs. {METADATA_MAX}" in said
+
+
+def test_a_compressed_message_is_not_unpacked(cluster: Cluster, call: Call) -> None:
+    before = most_memory(cluster.coordinator.pid)
+    for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+        code, _ = call("Status", bytes(256 * MIB), compression=compression)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert most_memory(cluster.coordinator.pid) < before + 64 * MIB
+
+
+def test_bytes_that_are_no_request_are_refused_with_the_method_s_name(call: Call) -> None:
+    rng = random.Random(1)
+    for method in ("Status", "RegisterWorker", "Heartbeat", "OpenRun", "PutBlob", "PutSnapshot"):
+        for size in (1, 10, 1000, MIB):
+            data = b"\xff" + rng.randbytes(size)  # a field of the wire type 7, which there is not
+            code, said = call(method, data)
+            assert (code, said) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{method}: the {len(data)} bytes that came are no request of it",
+            )
