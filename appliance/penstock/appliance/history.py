@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 from penstock.appliance.journal import SCHEMA, TABLES
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, SlotKey
+from penstock.appliance.opening import start_of
 from penstock.proto.errors import JournalError
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -189,13 +190,7 @@ class StoppedCoordinator:
     def _open_one(self, db: sqlite3.Connection, run: str, row: Any, seed: int) -> pb.History:
         place: dict[str, str | int] = {"run": run, "attempt": row["attempt"], "box": row["box"]}
         opening = pb.OpenRunRequest.FromString(row["opening"])
-        base = opening.base
-        start = (
-            Position.from_proto(base)
-            if base.slots
-            else Position.start(opening.num_workers_per_box, step=base.step, epoch=base.epoch)
-        )
-        history = _opened(row["attempt"], opening, start, seed)
+        history = _opened(row["attempt"], opening, start_of(opening), seed)
         for track in _rows(db, "tracks", **place):
             last = pb.History.FromString(track["history"])
             history.known.extend(last.known)

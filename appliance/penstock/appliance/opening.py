@@ -66,12 +66,18 @@ def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
             f"box {request.box} of run {run_name(request)}: with num_boxes={request.num_boxes} the boxes are "
             f"0 to {request.num_boxes - 1}"
         )
-    base, count = request.base, request.num_workers_per_box
-    if not base.slots:
-        return Position.start(count, step=base.step, epoch=base.epoch)
-    if len(base.slots) != count:
-        raise InvalidArgumentError(f"the position to start from has {len(base.slots)} slots, the box has {count}")
-    return Position.from_proto(base)
+    told, count = len(request.base.slots), request.num_workers_per_box
+    if told not in (0, count):
+        raise InvalidArgumentError(f"the position to start from has {told} slots, the box has {count}")
+    return start_of(request)
+
+
+def start_of(request: pb.OpenRunRequest) -> Position:
+    """Where the box starts: at the place of a saved state, or with all of its workers at a beginning."""
+    base = request.base
+    if base.slots:
+        return Position.from_proto(base)
+    return Position.start(request.num_workers_per_box, step=base.step, epoch=base.epoch)
 
 
 def resumes(request: pb.OpenRunRequest) -> bool:

@@ -40,7 +40,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 PASSES = 16
-"""How many of the passes that the loop left a worker is told: those since its last durable snapshot are fewer."""
+"""How many of the passes that the loop left a worker is told. There are seldom more since its last durable snapshot; a
+state that would need to know them is refused."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import Slot
+from penstock.appliance.opening import start_of
 from penstock.appliance.registry import Registry
 from penstock.proto.errors import PenstockError
 from penstock.proto.position import Position
@@ -156,9 +157,7 @@ class FakeBox:
     def deliver(self, steps: int) -> None:
         """The training loop takes so many batches more, and reports."""
         if self.position is None:
-            base = self.request.base
-            count = self.request.num_workers_per_box
-            self.position = Position.from_proto(base) if base.slots else Position.start(count)
+            self.position = start_of(self.request)
         for _ in range(steps):
             self.position.deliver()
         self.watch()
