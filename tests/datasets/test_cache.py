@@ -244,6 +244,33 @@ def test_local_files_are_used_in_place(tmp_path: Path) -> None:
     assert len(list(there.iterdir())) == 3
 
 
+@pytest.mark.parametrize(("there", "here"), [("data/remote", "data"), ("data", "data/cache")])
+@pytest.mark.parametrize("validate", [None, HASH])
+def test_files_of_a_place_stay_though_its_cache_is_above_or_below_it(
+    tmp_path: Path, there: str, here: str, validate: str | None
+) -> None:
+    """What was packed there went when it was unpacked, as if it were the cache's own; and when it was corrupt."""
+    shards = make_shards(tmp_path / there, 2, SIZE, compression="gz")
+    paths = [tmp_path / there / file.packed.name for shard in shards for file in shard.files if file.packed]
+    before = [path.read_bytes() for path in paths]
+    cache = ShardCache(Place(tmp_path / there), tmp_path / here, validate=validate)
+    assert [held_bytes(cache, shard) for shard in shards] == [raw_bytes(n, SIZE) for n in range(2)]
+    cache.close()
+    assert [path.read_bytes() for path in paths] == before
+    raw = tmp_path / here / shards[0].name
+    raw.unlink()
+    damaged = before[0][:-9] + bytes([before[0][-9] ^ 1]) + before[0][-8:]
+    paths[0].write_bytes(damaged)
+    again = ShardCache(Place(tmp_path / there), tmp_path / here, validate=validate)
+    with pytest.raises(ShardCorruptError, match=paths[0].name):
+        again.hold(shards[0])
+    assert paths[0].read_bytes() == damaged, "the only copy was removed"
+    paths[0].write_bytes(before[0])
+    raw.write_bytes(b"short")
+    assert held_bytes(again, shards[0]) == raw_bytes(0, SIZE), "a bad one of the cache's own goes"
+    again.close()
+
+
 def test_local_files_that_are_only_read_leave_nothing_anywhere(tmp_path: Path) -> None:
     shards, threads = make_shards(tmp_path / "there", 3, SIZE), threading.active_count()
     for place, folder in ((Place(tmp_path / "there"), "here"), (None, "there")):

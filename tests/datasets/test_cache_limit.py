@@ -13,11 +13,12 @@ from shard_server import Fault, ShardServer
 
 from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
 from penstock.worker.datasets.formats.shards import Shard
+from penstock.worker.datasets.storage import cache as storage_cache
 from penstock.worker.datasets.storage.ahead import Ahead
 from penstock.worker.datasets.storage.books import Books
 from penstock.worker.datasets.storage.cache import Held, ShardCache
 from penstock.worker.datasets.storage.places import Place
-from penstock.worker.datasets.storage.stamps import Stamp
+from penstock.worker.datasets.storage.stamps import Stamp, key_of
 
 SIZE = 40_000
 Make = Callable[..., ShardCache]
@@ -141,6 +142,23 @@ def test_what_is_waited_for_drives_out_what_is_ahead(server: ShardServer, make: 
         warnings.simplefilter("error")
         use(make(), shards[3])
     assert size_of_files(tmp_path / "cache") <= 3 * SIZE
+
+
+def test_at_the_limit_nobody_waits_for_what_he_is_fetching_himself(
+    server: ShardServer, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process that wants the same shard ahead was taken for one that is fetching it: both waited."""
+    monkeypatch.setattr(storage_cache, "YIELD_S", 3600.0)
+    shards = make_shards(server.folder, 4, SIZE)
+    other = make()
+    held = [other.hold(shard) for shard in shards[:3]]
+    books = Books(tmp_path / "cache", Place(server.url), 30)
+    wanted = books.wait(str(tmp_path / "cache" / ".penstock" / "ahead" / key_of(shards[3].name)), 30, "", shared=True)
+    with pytest.warns(UserWarning, match="exceeds its limit"):
+        use(make(timeout_s=30), shards[3])  # it would wait as long, and then have no time to fetch it
+    wanted.release()
+    for hold in held:
+        hold.release()
 
 
 def test_a_list_that_is_replaced_gives_back(server: ShardServer, make: Make, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ second save, float fractions, open lines, mixing counters, padding counted as sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,15 @@ from all_workers import AllWorkers
 
 from penstock.proto.assignment import Assignment, assigned
 from penstock.proto.errors import StateMismatchError
-from penstock.worker.datasets import LogicalShards, MapLoader, ShardLoader, WindowShuffled
+from penstock.worker.datasets import (
+    LogicalShards,
+    MapLoader,
+    MDSWriter,
+    ShardLoader,
+    StreamingDataset,
+    StreamingLoader,
+    WindowShuffled,
+)
 
 
 def mapped(length: int, batch: int) -> MapLoader:
@@ -104,17 +114,53 @@ def test_another_shuffle_buffer_is_refused_by_both_numbers() -> None:
         ShardLoader(WindowShuffled(files(4, 10, 2), 5), batch_size=4, seed=2).load_state_dict(made(5).state_dict())
 
 
-def test_moved_files_are_the_same_files() -> None:
+def lines_of(path: Path) -> Iterator[int]:
+    with path.open() as lines:
+        yield from map(int, lines)
+
+
+def logical(folder: Path) -> ShardLoader:
+    """Of text files, named from the folder on."""
+    paths = sorted(folder.glob("*.txt"))
+    source = LogicalShards(
+        [partial(lines_of, path) for path in paths],
+        shards=2,
+        names=[str(path.relative_to(folder)) for path in paths],
+        shuffle=True,
+    )
+    return ShardLoader(source, batch_size=4, seed=1, collate_fn=list)
+
+
+def streaming(folder: Path) -> StreamingLoader:
+    return StreamingLoader(StreamingDataset(local=folder), batch_size=4, shuffle=True, seed=1, collate_fn=list)
+
+
+@pytest.mark.parametrize("made", [logical, streaming])
+def test_moved_files_are_the_same_files(tmp_path: Path, made: Callable[[Path], Any]) -> None:
     """A strict load refused data that lay in another folder."""
-
-    def made(folder: str) -> ShardLoader:
-        pieces = [partial(records, file, 10) for file in range(3)]
-        names = [f"{folder}/{file}.jsonl".rpartition("/")[2] for file in range(3)]
-        return ShardLoader(LogicalShards(pieces, shards=2, names=names), batch_size=4, collate_fn=list)
-
-    whole, first = list(made("/data")), made("/data")
+    with MDSWriter(tmp_path / "a", {"number": "int"}, size_limit=200, hashes=["xxh64"]) as writer:
+        for number in range(30):
+            writer.write({"number": number})
+    for file in range(3):
+        (tmp_path / "a" / f"{file}.txt").write_text("".join(f"{line}\n" for line in records(file, 10)))
+    whole, first = list(made(tmp_path / "a")), made(tmp_path / "a")
     begun = iter(first)
     got = [next(begun), next(begun)]
-    moved = made("/mnt/new")
-    moved.load_state_dict(first.state_dict())
+    state = json.loads(json.dumps(first.state_dict()))
+    del begun
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = made(tmp_path / "b")
+    moved.load_state_dict(state)
     assert got + list(moved) == whole
+    assert str(tmp_path) not in json.dumps(state)
+
+
+def test_files_that_are_named_by_their_whole_path_are_others_when_moved() -> None:
+    """On purpose: a name says which data it is."""
+
+    def made(folder: str) -> LogicalShards:
+        return LogicalShards([[1, 2], [3]], shards=1, names=[f"{folder}/0.txt", f"{folder}/1.txt"])
+
+    state = ShardLoader(made("/data"), batch_size=1).state_dict()
+    with pytest.raises(StateMismatchError, match=r"names.* was "):
+        ShardLoader(made("/mnt"), batch_size=1).load_state_dict(state)

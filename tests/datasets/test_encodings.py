@@ -210,6 +210,52 @@ def test_a_jpeg_that_came_from_a_file_is_stored_as_that_file(tmp_path: Path) -> 
     assert again.startswith(b"\xff\xd8")
 
 
+def thumbnail(image: Image.Image) -> None:
+    image.thumbnail((8, 8))
+
+
+def paste(image: Image.Image) -> None:
+    image.paste(0, (0, 0, 16, 16))
+
+
+def draft(image: Image.Image) -> None:
+    """Not loaded, and smaller."""
+    image.draft("L", (8, 8))
+
+
+@pytest.mark.parametrize("edit", [thumbnail, paste, draft])
+@pytest.mark.parametrize("name", ["jpeg", "list[jpeg]"])
+def test_a_jpeg_that_was_edited_is_not_stored_as_its_file(
+    tmp_path: Path, edit: Callable[[Image.Image], None], name: str
+) -> None:
+    path = tmp_path / "image.jpg"
+    Image.effect_noise((16, 16), 50).convert("RGB").save(path)
+    with Image.open(path) as image:
+        edit(image)
+        encoding = encoding_of(name)
+        data = encoding.encode([image] if name.startswith("list") else image)
+        assert path.read_bytes() not in data
+        found = encoding.decode(data, 0, len(data))
+        found = found[0] if name.startswith("list") else found
+        assert (found.mode, found.size) == (image.mode, image.size)
+        assert np.abs(np.asarray(found, np.int64) - np.asarray(image)).mean() < 20, "but for the loss of JPEG"
+
+
+def test_a_jpeg_whose_file_has_become_another_is_stored_by_its_pixels(tmp_path: Path) -> None:
+    path = tmp_path / "image.jpg"
+    for other in (b"no image", None):
+        Image.effect_noise((16, 16), 50).save(path)
+        with Image.open(path) as image:
+            image.load()
+            if other is None:
+                Image.new("L", (16, 16), 7).save(path)
+            else:
+                path.write_bytes(other)
+            data = encoding_of("jpeg").encode(image)
+        assert data.startswith(b"\xff\xd8")
+        assert data != path.read_bytes()
+
+
 OPENED: list[int] = []
 
 

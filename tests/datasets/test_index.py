@@ -245,6 +245,12 @@ def test_merging_takes_folders_in_order_and_none_twice(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", INDEX]
 
 
+def test_a_folder_to_merge_may_be_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / INDEX).write_text(json.dumps(GOOD))
+    assert merge_index(str(tmp_path)) == merge_index(tmp_path)
+
+
 def test_merging_nothing_or_something_broken_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"no index\.json in any folder below"):
         merge_index(tmp_path)

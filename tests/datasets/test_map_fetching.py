@@ -225,6 +225,22 @@ def test_a_collate_function_that_raises_stop_iteration_ends_no_pass(ahead: dict[
         list(loader_of(collate_fn=gives_up, **ahead))
 
 
+def with_a_key(samples: list[Any]) -> dict[str, Any]:
+    return {"key": 0} if samples[0][0] == 6 else {"number": numbers(samples)}
+
+
+@pytest.mark.parametrize("ahead", [*AHEAD, {"fetch_threads": 1}])
+def test_a_batch_that_can_have_no_keys_is_not_passed_over(ahead: dict[str, int]) -> None:
+    """With a fetcher the second try gave the next batch, and the state said that both were done."""
+    loader = loader_of(collate_fn=with_a_key, keys="key", shuffle=False, **ahead)
+    stream = iter(loader)
+    assert next(stream)["number"] == list(range(6))
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="the batch has a field of this name"):
+            next(stream)
+        assert loader.state_dict()["done"] == 1
+
+
 def unsendable(samples: list[Any]) -> Any:
     return lambda: samples
 
@@ -252,20 +268,49 @@ def test_an_error_whose_class_cannot_be_sent_arrives() -> None:
 
 
 class Deadly(Noisy):
+    """Its process ends at sample 20: by a signal, or with a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status = status
+
     def __getitem__(self, number: int) -> Any:
         if number == 20:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(number)
+            if self.status < 0:
+                os.kill(os.getpid(), -self.status)
+            os._exit(self.status)
+        return torch.full((100,), number)
 
 
-def test_a_process_that_is_killed_is_an_error_that_says_how() -> None:
-    stream = iter(loader_of(Deadly(), fetch_processes=2))
-    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
-        list(stream)
-    (note,) = caught.value.__notes__
-    assert "a process that reads Deadly was lost" in note
-    assert "killed by signal: Killed" in note
+def slowly(stream: Any, pause_s: float) -> None:
+    for _ in stream:
+        threading.Event().wait(pause_s)
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (-signal.SIGKILL, r"was killed by SIGKILL \(out of memory, if nobody sent it\)"),
+        (-signal.SIGTERM, "was killed by SIGTERM"),
+        (3, "exited with status 3"),
+        (0, "exited with status 0, which is no end of its input"),
+    ],
+)
+@pytest.mark.parametrize("pause_s", [0.0, 0.05])
+def test_a_process_that_ends_is_an_error_that_says_how(status: int, says: str, pause_s: float) -> None:
+    """Also where the loop takes its time: then a batch that was queued before cannot be had any more."""
+    stream = iter(loader_of(Deadly(status), fetch_processes=2, batch_size=4, shuffle=False, collate_fn=torch.stack))
+    with pytest.raises(RuntimeError, match=f"^a process that reads Deadly {says}") as caught:
+        slowly(stream, pause_s)
+    assert caught.value.__cause__ is caught.value.__context__ is None
     assert multiprocessing.active_children() == [], "whoever holds the error holds no process"
+
+
+def test_an_error_of_the_user_s_is_no_end_of_a_process() -> None:
+    with pytest.raises(RuntimeError, match="no such pixel") as caught:
+        list(loader_of(Noisy(bad={20: RuntimeError("no such pixel")}), fetch_processes=2))
+    assert "raised by Noisy for sample 20" in str(caught.value)
+    assert multiprocessing.active_children() == []
 
 
 class Many(Noisy):

@@ -466,6 +466,80 @@ def test_workers_of_different_orders_have_no_state_together(options: dict[str, A
         loader_of(10, batch_size=4).aggregate_state_dict(states)
 
 
+def test_one_worker_s_state_is_no_state_of_all() -> None:
+    """It was taken apart, and what the others had not done was lost."""
+    cluster = cluster_of(40, (1, 2), batch_size=2)
+    cluster.take(3)
+    state = cluster.workers[0].state_dict()
+    for loader in (cluster.workers[1], loader_of(40, batch_size=2)):
+        with pytest.raises(StateMismatchError, match=r"the state of one worker; .* what aggregate_state_dict returned"):
+            loader.deaggregate_state_dict(state)
+        with pytest.raises(StateMismatchError, match="the state is one worker's of"):
+            loader_of(40, batch_size=2).load_state_dict(state)
+    alone = loader_of(40, batch_size=2)
+    stream = iter(alone)
+    got = [next(stream) for _ in range(3)]
+    again = loader_of(40, batch_size=2)
+    again.load_state_dict(again.deaggregate_state_dict(alone.state_dict()))
+    assert got + list(again) == list(loader_of(40, batch_size=2)), "who is alone is all"
+
+
+def ranks_of(length: int, count: int, state: Any = None, **options: Any) -> list[MapLoader]:
+    """By themselves, each from that state."""
+    loaders = [loader_of(length, rank=(rank, count), **options) for rank in range(count)]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+    return loaders
+
+
+def next_rows(streams: list[Iterator[Any]]) -> list[int]:
+    """Of the next step of all ranks, in the order of the epoch; none at a pass's end."""
+    found: list[list[int]] = [next(stream, []) for stream in streams]
+    return [found[at % len(found)][at // len(found)] for at in range(sum(map(len, found)))]
+
+
+def rows_from(loaders: list[MapLoader]) -> list[int]:
+    """Of this pass and the next."""
+    rows = []
+    for _ in range(2):
+        streams = [iter(loader) for loader in loaders]
+        while step := next_rows(streams):
+            rows += step
+    return rows
+
+
+@pytest.mark.parametrize("tail", ["emit", "pad", "drop", "carry"])
+@pytest.mark.parametrize(("ranks", "batch", "ranks_then", "batch_then"), [(1, 5, 1, 4), (1, 6, 3, 6), (2, 6, 1, 5)])
+def test_the_state_of_an_only_worker_fits_any_shape(
+    tail: Tail, ranks: int, batch: int, ranks_then: int, batch_then: int
+) -> None:
+    """By itself, at every step of an epoch and a half: all ranks are as far as this one."""
+    length = 23
+    order = [row for epoch in range(6) for row in epoch_of(length, length, epoch)]
+    loaders = ranks_of(length, ranks, tail=tail, global_batch_size=batch)
+    streams, place, saves = [iter(loader) for loader in loaders], 0, 0
+    while place < 1.5 * length:
+        step = next_rows(streams)
+        if not step:
+            streams = [iter(loader) for loader in loaders]
+            continue
+        place += len(step)
+        if tail == "drop" and place % length > length - batch:
+            place += length - place % length
+        elif tail == "pad" and place // length > (place - len(step)) // length:
+            place -= place % length
+        for loader in loaders:
+            then = ranks_of(length, ranks_then, loader.state_dict(), tail=tail, global_batch_size=batch_then)
+            got = rows_from(then)
+            left = length - place % length if tail != "carry" else len(got)
+            if tail == "drop":
+                left -= left % batch_then
+            assert got[:left] == order[place : place + left]
+            saves += 1
+    assert saves >= ranks * 5
+
+
 def test_states_are_put_together_by_a_loader_of_the_same_samples() -> None:
     """Another seed is no matter: outside of a worker there is none of a run."""
     cluster = cluster_of(40, (1, 2), batch_size=2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import pytest
@@ -53,6 +54,29 @@ def test_a_subclass_may_change_its_samples(hundred: Path) -> None:
 
     loader = StreamingLoader(Doubled(local=hundred), batch_size=30, collate_fn=lambda samples: samples)
     assert [number for batch in read(loader) for number in batch] == list(range(0, 200, 2))
+
+
+class Fussy(StreamingDataset):
+    """Sample 9 raises what it is told to."""
+
+    error: Exception
+
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        if index == 9:
+            raise self.error
+        return super().__getitem__(index)
+
+
+def test_an_error_of_a_subclass_ends_nothing_and_says_which_sample(hundred: Path) -> None:
+    dataset = Fussy(local=hundred)
+    loader = StreamingLoader(dataset, batch_size=4, collate_fn=lambda samples: samples)
+    dataset.error = StopIteration()
+    with pytest.raises(DatasetError, match="StopIteration came out of Fussy for sample 9, where it would look like"):
+        read(loader)
+    dataset.error = ValueError("no such pixel")
+    with pytest.raises(ValueError, match="no such pixel") as caught:
+        read(loader)
+    assert caught.value.__notes__ == ["raised by Fussy for sample 9"]
 
 
 def test_batches_are_collated_as_torch_does(dataset: StreamingDataset) -> None:
@@ -133,6 +157,13 @@ def test_each_batch_has_its_share_of_each_stream(three: list[Path]) -> None:
         ([Stream(local="a", proportion=1), Stream(local="b")], "the same for all"),
         ([Stream(local="a", choose=-1)], "stream 0: choose=-1"),
         ([Stream(local="a", repeat=float("nan"))], "stream 0: repeat=nan"),
+        (
+            [Stream(local="a", choose=1), Stream(local="b", choose=cast(Any, 2.5))],
+            "stream 1: choose=2.5: .* a whole number",
+        ),
+        ([Stream(local="a", choose=cast(Any, "5"))], "stream 0: choose='5': it must be a whole number"),
+        ([Stream(local="a", proportion=cast(Any, "0.5"))], "stream 0: proportion='0.5'; it must be a number"),
+        ([Stream(local="a", repeat=cast(Any, 1j))], "stream 0: repeat=1j; it must be a number"),
     ],
 )
 def test_streams_that_cannot_be_meant(streams: list[Stream], says: str) -> None:
@@ -203,9 +234,31 @@ def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, we
     assert len(list(StreamingLoader(dataset, batch_size=10))) > 0
 
 
-@pytest.mark.parametrize("limit", [0, -5, "10gb", 1.5])
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("choose", np.int64(5), 5),
+        ("proportion", np.float32(0.5), 0.5),
+        ("repeat", np.float64(1.5), 1.5),
+        ("repeat", np.int8(2), 2),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(hundred: Path, name: str, value: Any, plain: float) -> None:
+    """Each state says how many samples of a stream there are, which a number of numpy's could not."""
+
+    def read_with(value: Any) -> tuple[Any, Any]:
+        dataset = StreamingDataset(
+            streams=[Stream(local=hundred, **{name: value})], cache_limit=cast(Any, np.int64(1 << 30))
+        )
+        loader = StreamingLoader(dataset, batch_size=4, shuffle=True, seed=1, collate_fn=lambda samples: samples)
+        return read(loader), json.loads(json.dumps(loader.state_dict()))
+
+    assert read_with(value) == read_with(plain)
+
+
+@pytest.mark.parametrize("limit", [0, -5, "10gb", 1.5, np.int64(0)])
 def test_a_cache_limit_that_is_none(tmp_path: Path, limit: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"cache_limit={limit!r}: it is a number of bytes"):
+    with pytest.raises(InvalidArgumentError, match=f"cache_limit={re.escape(repr(limit))}: it is a number of bytes"):
         StreamingDataset(local=tmp_path, cache_limit=limit)
 
 
@@ -274,8 +327,25 @@ def test_other_data_have_another_fingerprint(tmp_path: Path, hundred: Path) -> N
 
 
 def test_pickles_are_refused_before_anything_is_fetched(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="allow_unsafe_types"):
+    with pytest.raises(DatasetError, match=f"^{MDS}/pickles: shard.00000.mds: column .*allow_unsafe_types"):
         StreamingDataset(str(MDS / "pickles"), tmp_path)
+
+
+def test_a_loader_of_anything_but_a_streaming_dataset(hundred: Path) -> None:
+    for dataset in (str(hundred), [1, 2, 3]):
+        with pytest.raises(InvalidArgumentError, match=r"dataset is a (str|list); give a StreamingDataset"):
+            StreamingLoader(dataset, batch_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("below", ["", "part=1"])
+def test_parquet_files_without_an_index_are_named_with_the_remedy(tmp_path: Path, below: str) -> None:
+    (tmp_path / below).mkdir(exist_ok=True)
+    (tmp_path / below / "a.parquet").write_bytes(b"")
+    says = rf"{tmp_path} .*index.json; index_parquet\('{tmp_path}'\) writes"
+    with pytest.raises(ShardUnavailableError, match=says):
+        StreamingDataset(local=tmp_path)
+    with pytest.raises(ShardUnavailableError, match=says):
+        StreamingDataset(tmp_path)
 
 
 def test_it_may_be_pickled_with_shards_open(dataset: StreamingDataset) -> None:

@@ -66,7 +66,12 @@ def test_a_sample_that_does_not_fit_is_named_and_not_written(
 @pytest.mark.parametrize(
     ("writer", "columns", "keywords", "words"),
     [
-        (MDSWriter, {"n": "integer"}, {}, "unknown encoding 'integer'"),
+        (MDSWriter, {"n": "integer"}, {}, "column 'n': unknown encoding 'integer'; there are bytes, str"),
+        (MDSWriter, {"n": "ndarray:int3"}, {}, "column 'n': encoding 'ndarray:int3': its dtypes are uint8"),
+        (MDSWriter, {"n": int}, {}, "column 'n': unknown encoding <class 'int'>"),
+        (MDSWriter, {"n": "int", 3: "int"}, {}, "column 3 must have a string as its name"),
+        (MDSWriter, COLUMNS, {"size_limit": "64mb"}, "size_limit='64mb': 1 to 4294967295 bytes, or None"),
+        (MDSWriter, COLUMNS, {"size_limit": 1.5}, "size_limit=1.5"),
         (MDSWriter, COLUMNS, {"compression": "lz4"}, "unknown compression 'lz4'"),
         (MDSWriter, COLUMNS, {"compression": "zstd:30"}, "the levels of zstd"),
         (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "unknown hash 'sha3'"),

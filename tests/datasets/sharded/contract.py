@@ -21,6 +21,7 @@ from all_workers import AllWorkers, Shape, saved
 
 from penstock.proto.state import encode_state
 from penstock.worker.datasets.sharded.loader import ShardLoader
+from penstock.worker.datasets.sharded.opaque import without_snapshots
 from penstock.worker.datasets.sharded.protocol import Cursor, ShardedSource, Token
 
 __all__ = ["CURSOR_CHECKS", "LOADER_CHECKS", "Fleet", "Make", "Shape", "encoded", "epochs_of", "samples_of"]
@@ -119,6 +120,28 @@ def goes_on_from_every_token(make: Make) -> None:
             if not source.endless:
                 assert encode_state(ended.token()) == tokens[-1][1] or next(ended, None) is None
             ended.close()
+
+
+def has_one_token_for_each_place(make: Make) -> None:
+    """However it got there, for a restore key is made of it. Of the states of streams none is in a key."""
+
+    def of(cursor: Cursor) -> bytes:
+        return encode_state(without_snapshots(saved(cursor.token())))
+
+    source = make()
+    for epoch in epochs_of(source):
+        for shard in range(source.num_shards):
+            cursor = source.open(shard, epoch, SEED)
+            for place in range(len(read(source.open(shard, epoch, SEED)))):
+                skipping = source.open(shard, epoch, SEED)
+                again = make().open(shard, epoch, SEED, saved(cursor.token()))
+                assert skipping.skip(place) == place
+                assert of(skipping) == of(cursor), f"shard {shard}: skipped to {place}"
+                assert of(again) == of(cursor), f"shard {shard}: gone on from its token at {place}"
+                skipping.close()
+                again.close()
+                next(cursor)
+            cursor.close()
 
 
 def goes_on_in_a_chain_of_tokens(make: Make) -> None:
@@ -220,6 +243,7 @@ CURSOR_CHECKS: list[Callable[[Make], None]] = [
     describes_itself,
     says_its_lengths_truly,
     goes_on_from_every_token,
+    has_one_token_for_each_place,
     goes_on_in_a_chain_of_tokens,
     skips_as_it_reads,
     reads_shards_beside_each_other,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -343,6 +345,42 @@ def test_differences_are_named_by_their_path() -> None:
     assert list(differences({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}).values()) == ["a[1].b was 2 and is 3"]
     assert list(differences({"a": [1]}, {"a": [1, 2]}).values()) == ["a was [1] and is [1, 2]"]
     assert list(differences({"a": [1]}, {}).values()) == ["a was [1] and is not there"]
+
+
+@pytest.mark.parametrize(
+    "source", [Listed(UNEQUAL), Listed(UNEQUAL, known=False), Counting(6)], ids=["known", "found", "endless"]
+)
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (3, 6), (2, 4)])
+def test_the_state_of_an_only_worker_fits_any_shape(source: Any, ranks: int, batch: int) -> None:
+    """By itself, at every step of an epoch and a half."""
+    loader = loader_of(source)
+    whole = [row for _ in range(1 if source.endless else 3) for row in itertools.islice(flat(loader), 150)]
+    loader, place = loader_of(source), 0
+    stream = iter(loader)
+    for _ in range(17):
+        rows = next(stream, None)
+        if rows is None:
+            stream = iter(loader)
+            continue
+        place += len(rows)
+        then = []
+        for rank in range(ranks):
+            then.append(loader_of(source, batch_size=None, global_batch_size=batch, rank=(rank, ranks)))
+            then[-1].load_state_dict(saved(loader.state_dict()))
+        steps = list(itertools.islice(zip(*then, strict=True), 4))
+        got = [step[at % ranks][at // ranks] for step in steps for at in range(sum(map(len, step)))]
+        if source.endless:  # in batches of another size the columns are others, and no sample is lost or repeated
+            assert {row[:2] for row in got}.isdisjoint(row[:2] for row in whole[:place])
+            assert len({row[:2] for row in got}) == len(got) == 4 * batch
+        else:
+            left = min(len(got), -place % sum(UNEQUAL) or len(got))
+            assert got[:left] == whole[place:][:left]
+            assert left >= min(batch, -place % sum(UNEQUAL))
+
+
+def flat(loader: ShardLoader) -> Iterator[Any]:
+    for batch in loader:
+        yield from batch
 
 
 def test_a_worker_s_state_is_refused_in_another_shape() -> None:

@@ -13,7 +13,7 @@ from opaque_streams import Counter
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state import decode_state, encode_state
-from penstock.worker.datasets import Filtered, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
+from penstock.worker.datasets import Filtered, Grouped, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
 from penstock.worker.datasets.sharded import runs
 from penstock.worker.datasets.sharded.protocol import Token
 from penstock.worker.datasets.sharded.runs import dealt
@@ -341,6 +341,10 @@ def numbers() -> LogicalShards:
         (
             lambda: ShardLoader(Filtered(numbers(), ends_at), batch_size=2),
             "Filtered ends_at: shard 0, epoch 0, sample 3",
+        ),
+        (
+            lambda: ShardLoader(Grouped(numbers(), ends_at, 2, window=4), unbatched=True),
+            "the key of Grouped ends_at",
         ),
         (lambda: ShardLoader(numbers(), batch_size=2, collate_fn=collated), "the collate_fn"),
         (lambda: MapLoader(list(range(8)), batch_size=2, collate_fn=collated), "the collate_fn"),

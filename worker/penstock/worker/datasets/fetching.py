@@ -10,8 +10,11 @@ them, move tensors through shared memory, and bring back errors; it is given who
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import pickle
+import select
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,13 +25,17 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from torch import _C
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.worker.datasets.map_reading import MapReader
 from penstock.worker.datasets.ordering.course import Plan, Walk
+from penstock.worker.endings import how_it_ended
 
 __all__ = ["Ahead", "in_processes", "in_threads"]
 
+DIES_S = 5.0
+"""For a process that no longer sends to have an exit status; it takes milliseconds."""
 AHEAD = 2
 """Batches for each thread or process that are made ahead, as torch's DataLoader does by default."""
 
@@ -105,21 +112,68 @@ def in_processes(plans: Iterator[Plan], reader: MapReader, processes: int, *, se
         generator=torch.Generator().manual_seed(seed),  # else it would draw from the process's own
     )
     batches: Iterator[Any] | None = iter(loader)
+    workers = list(getattr(batches, "_workers", ()))  # torch's own list: nothing else says how one of them ended
+    failed: Exception | None = None
     while batches is not None:
         try:
-            batch = _received(next(batches))
+            _watch(batches, workers)
+            if _status(workers, 0.0) is not None:
+                raise _CutShort
+            data = next(batches)
+            _watch(batches, [])
+            batch = _received(data)
         except StopIteration:
             return
         except Exception as error:
+            with contextlib.suppress(RuntimeError, ValueError):  # the handler's, or the iterator has ended by itself
+                _watch(batches, [])
+            failed = _explained(error, workers, reader.name)
+        if failed is not None:
             # Its message has the process's traceback. Our own would hold torch's iterator, and so its processes, for
             # as long as somebody holds the error; collected later, they take five seconds each to end. So would the
-            # error behind it, which alone says by what signal a process was killed.
+            # error behind it.
             batches = None
-            if error.__cause__ is not None:
-                error.add_note(f"a process that reads {reader.name} was lost: {error.__cause__}".rstrip(": "))
-            error.__context__ = None
-            raise error.with_traceback(None) from None
+            workers.clear()
+            try:
+                raise failed from None
+            finally:
+                failed = None
         yield batch
+
+
+def _watch(batches: Iterator[Any], workers: list[Any]) -> None:
+    """Which of its processes torch's handler of SIGCHLD looks at. It raises wherever the main thread is: while we wait
+    that ends the wait, also one for the rest of a message that will not come. Elsewhere it would be raised out of
+    whatever the user does with a batch."""
+    _C._remove_worker_pids(id(batches))
+    _C._set_worker_pids(id(batches), tuple(worker.pid for worker in workers))
+
+
+def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
+    """What to raise for it: how a process ended, if one did, and otherwise the error without what it holds.
+
+    There are many ways to notice, and not all say how: torch's handler of SIGCHLD, its look at its processes every five
+    seconds, our own, and a batch that was queued before and cannot be received any more.
+    """
+    if isinstance(error, RuntimeError):
+        status = _status(workers, DIES_S if isinstance(error, _CutShort) else 0.0)
+        if status is not None:
+            return RuntimeError(how_it_ended(status, f"a process that reads {name}", None))
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _status(workers: list[Any], wait_s: float) -> int | None:
+    """The exit status of one of them that has ended; -9: by signal 9. None if all live."""
+    until, ends = time.monotonic() + wait_s, select.poll()
+    for worker in workers:
+        ends.register(worker.sentinel, select.POLLIN)
+    while True:
+        ended = [worker.exitcode for worker in workers if worker.exitcode is not None]
+        left = until - time.monotonic()
+        if ended or left <= 0:
+            return next((status for status in ended if status), 0) if ended else None
+        ends.poll(1000 * left)
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
@@ -148,11 +202,15 @@ class _Batches(torch.utils.data.Dataset[Any]):
             ) from error
 
 
+class _CutShort(RuntimeError):
+    """A process closed what it sends batches through; it is about to end, but may not have."""
+
+
 def _received(batch: bytes) -> Any:
     try:
         return pickle.loads(batch)
     except (OSError, EOFError) as error:  # of asking for the memory that its tensors are in
-        raise RuntimeError("a process ended before its batch was taken") from error
+        raise _CutShort(f"a process ended before its batch was taken: {error}".rstrip(": ")) from error
 
 
 def _sendable(error: type[Exception]) -> bool:

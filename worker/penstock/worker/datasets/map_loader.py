@@ -75,7 +75,8 @@ class MapLoader(PositionLoader):
             fetch_processes: processes that make batches ahead.
             reseed: set the global generators of python, numpy and torch before each sample is read, from seed, epoch
                 and position, so that random augmentation depends on nothing else; and for the collate function, by the
-                batch's first row. Around a batch they stay as they were. It takes 8 us a sample and 0.15 ms a batch.
+                batch's first row. Around a batch they stay as they were. It takes 10 us a sample and 0.25 ms a
+                batch (docs/datasets.md).
                 None: yes, unless threads share them.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is no dict becomes {"batch": it, keys: ...}.

@@ -144,11 +144,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         return state_of(progress, self._described, self._epochs.skip)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a place of this order: a state of this very shape, or one that fits any.
+        """Go to a place of this order: a state of this very shape, or one that fits any, as does that of a box's only
+        worker.
 
         Raises:
-            StateMismatchError: it is a place in another order, or a worker's of another shape; or more samples before
-                it are to be left out than were.
+            StateMismatchError: it is a place in another order, or of one of several workers of another shape; or more
+                samples before it are to be left out than were.
             StateCorruptError, StateVersionError: it cannot be read.
         """
         progress, shape = progress_of(state_dict), self._shape()
@@ -156,10 +157,12 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         if "others" in state_dict:
             progress = self._part(state_dict, strict=strict)
         elif progress.done and progress.shape != shape:
-            raise StateMismatchError(
-                f"{self._name}: the state is one worker's of {progress.shape}, and this is one of {shape}; "
-                "a state of aggregate_state_dict or state_after fits any shape"
-            )
+            if progress.shape.workers > 1:
+                raise StateMismatchError(
+                    f"{self._name}: the state is one worker's of {progress.shape}, and this is one of {shape}; "
+                    "a state of aggregate_state_dict or state_after fits any shape"
+                )
+            progress = self._part(state_dict, strict=strict)  # what it has done each box has
         elif skip_of(state_dict) != self._epochs.skip:
             if progress.done and shape.workers > 1:
                 raise StateMismatchError(

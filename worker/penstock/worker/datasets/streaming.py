@@ -16,8 +16,9 @@ import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -26,6 +27,7 @@ import torch.utils.data
 import xxhash
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.worker.datasets.arguments import whole
 from penstock.worker.datasets.formats.index import read_index
 from penstock.worker.datasets.formats.mds import columns_of
 from penstock.worker.datasets.formats.readers import open_shard
@@ -105,10 +107,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise InvalidArgumentError("give remote or local, or streams: one of the two")
         if streams and (split is not None or storage_options is not None):
             raise InvalidArgumentError("split and storage_options are each stream's own where there are streams")
-        self.streams = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
+        given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
+        self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
-        if cache_limit is not None and (not isinstance(cache_limit, int) or cache_limit < 1):
-            raise InvalidArgumentError(f"cache_limit={cache_limit!r}: it is a number of bytes, at least 1")
+        cache_limit = _bytes("cache_limit", cache_limit)
         places = [_place_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in places[:3]) + (", ..." if len(places) > 3 else "")
         """For messages."""
@@ -127,9 +129,12 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         ]
         self._relieve_caches()
         shards = [read_index(cache.index(), name) for cache, (_, _, name) in zip(self._caches, places, strict=True)]
-        for own in shards:
+        for own, (_, _, name) in zip(shards, places, strict=True):
             if own and own[0].format == "mds":
-                columns_of(own[0], allow_unsafe_types=allow_unsafe_types)  # now, and not when a shard was fetched
+                try:
+                    columns_of(own[0], allow_unsafe_types=allow_unsafe_types)  # now, and not when a shard was fetched
+                except DatasetError as error:
+                    raise DatasetError(f"{name}: {error.message}") from None
         self._shards = [(number, shard) for number, own in enumerate(shards) for shard in own]
         self.sizes: list[Ints] = [np.array([shard.samples for shard in own], np.int64) for own in shards]
         """Of each stream, the samples of its shards."""
@@ -304,6 +309,32 @@ def _place_of(stream: Stream) -> tuple[Place | None, Path, str]:
     return place, Path(cache) / "penstock" / hashlib.sha256(place.identity.encode()).hexdigest()[:16], place.url
 
 
+def _with_plain_weights(number: int, stream: Stream) -> Stream:
+    """With Python's own numbers: with those of numpy an order's description would not be one in a state."""
+    name = f"stream {number}: "
+    choose = whole(f"{name}choose", stream.choose)
+    proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)
+    return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
+
+
+def _real(name: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real):
+        raise InvalidArgumentError(f"{name}={value!r}; it must be a number of at least 0")
+    return float(value)
+
+
+def _bytes(name: str, value: int | None) -> int | None:
+    try:
+        number = whole(name, value)
+    except InvalidArgumentError:
+        number = 0  # a text: "64mb" is a size elsewhere, and here the unit must be said
+    if number is not None and number < 1:
+        raise InvalidArgumentError(f"{name}={value!r}: it is a number of bytes, at least 1")
+    return number
+
+
 def _check_weights(streams: Sequence[Stream]) -> None:
     kinds = {
         tuple(name for name in ("proportion", "repeat", "choose") if getattr(stream, name) is not None)
@@ -321,10 +352,10 @@ def _check_weights(streams: Sequence[Stream]) -> None:
 def _apportioned(weights: Sequence[float], total: int) -> list[int]:
     """`total` shared out by weight, as near as whole numbers can be (largest remainders)."""
     exact_weights = [Fraction(weight) for weight in weights]
-    whole = sum(exact_weights)
-    if whole <= 0:
+    together = sum(exact_weights)
+    if together <= 0:
         raise InvalidArgumentError("the proportions of all streams are 0")
-    exact = [total * weight / whole for weight in exact_weights]
+    exact = [total * weight / together for weight in exact_weights]
     shares = [int(share) for share in exact]
     by_rest = sorted(range(len(shares)), key=lambda number: (shares[number] - exact[number], number))
     for number in by_rest[: total - sum(shares)]:

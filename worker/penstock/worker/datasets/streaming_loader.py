@@ -88,6 +88,11 @@ class StreamingLoader(PositionLoader):
         partitions, epoch_size = whole("partitions", partitions), whole("epoch_size", epoch_size)
         shuffle_block, predownload = whole("shuffle_block", shuffle_block), whole("predownload", predownload)
         seed, skip = whole("seed", seed), list(skip)
+        if not isinstance(dataset, StreamingDataset):
+            raise InvalidArgumentError(
+                f"dataset is a {type(dataset).__qualname__}; give a StreamingDataset, made of a folder or URL. For "
+                "other datasets of samples by number there is MapLoader"
+            )
         here = Here.now(rank)
         batch = global_batch(batch_size, global_batch_size, here.boxes)
         check_settings(

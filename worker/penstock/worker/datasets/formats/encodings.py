@@ -55,7 +55,7 @@ def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
 
 def check_encoding(name: str) -> None:
     """Raise DatasetError if there is no encoding of this name."""
-    family, colon, config = name.partition(":")
+    family, colon, config = name.partition(":") if isinstance(name, str) else (name, "", "")
     if family not in ENCODINGS:
         raise DatasetError(f"unknown encoding {name!r}; there are {', '.join(ENCODINGS)}")
     if colon:

@@ -83,12 +83,25 @@ def encode_jpeg(value: Any) -> bytes:
     """An image that was read from a JPEG file is stored as that file, which loses nothing."""
     _check(value)
     if value.format == "JPEG" and getattr(value, "filename", None):
-        try:
-            with open(value.filename, "rb") as file:
-                return file.read()
-        except FileNotFoundError:  # it was read before, and has gone: its pixels are there
-            pass
+        file = _file_behind(value)
+        if file is not None:
+            return file
     return _saved(value, "JPEG")
+
+
+def _file_behind(value: Any) -> bytes | None:
+    """The file that an image was read from, if it is there and still this image: one that was edited in place keeps the
+    name and format of its file."""
+    try:
+        with open(value.filename, "rb") as file:
+            data = file.read()
+        with _pil().open(BytesIO(data)) as fresh:
+            if (fresh.format, fresh.mode, fresh.size) != (value.format, value.mode, value.size):
+                return None
+            # Pixels that were never loaded cannot have been edited; others are decoded once more, to compare them.
+            return data if value.tile or fresh.tobytes() == value.tobytes() else None
+    except OSError:  # gone, or another by now: the image's pixels are there
+        return None
 
 
 def encode_png(value: Any) -> bytes:

@@ -22,8 +22,9 @@ from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.whole_files import write_whole
+from penstock.worker.datasets.arguments import whole
 from penstock.worker.datasets.formats.encodings import encoding_of
 from penstock.worker.datasets.formats.hashes import digest_of
 from penstock.worker.datasets.formats.index import FORMATS, INDEX, MOST_BYTES, write_index
@@ -68,13 +69,11 @@ class Writer(ABC):
         self.out = Path(out).expanduser()
         self.compression = compression or None
         self.hashes = sorted(set(hashes))
-        self.size_limit = size_limit
+        self.size_limit = _size_limit(self.out, size_limit)
         self.columns = dict(columns)
         for name in self.columns:
             if not isinstance(name, str):
                 raise DatasetError(f"{self.out}: column {name!r} must have a string as its name")
-        if not (size_limit is None or 0 < size_limit <= MOST_BYTES):
-            raise DatasetError(f"{self.out}: size_limit={size_limit}: 1 to {MOST_BYTES} bytes, or None")
         if self.compression:
             pack(b"", self.compression)  # known, and its package is there
         for algorithm in self.hashes:
@@ -210,6 +209,16 @@ class Writer(ABC):
                 path.unlink()
 
 
+def _size_limit(out: Path, value: int | None) -> int | None:
+    try:
+        limit = whole("size_limit", value)
+    except InvalidArgumentError:
+        limit = 0  # a text, say
+    if limit is not None and not 0 < limit <= MOST_BYTES:
+        raise DatasetError(f"{out}: size_limit={value!r}: 1 to {MOST_BYTES} bytes, or None")
+    return limit
+
+
 class MDSWriter(Writer):
     """Samples of any columns: column -> encoding, see encodings.py. A value that is bytes already
     is taken as the encoded one, whatever the encoding."""
@@ -222,8 +231,13 @@ class MDSWriter(Writer):
         columns: Mapping[str, str],
         **settings: Unpack[Settings],
     ) -> None:
-        # Writing a pickle runs nothing; reading it does, and its reader must say so.
-        self._encodings = {name: encoding_of(columns[name], allow_unsafe_types=True) for name in sorted(columns)}
+        self._encodings = {}
+        for name in sorted(columns, key=str):
+            try:
+                # Writing a pickle runs nothing; reading it does, and its reader must say so.
+                self._encodings[name] = encoding_of(columns[name], allow_unsafe_types=True)
+            except DatasetError as error:
+                raise DatasetError(f"{out}: column {name!r}: {error.message}") from None
         ordered = {name: columns[name] for name in self._encodings}
         super().__init__(out, ordered, **settings)
         self._varying = [name for name, encoding in self._encodings.items() if encoding.size is None]

@@ -172,10 +172,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return standing.state(self._order)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Go to a place of this order: a state of this very shape, or one that fits any.
+        """Go to a place of this order: a state of this very shape, or one that fits any, as an only worker's does.
 
         Raises:
-            StateMismatchError: it is a place in another order, or a worker's of another shape.
+            StateMismatchError: it is a place in another order, or of one of several workers of another shape.
             StateCorruptError, StateVersionError: it cannot be read.
         """
         check_order(state_dict, self._order, strict=strict)
@@ -183,12 +183,15 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             standing = self._part(state_dict)
         else:
             standing, shape = self._ground.read(state_dict), self._shape()
-            if standing.progress.shape != shape:
-                if standing.progress.done:
+            before = standing.progress
+            if before.done and before.shape != shape:
+                if not before.shape.boxes == before.shape.workers == 1:  # other boxes know the ends of other shards
                     raise StateMismatchError(
-                        f"the state is one worker's of {standing.progress.shape}, and this is one of {shape}; a state "
-                        "of aggregate_state_dict fits any shape"
+                        f"the state is one worker's of {before.shape}, and this is one of {shape}; a state of "
+                        "aggregate_state_dict fits any shape"
                     )
+                standing = self._part(state_dict)
+            elif before.shape != shape:
                 standing = self._ground.dealt_anew(standing, shape, first=0)
         self._go(standing)
 

@@ -158,7 +158,8 @@ class ShardCache:
             try:
                 return Path(self._in_place, INDEX).read_bytes()
             except FileNotFoundError:
-                raise ShardUnavailableError(f"{self._in_place} is no dataset: it has no {INDEX}") from None
+                what = f"{self._in_place} is no dataset: it has no {INDEX}{self._remedy()}"
+                raise ShardUnavailableError(what) from None
         assert self.place is not None
         self._books.prepare()
         path = self.folder / INDEX
@@ -171,6 +172,13 @@ class ShardCache:
                     data = self.place.read(INDEX, deadline_s=until - time.monotonic())
                     self._check_index(data)
                     put(data, temporary("raw"), path, self.place.url_of(INDEX))
+
+    def _remedy(self) -> str:
+        """For a folder without an index. Looks no further than a folder of folders: there may be millions of files."""
+        for pattern in ("*.parquet", "*/*.parquet"):
+            if any(Path(self._in_place).glob(pattern)):
+                return f"; index_parquet({self._in_place!r}) writes one of the Parquet files in it"
+        return ""
 
     def _check_index(self, data: bytes) -> None:
         """What a login page or a proxy sends must not stay here under the index's name."""
