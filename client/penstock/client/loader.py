@@ -202,6 +202,13 @@ class DataLoader:
                 session.run.report()  # boxes that go on will wait for this one in their next collective
 
     @property
+    def place(self) -> tuple[int, int]:
+        """(box, num_boxes) of this process in the loader's run; before that is open, those that it would have now."""
+        session = self._session
+        settings = session.appliance.settings if session is not None else current_settings()
+        return settings.box, settings.num_boxes
+
+    @property
     def _iterating(self) -> bool:
         return self._executor is not None and self._executor() is not None
 

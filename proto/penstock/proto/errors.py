@@ -21,6 +21,9 @@
     │   ├── StateUnavailableError (RuntimeError)  the step was not delivered, or is no longer kept
     │   ├── NotRestartableError (RuntimeError) the loader cannot be saved as asked
     │   └── ReplayMismatchError                a restored loader does not reproduce its batches
+    ├── CheckpointError (RuntimeError)         a checkpoint that could not be written or read; names rank and cause
+    │   ├── CheckpointCorruptError             its files are not what its manifest says
+    │   └── CheckpointNotFoundError (FileNotFoundError)  there is none, or not the one that was asked for
     ├── user code
     │   ├── InputFnError                       input_fn or its loader raised; carries the remote traceback
     │   ├── MemoryLimitError                   a runner holds more than --runner-memory, again and again
@@ -58,6 +61,9 @@ __all__ = [
     "BatchTooLargeError",
     "BoxOutOfRangeError",
     "BoxTakenError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "CoordinatorUnavailableError",
     "DatasetError",
     "DeadlineError",
@@ -186,6 +192,18 @@ class ReplayMismatchError(PenstockError):
     """A restored loader yields other batches than were delivered; names loader and step."""
 
 
+class CheckpointError(PenstockError, RuntimeError):
+    """A checkpoint could not be written or read; names the step, the rank, the file and the cause."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint's files are not what its manifest says; names the file, expected and found."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or not the one that was asked for; names those that there are."""
+
+
 class InputFnError(PenstockError):
     """User code raised on a worker; names worker, box, slot and step."""
 
@@ -307,6 +325,9 @@ CATALOGUE: dict[str, Entry] = {
         Entry(StateUnavailableError, "OUT_OF_RANGE"),
         Entry(NotRestartableError, "FAILED_PRECONDITION"),
         Entry(ReplayMismatchError, "DATA_LOSS"),
+        Entry(CheckpointError, "FAILED_PRECONDITION"),
+        Entry(CheckpointCorruptError, "DATA_LOSS"),
+        Entry(CheckpointNotFoundError, "NOT_FOUND"),
         Entry(InputFnError, "UNKNOWN"),
         Entry(MemoryLimitError, "RESOURCE_EXHAUSTED"),
         Entry(InputFnNotFoundError, "NOT_FOUND"),

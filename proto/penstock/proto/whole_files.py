@@ -6,10 +6,10 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["write_whole"]
+__all__ = ["sync_folder", "write_whole"]
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Write a file under another name in the same folder, on to the disk, and rename it.
 
     The folder goes to the disk too, with whatever was written into it before.
@@ -24,7 +24,12 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk: files that were made, renamed or deleted there."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     finally:

@@ -1,0 +1,345 @@
+"""`AsyncCheckpointer`: model, optimizer and data position of one step, saved while the training goes on.
+
+    save:  collect ─> agree with the other ranks ─> stage to shared memory ─> hand to the writer process ─> return
+                                                                                     │
+    files on the disk ─> commit by rank 0's writer <─────────────────────────────────┘
+
+The ranks speak with each other in `save` and `restore` only, on the thread that trains: one small exchange a save, and
+a larger one when the state has another shape. From there on each rank's writer is on its own (writer.py). How a save
+ended is known to each rank by its writer, and told to all at the next save: so all of them raise, or none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+
+from penstock.client.checkpoint.agreement import Agreed, Agreement
+from penstock.client.checkpoint.process import Pending, WriterProcess, wait_all
+from penstock.client.checkpoint.ranks import Ranks
+from penstock.client.checkpoint.restoring import choose, restore
+from penstock.client.checkpoint.staging import Buffer, Staged
+from penstock.client.checkpoint.torch_private import find_state_dict_object
+from penstock.proto.checkpoints import checkpoints, newest, step_name
+from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
+
+__all__ = ["AsyncCheckpointer", "Progress"]
+
+_log = logging.getLogger("penstock.checkpoint")
+
+OnExit = Literal["finish", "abandon"]
+
+
+class Progress:
+    """How far the saves in flight are, on this rank. Bytes."""
+
+    def __init__(self, written: int, total: int, step: int | None) -> None:
+        self.written = written
+        self.total = total
+        self.step = step
+        """The step that is being written; None if nothing is."""
+
+    def __repr__(self) -> str:
+        return f"Progress(step={self.step}, written={self.written:,}, total={self.total:,})"
+
+
+class AsyncCheckpointer:
+    """Saves and restores checkpoints in a folder.
+
+    Every rank makes one, and all of them call `save` and `restore` together. A checkpoint is there wholly, with model
+    and loader at the same step, or not at all.
+
+    Args:
+        folder: one that all ranks see; made if it is not there.
+        keep_last: delete all but so many of the newest checkpoints; None: keep all.
+        keep_every: but keep those whose step is a multiple of it.
+        threads: that write at a time on each rank; as many files.
+        separation_hint: what has this in its name is saved in files of its own.
+        fsync: False: a checkpoint may be lost or torn if the machine stops, and not only the process.
+        buffers: 1: a save waits until the one before is written; 2: until the one before that is, for twice the memory.
+        timeout_s: seconds after which a save that is not on the disk has failed, and that ranks wait for each other.
+        on_exit: when the training process ends with a save in flight, by itself or killed: "finish" it, or "abandon"
+            it.
+        check_replicas: compare what several ranks have under one name, of which one copy is saved: an object that
+            differs is an error, a tensor a warning (of large ones, samples are compared).
+        group: the ranks that save together; None: all.
+
+    Memory: one copy of what this rank saves, for each buffer, in shared memory.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        threads: int = 2,
+        separation_hint: str | None = None,
+        fsync: bool = True,
+        buffers: int = 1,
+        timeout_s: float = 1800.0,
+        on_exit: OnExit = "finish",
+        check_replicas: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("keep_last", keep_last, 1),
+            ("keep_every", keep_every, 1),
+            ("threads", threads, 1),
+            ("buffers", buffers, 1),
+        ):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise InvalidArgumentError(f"AsyncCheckpointer({name}={value!r}): give a whole number from {least}")
+        if buffers > 2:
+            raise InvalidArgumentError(f"AsyncCheckpointer(buffers={buffers}): one save waits at most, so 1 or 2")
+        if not timeout_s > 0:
+            raise InvalidArgumentError(f"AsyncCheckpointer(timeout_s={timeout_s!r}): give seconds above 0")
+        if on_exit not in ("finish", "abandon"):
+            raise InvalidArgumentError(f'AsyncCheckpointer(on_exit={on_exit!r}): "finish" or "abandon"')
+        if keep_every is not None and keep_last is None:
+            raise InvalidArgumentError("AsyncCheckpointer(keep_every=...) without keep_last: all are kept anyway")
+        self.folder = Path(folder).absolute()
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._threads, self._hint, self._fsync = threads, separation_hint, fsync
+        self._timeout_s, self._on_exit = timeout_s, on_exit
+        self._ranks = Ranks(group, timeout_s)
+        self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
+        self._buffers = [Buffer() for _ in range(buffers)]
+        self._pending: list[Pending] = []
+        """Not yet accounted for: in flight, or ended and not yet asked about."""
+        self._last: Pending | None = None
+        self._closed = False
+        self._writer = WriterProcess(self._ranks.rank)
+        self._finalizer = weakref.finalize(self, _leave, self._writer, self._pending, on_exit, timeout_s, os.getpid())
+        self._writer.start()
+
+    # ---- saving
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save a checkpoint; returns as soon as the state has been copied, and writes it while the training goes on.
+
+        Args:
+            step: its number; saving a step again replaces it.
+            state: names, and what is under them: modules, optimizers, loaders, whatever has `state_dict` and
+                `load_state_dict`, or nested dicts of tensors and plain values.
+
+        Raises:
+            CheckpointError: the save before this one failed (this one has then not been made; the next call will), a
+                rank could not take part, or the ranks' states contradict each other. All ranks raise it.
+            InvalidArgumentError: a state or a step that cannot be meant.
+        """
+        self._check_open()
+        self._make_room()
+        earlier = [one.error.message for one in self._taken() if one.error is not None]
+        self._hand_over(step, self._agreement.on(step, self.folder, state, earlier))
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Do beforehand what the first save of such a state would do first: plan it, and have memory for it.
+
+        All ranks call it together. Without it the first save takes longer than the others: 0.7 s more for each GiB.
+        """
+        self._check_open()
+        self._make_room()
+        agreed = self._agreement.on(0, self.folder, state, [])
+        for buffer in self._buffers:
+            self._stage(agreed, buffer)
+
+    def _hand_over(self, step: int, agreed: Agreed) -> None:
+        ranks = self._ranks
+        flying = [one.buffer for one in self._pending]
+        buffer = next(one for one in self._buffers if one not in flying)
+        request: dict[str, Any] = {
+            "save": agreed.save,
+            "step": step,
+            "rank": ranks.rank,
+            "ranks": ranks.size,
+            "folder": str(self.folder),
+            "files": [],
+            "error": None,
+            "threads": self._threads,
+            "fsync": self._fsync,
+            "finish": self._on_exit == "finish",
+            "timeout_s": self._timeout_s,
+            "keep_last": self._keep_last,
+            "keep_every": self._keep_every,
+            "commit": None,
+        }
+        failure: Exception | None = None
+        try:
+            request["files"], metadata = self._stage(agreed, buffer)
+            if ranks.rank == 0:
+                plan = {str(rank): files for rank, files in enumerate(agreed.plan.files(agreed.lengths))}
+                request["commit"] = {"plan": plan, "metadata": metadata}
+        except Exception as error:  # the others have gone on: their writers learn it from ours
+            failure, request["error"] = error, f"{type(error).__name__}: {error}"
+        if failure is None or ranks.size > 1:
+            pending = Pending(request, buffer)
+            self._writer.submit(pending, buffer.image, [one.image for one in self._buffers if one.image is not None])
+            self._pending.append(pending)
+            self._last = pending
+        if failure is not None:
+            raise CheckpointError(f"step {step} was not saved: rank {ranks.rank}: {request['error']}") from failure
+
+    def _stage(self, agreed: Agreed, buffer: Buffer) -> Staged:
+        layout = agreed.plan.layouts[self._ranks.rank]
+        values = agreed.collected.values
+        return buffer.stage(
+            layout,
+            {one.key: agreed.objects[one.key] for file in layout.files for one in file.others},
+            agreed.plan.pickled(agreed.lengths) if self._ranks.rank == 0 else b"",
+            lambda index: find_state_dict_object(values, index),
+        )
+
+    def _make_room(self) -> None:
+        """Wait for a buffer: with all of them in flight, for the oldest save."""
+        flying = [one for one in self._pending if not one.ended.is_set()]
+        if len(flying) >= len(self._buffers):
+            wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
+
+    def _taken(self) -> list[Pending]:
+        """Saves that ended since they were last asked for."""
+        ended = [one for one in self._pending if one.ended.is_set()]
+        self._pending[:] = [one for one in self._pending if not one.ended.is_set()]
+        return ended
+
+    # ---- afterwards
+
+    @property
+    def progress(self) -> Progress:
+        """Of the saves in flight."""
+        flying = [one for one in self._pending if not one.ended.is_set()]
+        return Progress(
+            sum(one.written for one in flying), sum(one.total for one in flying), flying[0].step if flying else None
+        )
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until all saves are on the disk.
+
+        Raises:
+            CheckpointError: one failed; says on which rank and why.
+            DeadlineError: `timeout_s` was over; they go on.
+        """
+        wait_all(self._writer, list(self._pending), timeout_s)
+        errors = [one.error for one in self._taken() if one.error is not None]
+        if errors:
+            raise errors[0]
+
+    def result(self, timeout_s: float | None = None) -> Path:
+        """The last checkpoint that `save` was called for, once it is on the disk. Raises as `wait` does."""
+        if self._last is None:
+            raise CheckpointError("result() before any save()")
+        self.wait(timeout_s)
+        if self._last.error is not None:
+            raise self._last.error
+        return self.folder / step_name(self._last.step)
+
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint in the folder, None if there is none.
+
+        The newest is the one that was saved last: not the one with the largest step, for a training that went back to
+        an earlier step. Warns of newer ones that are damaged.
+        """
+        found = newest(self.folder)
+        for one in checkpoints(self.folder):
+            if found is not None and one.path == found.path:
+                break
+            warnings.warn(f"the checkpoint {one.path} is damaged: {one.damage}", UserWarning, stacklevel=2)
+        return None if found is None else found.step
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        verify: bool = False,
+        allow_unsafe_types: bool = False,
+    ) -> int | None:
+        """Load a checkpoint into what `state` holds, on as many ranks as there are now.
+
+        Args:
+            state: as for `save`. Modules, optimizers, loaders and whatever has `load_state_dict` are loaded; tensors
+                are filled, and other values of a dict replaced, in place. What was saved and is not in it is left out.
+            step: which one; None: the newest.
+            verify: read all files first and compare their checksums.
+            allow_unsafe_types: unpickle objects of any class. Only for checkpoints that nobody else can have written.
+
+        Returns: its step; None if `step` is None and the folder has no checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: there is none of this step; names those that there are.
+            CheckpointCorruptError: it is damaged; names the file, and the newest good one.
+            CheckpointError: a rank could not load it, or it does not fit what it is loaded into. All ranks raise it.
+        """
+        self._check_open()
+        wait_all(self._writer, list(self._pending), None)
+        ranks = self._ranks
+
+        def choosing() -> dict[str, Any]:
+            return {"path": None if ranks.rank else choose(self.folder, step, self._timeout_s, verify)}
+
+        path = ranks.together("nothing was restored", choosing)[0]["path"]
+        if path is None:
+            return None
+
+        def restoring() -> dict[str, Any]:
+            return {"step": restore(Path(path), state, ranks.rank, allow_unsafe_types)}
+
+        return int(ranks.together(f"{path} was not restored", restoring)[0]["step"])
+
+    # ---- the end
+
+    def close(self, *, abandon: bool = False) -> None:
+        """Wait for the saves in flight, or drop them, and end the writer. Raises as `wait` does."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if abandon:
+                self._writer.kill("abandoned by close(abandon=True)")
+                self._taken()
+            else:
+                self.wait()
+        finally:
+            self._finalizer.detach()
+            self._writer.stop()
+            self._ranks.close()
+            for buffer in self._buffers:
+                buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(abandon=self._on_exit == "abandon")
+        except PenstockError as failed:  # the error that ended the training is the one to see
+            _log.warning("%s", failed.message)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this AsyncCheckpointer is closed: make another one")
+
+
+def _leave(writer: WriterProcess, pending: list[Pending], on_exit: OnExit, timeout_s: float, pid: int) -> None:
+    """At the end of the interpreter, or when nobody holds the checkpointer any more."""
+    if os.getpid() != pid:
+        return  # a forked child has neither writer nor saves
+    if on_exit == "abandon":
+        writer.kill("abandoned, for the training process ended")
+    else:
+        for one in pending:
+            writer.wait(one, timeout_s)
+    writer.stop()

@@ -1,0 +1,73 @@
+"""Shared memory that holds the files of a checkpoint as they will lie on the disk.
+
+Staging copies each tensor to its place in a file, between the bytes that torch.save would put before and behind it, so
+the writer process has nothing to do but write. What does not change from save to save (all but the tensors' values)
+stays there.
+
+A memfd: no name under /dev/shm, and the kernel frees it with the last process that maps it. All its pages are touched
+when it is made, for a page fault for each would double the time of the first copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+
+import torch
+
+from penstock.proto.errors import CheckpointError
+
+__all__ = ["PAGE", "Image", "pages"]
+
+PAGE = mmap.PAGESIZE
+_numbers = itertools.count()
+
+
+def pages(nbytes: int) -> int:
+    """`nbytes` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Image:
+    """`nbytes` of shared memory, a multiple of the page size.
+
+    Attributes:
+        number: no other image of this process has it.
+        fd: the memfd, for the writer process; closed with the image.
+        map: the mapping. address: where it starts in this process.
+        tensor: all of it, uint8, [nbytes].
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.number = next(_numbers)
+        self.nbytes = max(pages(nbytes), PAGE)
+        self.fd = os.memfd_create("penstock-checkpoint", os.MFD_CLOEXEC)
+        try:
+            # Allocated here: later a lack of memory would be a SIGBUS in whoever touches the page.
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+            self.map = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except OSError as error:
+            os.close(self.fd)
+            raise CheckpointError(
+                f"no memory to stage a checkpoint of {self.nbytes:,} bytes in: {error.strerror}; it takes as much as "
+                "this rank saves"
+            ) from error
+        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+    def put(self, offset: int, data: bytes) -> None:
+        self.map[offset : offset + len(data)] = data
+
+    def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor there; `offset` is a multiple of the dtype's size."""
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        return self.tensor[offset : offset + nbytes].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Give up the memfd; the mapping goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,95 @@
+"""What the ranks of a training job tell each other about a save: small values, as JSON, in a group of their own.
+
+A group of gloo, so that nothing needs a GPU or waits for its kernels, and with a timeout of its own, so that a rank
+that is gone is an error. Its collectives are made by the thread that trains, like the job's own. JSON and not pickle,
+for what comes from another machine is never unpickled here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.proto.errors import CATALOGUE, CheckpointError, PenstockError
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The ranks that save and restore together.
+
+    Args:
+        group: theirs; None: all of the job, or this process alone where torch.distributed is not initialised.
+        timeout_s: seconds that one waits for the others.
+
+    Every rank of the group makes one, at the same place of the program.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        self.rank, self.size = 0, 1
+        self.timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            self.rank, self.size = dist.get_rank(group), len(members)
+            self._group = dist.new_group(
+                members, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+            )
+
+    def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """All ranks' values, by rank. Raises CheckpointError if one does not answer in time, or has gone."""
+        if self._group is None:
+            return [value]
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        try:
+            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self._group)
+            longest = max(int(length) for length in lengths)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: mine.numel()] = mine
+            values = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(values, padded, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"rank {self.rank} could not reach the other {self.size - 1} ranks within {self.timeout_s:g} s: {error}"
+            ) from error
+        return [
+            json.loads(value[: int(length)].numpy().tobytes()) for value, length in zip(values, lengths, strict=True)
+        ]
+
+    def together(self, what: str, part: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Have every rank do its part: what all of them returned, by rank; or an error on all if one raised.
+
+        what: for that error: "step 5 was not saved".
+        """
+        mine: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            mine = part()
+        except Exception as error:  # the others wait for this rank's word: they get it, and then it is raised
+            failure = error
+        said = None if failure is None else [type(failure).__name__, str(failure)]
+        answers = self.exchange({"value": mine, "error": said})
+        if failure is not None:
+            raise failure
+        failed = [(rank, *answer["error"]) for rank, answer in enumerate(answers) if answer["error"]]
+        if failed:
+            causes = "; ".join(f"rank {rank}: {name}: {message}" for rank, name, message in failed)
+            raise _fitting(failed[0][1])(f"{what}: {causes}")
+        return [answer["value"] for answer in answers]
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _fitting(name: str) -> type[PenstockError]:
+    """The class of an error that another rank raised, if it is one of a checkpoint's."""
+    kind = CATALOGUE[name].error if name in CATALOGUE else CheckpointError
+    return kind if issubclass(kind, CheckpointError) else CheckpointError

@@ -1,0 +1,132 @@
+"""`AsyncFileSystemWriter`: a storage writer for anyone's own `torch.distributed.checkpoint.save` and `async_save`.
+
+    dcp.save(state, storage_writer=AsyncFileSystemWriter(path))
+
+torch's FileSystemWriter with what is wrong in it put right: files of one length by the parts that are saved and not by
+whole tensors, a thread for each, whose first failure is the save's; and an index that is on the disk before it gets its
+name, in a folder whose names are on the disk too. torch's own reader reads what it writes.
+
+It writes where and when torch calls it. The process that writes beside the training is AsyncCheckpointer's.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from io import IOBase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from penstock.client.checkpoint.buckets import Bucket, Item, assign
+from penstock.client.checkpoint.torch_private import write_item
+from penstock.proto.checkpoints import METADATA
+from penstock.proto.errors import CheckpointError, InvalidArgumentError
+from penstock.proto.whole_files import sync_folder, write_whole
+
+__all__ = ["AsyncFileSystemWriter"]
+
+DCP_VERSION = "1.0.0"
+
+
+class AsyncFileSystemWriter(FileSystemWriter):
+    """Writes a checkpoint into a folder.
+
+    Args:
+        path: the folder; made if it is not there.
+        thread_count: that write at a time on each rank; as many files.
+        separation_hint: what has this in its name goes into files of its own.
+        sync_files: have everything on the disk before the save is done.
+        overwrite: False: a folder that holds a checkpoint is an error.
+        transforms: torch's stream extensions, such as ZStandard, for everything that is written.
+
+    Raises CheckpointError from `dcp.save` (in torch's CheckpointException) where fewer items were written than planned;
+    else what the first thread that failed raised.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        thread_count: int = 2,
+        separation_hint: str | None = None,
+        sync_files: bool = True,
+        overwrite: bool = True,
+        transforms: Sequence[Any] | None = None,
+    ) -> None:
+        if not isinstance(thread_count, int) or thread_count < 1:
+            raise InvalidArgumentError(f"AsyncFileSystemWriter(thread_count={thread_count!r}): give a number from 1")
+        super().__init__(
+            path, sync_files=sync_files, thread_count=thread_count, overwrite=overwrite, _extensions=transforms
+        )
+        self.separation_hint = separation_hint
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files. The future that is returned is done."""
+        items = [Item(item.index.fqn, _chunk_bytes(item)) for item in plan.items]
+        buckets = assign(items, plan.storage_data.prefix, self.thread_count, self.separation_hint)
+        results: list[WriteResult] = []
+        if buckets:
+            with ThreadPoolExecutor(self.thread_count, thread_name_prefix="penstock-write") as pool:
+                tasks = [pool.submit(self._write_file, bucket, plan.items, planner) for bucket in buckets]
+                for task in tasks:
+                    results += task.result()
+        if len(results) != len(plan.items):
+            raise CheckpointError(f"{self.path}: {len(results)} of {len(plan.items)} items were written")
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_file(self, bucket: Bucket, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        results = []
+        path = Path(self.path) / bucket.name
+        with path.open("wb") as file:
+            for item in (items[place] for place in bucket.items):
+                results.append(self._write_one(cast(IOBase, file), item, planner, bucket.name))
+            file.flush()
+            if self.sync_files:
+                os.fsync(file.fileno())
+        return results
+
+    def _write_one(self, file: IOBase, item: WriteItem, planner: SavePlanner, name: str) -> WriteResult:
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach().cpu()
+            if data.layout is torch.strided and data.untyped_storage().nbytes() != data.nbytes:
+                data = data.clone()  # a view: torch.save would write all of what it is a view of
+        return write_item(self.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write torch's index, the last file, and have it and all names on the disk."""
+        metadata.version = DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_meta = self.storage_meta()
+        folder = Path(self.path)
+        name = METADATA if self.use_collectives or self.rank is None else f"__{self.rank}{METADATA}"
+        if self.sync_files:
+            write_whole(folder / name, pickle.dumps(metadata))
+            with suppress(OSError):  # not ours to write, perhaps; its entry for the folder is as durable as it was
+                sync_folder(folder.parent)
+        else:
+            temporary = folder / f"{name}.tmp"
+            temporary.write_bytes(pickle.dumps(metadata))
+            os.replace(temporary, folder / name)
+
+
+def _chunk_bytes(item: WriteItem) -> int | None:
+    """Of the part that is saved; None for an object."""
+    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+        return None
+    nbytes = item.tensor_data.properties.dtype.itemsize
+    for size in item.tensor_data.chunk.sizes:
+        nbytes *= size
+    return nbytes

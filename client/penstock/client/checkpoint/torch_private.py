@@ -1,0 +1,46 @@
+"""Everything of torch's that is not public and that checkpoints cannot do without, in one place.
+
+tests/checkpoint/test_torch_private.py holds what is expected of each: its parameters and what it returns. A torch in
+which one of them has changed fails there, by name, and not in the middle of a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
+from torch.distributed.checkpoint.filesystem import _write_item as write_item
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.utils.serialization import config
+
+__all__ = [
+    "StorageInfo",
+    "StoragePrefix",
+    "copy_all",
+    "find_state_dict_object",
+    "flatten_state_dict",
+    "set_element",
+    "without_crc32",
+    "write_item",
+]
+
+
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """torch.save computes no CRC32 in here. A setting of the whole process, so for moments only."""
+    before = config.save.compute_crc32
+    config.save.compute_crc32 = False
+    try:
+        yield
+    finally:
+        config.save.compute_crc32 = before
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each source to its target. One call for all: a model has thousands of tensors of a few bytes."""
+    torch._foreach_copy_(targets, sources, non_blocking)

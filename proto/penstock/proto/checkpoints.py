@@ -1,0 +1,287 @@
+"""What a checkpoint is on disk: names, the manifest, and how the newest good one is found.
+
+    FOLDER/
+        step-100/               a whole checkpoint: it has this name only once everything in it is on the disk
+            .metadata           torch.distributed.checkpoint's own index
+            __0_0.distcp ...    its files: as many as ranks and buckets
+            penstock.json       the manifest: size and checksum of each file, and the order of saves
+        step-125.tmp-4f2a9c01/  one being written, or what a stopped one left: never read
+        step-100.old-77e01b9d/  one that is being replaced by another save of the same step
+        latest                  the name of the newest, for people and scripts
+
+A folder is renamed to `step-N` as the last thing of a save, so whatever has that name is whole. The manifest is there
+for what happens to files later: half a copy, a bad disk, a hand that slipped.
+
+Which of several is the newest is not the step number's to say: who goes back to step 50 and saves step 75 wants 75 next
+time, and not the 100 of the branch that was given up. Saves of a folder are numbered (`Manifest.sequence`).
+
+Imported by a process that has neither torch nor gRPC (client/checkpoint/writer.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.proto.errors import CheckpointCorruptError, CheckpointNotFoundError, DeadlineError
+
+__all__ = [
+    "LATEST",
+    "MANIFEST",
+    "METADATA",
+    "File",
+    "Found",
+    "Manifest",
+    "checkpoints",
+    "damage",
+    "leftovers",
+    "locked",
+    "newest",
+    "old_name",
+    "put_back",
+    "read_manifest",
+    "step_name",
+    "surplus",
+    "temporary_name",
+]
+
+FORMAT = 1
+MANIFEST = "penstock.json"
+METADATA = ".metadata"
+LATEST = "latest"
+LOCK = ".lock"
+CHUNK = 16 << 20
+"""Bytes that are read at a time to be verified."""
+POLL_S = 0.05
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def temporary_name(step: int, save: str) -> str:
+    """Of the folder that a save writes into. save: its id, hexadecimal."""
+    return f"step-{step}.tmp-{save}"
+
+
+def old_name(step: int, save: str) -> str:
+    """Of a checkpoint that the save of this id replaces."""
+    return f"step-{step}.old-{save}"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint."""
+
+    name: str
+    nbytes: int
+    xxh3: str
+    """XXH3, 128 bits, hexadecimal."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    save: str
+    """Id of the save that wrote it."""
+    sequence: int
+    """Counts the saves of a folder, from 1."""
+    ranks: int
+    """How many processes wrote it."""
+    files: tuple[File, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def encode(self) -> bytes:
+        """As JSON with a checksum of its own, which a person can read."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "save": self.save,
+            "sequence": self.sequence,
+            "ranks": self.ranks,
+            "files": [{"name": file.name, "bytes": file.nbytes, "xxh3": file.xxh3} for file in self.files],
+        }
+        return json.dumps({"checkpoint": body, "xxh3": _checksum(body)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, where: Path) -> Manifest:
+        """Raises CheckpointCorruptError unless it is a manifest, whole and of a format that is known here."""
+        try:
+            outer = json.loads(data)
+            body: dict[str, Any] = outer["checkpoint"]
+            if outer["xxh3"] != _checksum(body):
+                raise ValueError("its checksum is not that of its content")
+            if body["format"] > FORMAT:
+                raise ValueError(f"format {body['format']} of a newer Penstock, which this one cannot read")
+            files = tuple(File(str(file["name"]), int(file["bytes"]), str(file["xxh3"])) for file in body["files"])
+            return cls(int(body["step"]), str(body["save"]), int(body["sequence"]), int(body["ranks"]), files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointCorruptError(f"{where} is damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    damage: str
+    """ "", or what is wrong with it: a file that is missing or has another size."""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Of the checkpoint at `path`.
+
+    Raises:
+        CheckpointNotFoundError: it has none; it is another program's, or no checkpoint.
+        CheckpointCorruptError: it is damaged.
+    """
+    where = path / MANIFEST
+    try:
+        return Manifest.decode(where.read_bytes(), where)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is no checkpoint of Penstock's") from None
+    except OSError as error:
+        raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}") from error
+
+
+def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
+    """What is wrong with the files of a checkpoint, a line for each that is not as it was written.
+
+    contents: read all of them and compare checksums, not only sizes.
+    """
+    for file in manifest.files:
+        where = path / file.name
+        try:
+            nbytes = where.stat().st_size
+            if nbytes != file.nbytes:
+                yield f"{file.name}: {nbytes:,} bytes where {file.nbytes:,} were written"
+            elif contents and (found := _checksum_of(where)) != file.xxh3:
+                yield f"{file.name}: checksum {found} where {file.xxh3} was written"
+        except FileNotFoundError:
+            yield f"{file.name}: missing"
+        except OSError as error:
+            yield f"{file.name}: cannot be read: {error.strerror}"
+
+
+def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
+    """Those of a folder, the newest first; before them those whose manifest is damaged, so that nobody knows when they
+    were saved.
+
+    sizes: look whether all files are there and as long as they were; without it, at manifests alone.
+    """
+    found = []
+    for name in _names(folder):
+        if match := _STEP.fullmatch(name):
+            path = folder / name
+            try:
+                manifest = read_manifest(path)
+                found.append(Found(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else ""))
+            except CheckpointNotFoundError:
+                continue  # a folder that happens to have such a name
+            except CheckpointCorruptError as error:
+                found.append(Found(int(match[1]), path, None, error.message))
+    return sorted(found, key=lambda one: (one.manifest is None, one.manifest.sequence if one.manifest else one.step))[
+        ::-1
+    ]
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest checkpoint that is whole."""
+    return next((one for one in checkpoints(folder) if not one.damage), None)
+
+
+def leftovers(folder: Path, *, besides: str = "") -> list[Path]:
+    """What stopped saves left in a folder; not the temporary folder of the save with the id `besides`."""
+    asides = [name for name in _names(folder) if _ASIDE.fullmatch(name)]
+    return [folder / name for name in asides if not besides or not name.endswith(f".tmp-{besides}")]
+
+
+def put_back(folder: Path) -> None:
+    """Undo replacements that were stopped half way, where neither the old nor the new has the name."""
+    for name in _names(folder):
+        match = _ASIDE.fullmatch(name)
+        if match and match[2] == "old" and not (folder / match[1]).exists():
+            os.rename(folder / name, folder / match[1])
+
+
+def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Which checkpoints to delete.
+
+    Args:
+        steps: those that there are, the newest first.
+        keep_last: as many of the newest stay; None: all.
+        keep_every: and those whose step is a multiple of it; None: none.
+    """
+    if keep_last is None:
+        return []
+    return [step for step in list(steps)[keep_last:] if keep_every is None or step % keep_every]
+
+
+@contextmanager
+def locked(folder: Path, timeout_s: float, *, shared: bool = False) -> Iterator[None]:
+    """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
+
+    shared: only wait until nobody saves.
+
+    Raises DeadlineError, naming who holds it. A file system without locks is used without.
+    """
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+                    raise DeadlineError(
+                        f"waited {timeout_s:g} s for {holder}, which is writing a checkpoint into {folder}"
+                    ) from None
+                time.sleep(POLL_S)
+            except OSError:  # no locks here
+                break
+        if not shared:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _checksum_of(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(CHUNK):
+            hasher.update(piece)
+    return hasher.hexdigest()
