@@ -23,7 +23,7 @@ from penstock.client.feed import Feed, Stats
 from penstock.client.local import LocalLoader
 from penstock.client.reference import encode_arguments, refer
 from penstock.client.run import Run
-from penstock.client.saved import Part, Saved, Start, read
+from penstock.client.saved import Part, Saved, Start, blank, is_to_be_filled, read
 from penstock.client.staging import feed_for
 from penstock.proto.assignment import Assignment
 from penstock.proto.errors import (
@@ -311,12 +311,15 @@ class DataLoader:
         """The state after the last step that was handed to the loop, over all boxes; the same value on every box.
 
         Before the first step it is the state that was loaded, or that of an instance built here. May be called in the
-        loop, between executors and after the last; always for the same step with the same result.
+        loop, between executors and after the last; always for the same step with the same result. (Except that
+        torch.distributed.checkpoint.load, which asks for a state to load into, gets one to be filled.)
 
         Raises:
             NotRestartableError: the loader has no state methods, or something else stands against saving it.
             StateUnavailableError: the workers no longer keep this step, or the run is closed.
         """
+        if is_to_be_filled():
+            return blank()
         session = self._session
         if session is None or session.feed.position.step == session.first_step:
             if self._loaded is not None:

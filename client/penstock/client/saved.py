@@ -1,26 +1,37 @@
 """A saved state, as `DataLoader.state_dict()` returns it: built and read here, without any process.
 
-    {**aggregated, "__penstock__": {"format": 1, "step": S, "record": envelope}}       a loader with the four methods
+    {**aggregated, "__penstock__": {"format": 1, "step": S, "record": envelope, "of": {...}}}    with the four methods
     {"state": aggregated, "__penstock__": ...}                                         the same, if that is no dict
     {"__penstock__": ...}                                                              any other loader
 
 The user's part stays as their code returned it, readable and theirs to change. Ours is one reserved key with bytes in
 it, so that checkpoint libraries carry it along whatever they do to nested values, and its envelope has a checksum:
 damage is found when it is loaded. It holds nothing that differs between boxes, so every rank saves the same value.
+
+Libraries that load in place (torch.distributed.checkpoint) ask a loader for its state first, and fill in those values
+that it has: what was saved besides, an open document or a shard more, would be left out without a word, and what was
+not, an empty list that has grown, is an error. So the record holds the user's part as well, and torch's `load` is given
+a state with nothing but the places of ours to be filled (`blank`). Other such libraries are told apart by `of`, which
+says which record the visible part came with: a key and an empty dict, which they neither save nor load. Where the two
+    do
+not belong together the record's part counts.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+
+import xxhash
 
 from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
 from penstock.proto.position import MOST, Position
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["FORMAT", "KEY", "STATE", "Part", "Saved", "Start", "read"]
+__all__ = ["FORMAT", "KEY", "STATE", "Part", "Saved", "Start", "blank", "is_to_be_filled", "read"]
 
 KEY = "__penstock__"
 """The reserved key of a saved state."""
@@ -81,9 +92,7 @@ class Saved:
 
     def to_dict(self) -> dict[str, Any]:
         """The value that the user gets. Raises UnsupportedStateError now rather than when it is loaded."""
-        if self.methods == 4:
-            encode_state(self.aggregated)
-        record = {
+        record: dict[str, Any] = {
             "step": self.step,
             "input_fn": self.input_fn,
             "methods": self.methods,
@@ -107,7 +116,10 @@ class Saved:
             ],
         }
         number = FORMAT if self.positions and not self.parts else OF_ITS_SHAPE
-        ours = {KEY: {"format": number, "step": self.step, "record": encode_state(record)}}
+        if self.methods == 4:
+            record["aggregated"] = self.aggregated
+        envelope = encode_state(record)
+        ours = {KEY: {"format": number, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
         if self.methods != 4:
             return ours
         if type(self.aggregated) is not dict:
@@ -155,6 +167,24 @@ class Saved:
         )
 
 
+def blank() -> dict[str, Any]:
+    """A state to be filled in place: every saved state has these values, and they are all that it takes to load it."""
+    return {KEY: {"format": 0, "step": 0, "record": b""}}
+
+
+def is_to_be_filled() -> bool:
+    """Whether the state that is asked for now is one for torch.distributed.checkpoint.load to fill.
+
+    That asks whatever it loads into for its state, and tells it nothing; so who calls is all there is to go by. Should
+    it not be found here any more, it gets the whole state, which does for loaders whose states keep their parts.
+    """
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_loader":
+            return True
+    return False
+
+
 def _shape(num_boxes: int, num_workers_per_box: int) -> str:
     boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
     workers = "1 worker" if num_workers_per_box == 1 else f"{num_workers_per_box} workers"
@@ -184,20 +214,32 @@ def read(value: object) -> Saved:
         )
     if not isinstance(ours.get("record"), bytes | bytearray):
         raise StateCorruptError(f"the saved state's {KEY!r} is damaged: its record is gone")
-    record = decode_state(ours["record"])
+    record = cast(dict[str, Any], decode_state(ours["record"]))
     try:
-        saved, wrapped = _saved(cast(dict[str, Any], record))
+        saved, wrapped = _saved(record)
     except PenstockError as error:
         raise StateCorruptError(f"the saved state's record cannot be: {error.message}") from error
     except Exception as error:  # a checksum holds, so these bytes were made by something else
         raise StateCorruptError(f"the saved state's record cannot be: {type(error).__name__}: {error}") from error
     if saved.step != ours.get("step"):
         raise StateCorruptError(f"the saved state says step {ours.get('step')}, its record step {saved.step}")
-    if saved.methods == 4:
+    if saved.methods == 4 and "aggregated" in record and not _belongs(ours):
+        saved.aggregated = record["aggregated"]
+    elif saved.methods == 4:
         if wrapped and STATE not in value:
             raise StateCorruptError(f"the saved state of {saved.input_fn} has lost its key {STATE!r}")
         saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
     return saved
+
+
+def _belongs(ours: Mapping[str, Any]) -> bool:
+    """Whether the visible part of a state is the one that its record came with."""
+    marks = ours.get("of")
+    return isinstance(marks, Mapping) and _digest(ours["record"]) in marks
+
+
+def _digest(envelope: bytes | bytearray) -> str:
+    return xxhash.xxh3_64_hexdigest(envelope)
 
 
 def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:

@@ -1,0 +1,249 @@
+"""One way to save a checkpoint, in a process of its own: what benchmarks/checkpoint.py starts.
+
+A training loop in miniature: steps of matrix products on all cores, which end in a change of all that is saved, as an
+optimizer's step does. In it some saves are made, and steps are timed: how long the call for a save holds the loop up,
+how much longer the steps take until the checkpoint is on the disk, and when that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from penstock.client.checkpoint import AsyncCheckpointer
+
+THREADS = 2
+"""That write, in every mode."""
+TENSORS = 192
+"""A third of them parameters, the others an optimizer's moments; one of 4 is 16 times as large as the others."""
+
+
+class Mode(ABC):
+    """A way to save."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """As a training loop would call it."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether what was saved last is on the disk."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until it is."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Plain(Mode):
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        dcp.save(state, storage_writer=FileSystemWriter(self.folder / f"step-{step}", thread_count=THREADS))
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Asynchronous(Mode):
+    """dcp.async_save, as its documentation has it."""
+
+    kind = AsyncCheckpointerType.THREAD
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._future: Any = None
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        response = dcp.async_save(
+            state,
+            storage_writer=self.writer(self.folder / f"step-{step}"),
+            async_checkpointer_type=self.kind,
+            **self.options(),
+        )
+        self._future = getattr(response, "upload_completion", response)
+
+    def writer(self, path: Path) -> Any:
+        return FileSystemWriter(path, thread_count=THREADS)
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class InProcess(Asynchronous):
+    kind = AsyncCheckpointerType.PROCESS
+
+
+class SharedStager(InProcess):
+    """With a stager that keeps its shared memory from save to save."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
+
+    def options(self) -> dict[str, Any]:
+        return {"async_stager": self._stager}
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class Penstock(Mode):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._checkpointer = AsyncCheckpointer(folder, threads=THREADS)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self._checkpointer.save(step, state)
+
+    def done(self) -> bool:
+        return self._checkpointer.progress.step is None
+
+    def wait(self) -> None:
+        self._checkpointer.wait()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+MODES: dict[str, type[Mode]] = {
+    "dcp.save": Plain,
+    "dcp.async_save, thread": Asynchronous,
+    "dcp.async_save, process": InProcess,
+    "process, shared stager": SharedStager,
+    "Penstock": Penstock,
+}
+
+
+def make_state(nbytes: int) -> dict[str, Any]:
+    """A model and its optimizer of `nbytes` in float32, and the few objects that go with them."""
+    shares = [1 if number % 4 else 16 for number in range(TENSORS)]
+    tensors = [torch.randn(nbytes // 4 * share // sum(shares) + 1) for share in shares]
+    third = TENSORS // 3
+    return {
+        "model": {f"layer.{number}.weight": tensor for number, tensor in enumerate(tensors[:third])},
+        "optimizer": {
+            "state": {
+                f"layer.{number}.weight": {
+                    "exp_avg": tensors[third + number],
+                    "exp_avg_sq": tensors[2 * third + number],
+                    "step": torch.tensor(1.0),
+                }
+                for number in range(third)
+            },
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}],
+        },
+    }
+
+
+class Loop:
+    """Steps of a training."""
+
+    def __init__(self, state: dict[str, Any], step_s: float) -> None:
+        self._tensors = list(state["model"].values())
+        self._left, self._right = torch.randn(768, 768), torch.randn(768, 768)
+        self._products = 1
+        took = min(self._timed() for _ in range(5))
+        self._products = max(1, round(step_s / took))
+
+    def _timed(self) -> float:
+        began = time.perf_counter()
+        for _ in range(self._products):
+            torch.mm(self._left, self._right)
+        return time.perf_counter() - began
+
+    def step(self) -> float:
+        """Seconds that it took."""
+        began = time.perf_counter()
+        self._timed()
+        torch._foreach_mul_(self._tensors[:4], 1.0)  # type: ignore[no-untyped-call]
+        return time.perf_counter() - began
+
+
+def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: int) -> list[dict[str, float]]:
+    found = []
+    for number in range(saves + 1):
+        for path in mode.folder.glob("step-*"):
+            shutil.rmtree(path)
+        os.sync()
+        usual = statistics.median(loop.step() for _ in range(15))
+        began = time.perf_counter()
+        mode.save(number, state)
+        stall = time.perf_counter() - began
+        excess, steps = 0.0, 0
+        while not mode.done():
+            excess += loop.step() - usual
+            steps += 1
+        mode.wait()
+        total = time.perf_counter() - began
+        if number:  # the first one makes what is kept for the others
+            found.append({"stall": stall, "excess": excess, "total": total, "usual": usual, "steps": steps})
+        else:
+            first = stall
+    size = sum(file.stat().st_size for file in mode.folder.glob("step-*/*.distcp"))
+    assert size > nbytes, f"{size} bytes on the disk, of {nbytes}"
+    return [{**one, "first": first} for one in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--mib", type=int, required=True)
+    parser.add_argument("--saves", type=int, required=True)
+    parser.add_argument("--step-ms", type=float, default=50.0)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--go", type=Path, help="wait for this file before anything is saved, and say when")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        state = make_state(given.mib << 20)
+        loop = Loop(state, given.step_ms / 1e3)
+        print("ready", flush=True)
+        while given.go is not None and not given.go.exists():
+            time.sleep(0.01)
+        saves = Path(folder) / "saves"
+        saves.mkdir()
+        mode = MODES[given.mode](saves)
+        found = measure(mode, state, loop, given.saves, given.mib << 20)
+        print(json.dumps(found), flush=True)
+        mode.close()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Several ranks save and restore together: real processes, gloo, one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranked import Outcome, run
+
+from penstock.proto.checkpoints import damage, leftovers, newest
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def values(outcomes: list[Outcome]) -> list[object]:
+    assert not [one for one in outcomes if one.raised], outcomes
+    return [one.value for one in outcomes]
+
+
+def good(folder: Path) -> int:
+    """The step of the newest checkpoint, whose files are all as they were written; and nothing else is there."""
+    found = newest(folder)
+    assert found is not None
+    assert found.manifest is not None
+    assert not list(damage(found.path, found.manifest, contents=True))
+    assert not leftovers(folder)
+    return found.step
+
+
+@pytest.mark.parametrize("then", [1, 2, 3])
+def test_replicas_of_two_ranks_go_on_on_any_number(tmp_path: Path, then: int) -> None:
+    saved = values(run(2, "ranked_saves:ddp_save", str(tmp_path)))
+    assert saved[0] == saved[1]
+    assert good(tmp_path) == 3
+    assert values(run(then, "ranked_saves:ddp_restore", str(tmp_path))) == [saved[0]] * then
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2), (2, 1)])
+def test_shards_go_on_on_any_number(tmp_path: Path, first: int, then: int) -> None:
+    saved = values(run(first, "ranked_saves:fsdp_save", str(tmp_path)))
+    assert good(tmp_path) == 4
+    names = {path.name for path in (tmp_path / "step-4").glob("*.distcp")}
+    assert {f"optimizer__{rank}_0.distcp" for rank in range(first)} <= names
+    assert values(run(then, "ranked_saves:fsdp_restore", str(tmp_path))) == [saved[0]] * then
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_each_save_has_the_values_of_its_step(tmp_path: Path, buffers: int) -> None:
+    for rank, found in enumerate(values(run(3, "ranked_saves:several", str(tmp_path), buffers))):
+        assert found == [[float(step + 1), step, step * rank] for step in range(6)]
+    assert good(tmp_path) == 5
+    assert values(run(2, "ranked_saves:stock_load", str(tmp_path / "step-5"))) == [[6.0] * 3] * 2
+
+
+@pytest.mark.parametrize("what", ["object", "shape", "kind", "step"])
+def test_what_ranks_contradict_each_other_in_is_an_error_on_all(tmp_path: Path, what: str) -> None:
+    outcomes = run(2, "ranked_saves:different", str(tmp_path), what)
+    assert {one.raised for one in outcomes} == {"InvalidArgumentError" if what == "step" else "CheckpointError"}
+    assert outcomes[0].message == outcomes[1].message
+    expected = {
+        "object": "'number' on ranks 0 and 1",
+        "shape": "'same' is a torch.int64 tensor of [5] on rank 0 and a torch.int64 tensor of [6] on rank 1",
+        "kind": "'same' is a torch.int64 tensor of [5] on rank 0 and an object on rank 1",
+        "step": "rank 0: 5, rank 1: 6",
+    }
+    assert expected[what] in outcomes[0].message
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_tensors_that_differ_are_told_once(tmp_path: Path) -> None:
+    for said in values(run(2, "ranked_saves:different", str(tmp_path), "tensor")):
+        assert isinstance(said, list)
+        assert [
+            one for one in said if "different values in 1 tensors" in one and "'same' on ranks 0 and 1" in one
+        ] == said
+        assert len(said) == 1
+    assert good(tmp_path) == 5
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_cannot_take_part_is_named_on_all(tmp_path: Path, which: int) -> None:
+    found = values(run(2, "ranked_saves:one_cannot_collect", str(tmp_path), which))
+    own, other = found[which], found[1 - which]
+    assert own == ["OSError: the state is out", "3"]
+    assert other == [f"CheckpointError: step 2 was not saved: rank {which}: OSError: the state is out", "3"]
+    assert good(tmp_path) == 3
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_without_memory_to_stage_in_is_named_on_all(tmp_path: Path, which: int) -> None:
+    cause = f"rank {which}: CheckpointError: no memory for"
+    for rank, said in enumerate(values(run(2, "ranked_saves:one_cannot_stage", str(tmp_path), which))):
+        assert isinstance(said, list)
+        *errors, latest = said
+        assert latest == "4"
+        assert errors, rank
+        assert all("step 2 was not saved" in one and cause in one for one in errors), errors
+    assert good(tmp_path) == 4
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_writer_is_named_on_all_and_replaced(tmp_path: Path, which: int) -> None:
+    for said in values(run(2, "ranked_saves:killed_writer", str(tmp_path), which)):
+        assert isinstance(said, list)
+        assert "step 2 was not saved" in said[0]
+        assert f"rank {which}: its writer process ended before the save did (killed by SIGKILL" in said[0]
+        assert said[1:] == ["1", "3", ".lock,latest,step-1,step-3"]
+    assert good(tmp_path) == 3

@@ -1,0 +1,61 @@
+"""Ranks that train from a loader, save with it and go on, for tests: run by tests/support/ranked.py."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cluster import TOKEN
+from mapped import mapped
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.checkpoint import AsyncCheckpointer
+
+__all__ = ["first", "rest"]
+
+OPTIONS = {"global_batch_size": 12, "tail": "carry"}
+
+
+def appliance(address: str, job: str) -> Appliance:
+    return Appliance(address, num_workers_per_box=2, job=job, token=TOKEN, seed=11, timeout_s=60)
+
+
+def rows(batch: Any) -> list[list[Any]]:
+    return [list(row) for row in zip(batch["number"].tolist(), batch["key"], strict=True)]
+
+
+def first(address: str, job: str, how: str, folder: str, steps: int) -> list[Any]:
+    """Train so many steps, save, and go on for three more, which a later life is to repeat."""
+    loader = DataLoader(mapped, **OPTIONS)
+    state = {"weights": torch.full((5,), 2.0), "loader": loader}
+    with appliance(address, job) as box:
+        seen = [rows(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=box)]
+        if how == "dcp.save":
+            dcp.save(state, checkpoint_id=folder)
+        elif how == "dcp.async_save":
+            dcp.async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
+        else:
+            with AsyncCheckpointer(folder) as checkpointer:
+                checkpointer.save(steps, state)
+        seen += [rows(batch) for batch in DataExecutor(loader, num_steps=3, appliance=box)]
+    return seen
+
+
+def rest(address: str, job: str, how: str, folder: str, steps: int) -> list[Any]:
+    """Restore on as many ranks as there are now, and train so many steps."""
+    loader = DataLoader(mapped, **OPTIONS)
+    state: dict[str, Any] = {"weights": torch.zeros(5), "loader": loader}
+    with appliance(address, job) as box:
+        if how.startswith("dcp"):
+            dcp.load(state, checkpoint_id=folder)
+        else:
+            with AsyncCheckpointer(folder) as checkpointer:
+                assert checkpointer.restore(state) is not None
+        assert state["weights"].tolist() == [2.0] * 5
+        executor = DataExecutor(loader, num_steps=steps, appliance=box)
+        found = [rows(batch) for batch in islice(executor, steps)]
+        dist.barrier()
+    return found

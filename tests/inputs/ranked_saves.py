@@ -1,0 +1,234 @@
+"""What ranks of a training job do with checkpoints, for tests: run by tests/support/ranked.py, each with its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.client.checkpoint import AsyncCheckpointer
+
+__all__ = [
+    "ddp_restore",
+    "ddp_save",
+    "different",
+    "fsdp_restore",
+    "fsdp_save",
+    "killed_writer",
+    "one_cannot_collect",
+    "one_cannot_stage",
+    "several",
+]
+
+
+def model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 7, bias=False))
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(torch.randn(4, 12)).square().sum().backward()
+        optimizer.step()
+
+
+def whole(tensor: Any) -> list[float]:
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return [float(value) for value in tensor.detach().flatten()]
+
+
+def described(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All values of both, by names that are the same on any number of ranks."""
+    plain = getattr(network, "module", network)
+    names = {id(parameter): name for name, parameter in plain.named_parameters()}
+    found: dict[str, Any] = {name: whole(parameter) for name, parameter in plain.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"{names[id(parameter)]}/{key}"] = whole(value)
+    found["lr"] = optimizer.param_groups[0]["lr"]
+    return found
+
+
+def ddp_save(folder: str) -> dict[str, Any]:
+    network = DistributedDataParallel(model(1))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.25)
+    train(network, optimizer, 1)
+    with AsyncCheckpointer(folder) as checkpointer:
+        checkpointer.save(3, {"model": network, "optimizer": optimizer, "extra": {"note": "x", "of": {}}})
+    return described(network, optimizer)
+
+
+def ddp_restore(folder: str) -> dict[str, Any]:
+    network = DistributedDataParallel(model(2))
+    optimizer = torch.optim.AdamW(network.parameters())
+    extra: dict[str, Any] = {"note": None, "of": None}
+    with AsyncCheckpointer(folder) as checkpointer:
+        step = checkpointer.restore({"model": network, "optimizer": optimizer, "extra": extra})
+    assert (step, extra) == (3, {"note": "x", "of": {}})
+    found = described(network, optimizer)
+    train(network, optimizer, 9)  # it can be gone on with
+    return found
+
+
+def fsdp_save(folder: str) -> dict[str, Any]:
+    network = model(1)
+    fully_shard(network)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.25)
+    train(network, optimizer, 1)
+    with AsyncCheckpointer(folder, separation_hint="optimizer") as checkpointer:
+        for step in (3, 4):  # the second one by the plan of the first
+            checkpointer.save(step, {"model": network, "optimizer": optimizer})
+    return described(network, optimizer)
+
+
+def fsdp_restore(folder: str) -> dict[str, Any]:
+    network = model(2)
+    fully_shard(network)
+    optimizer = torch.optim.Adam(network.parameters())
+    with AsyncCheckpointer(folder) as checkpointer:
+        assert checkpointer.restore({"model": network, "optimizer": optimizer}) == 4
+    return described(network, optimizer)
+
+
+def several(folder: str, buffers: int) -> list[Any]:
+    """Saves of a state that changes, and how many ranks wrote: each with values of its own."""
+    rank = dist.get_rank()
+    own = torch.full((1000,), float(rank))
+    with AsyncCheckpointer(folder, buffers=buffers) as checkpointer:
+        for step in range(6):
+            own += 1
+            checkpointer.save(step, {f"own-{rank}": {"values": own}, "step": step, f"note-{rank}": "n" * step * rank})
+        checkpointer.wait()
+        assert checkpointer.latest() == 5
+        found = []
+        for step in range(6):
+            state: dict[str, Any] = {f"own-{rank}": {"values": torch.zeros(1000)}, "step": None, f"note-{rank}": ""}
+            assert checkpointer.restore(state, step=step) == step
+            found.append([float(state[f"own-{rank}"]["values"][0]) - rank, state["step"], len(state[f"note-{rank}"])])
+    return found
+
+
+def different(folder: str, what: str) -> list[str]:
+    """Something that is not the same on the ranks."""
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"same": torch.arange(5), "number": 1}
+    step = 5
+    if what == "object":
+        state["number"] = rank
+    elif what == "tensor":
+        state["same"] = torch.arange(5) + rank
+    elif what == "shape":
+        state["same"] = torch.arange(5 + rank)
+    elif what == "kind":
+        state["same"] = "text" if rank else torch.arange(5)
+    elif what == "step":
+        step += rank
+    with AsyncCheckpointer(folder, timeout_s=30) as checkpointer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpointer.save(step, state)
+        checkpointer.save(step, state)
+        checkpointer.wait()
+    return [str(one.message) for one in caught]
+
+
+class Refuses:
+    """A state that cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError("the state is out")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise OSError("it does not go in")
+
+
+def one_cannot_collect(folder: str, which: int) -> list[str]:
+    """One rank's state raises; the next save is good on all."""
+    said = []
+    good: dict[str, Any] = {"x": torch.ones(3)}
+    with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
+        checkpointer.save(1, good)
+        try:
+            checkpointer.save(2, {**good, "bad": Refuses()} if dist.get_rank() == which else good)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        checkpointer.save(3, good)
+        checkpointer.wait()
+        said.append(str(checkpointer.latest()))
+    return said
+
+
+def one_cannot_stage(folder: str, which: int) -> list[str]:
+    """One rank has no memory to stage in: the others have gone on by then, and learn it from their writers."""
+    from penstock.client.checkpoint import staging
+    from penstock.proto.errors import CheckpointError
+
+    said = []
+    good = {f"x-{dist.get_rank()}": torch.ones(3)}
+    real = staging.Image
+
+    def full(nbytes: int) -> Any:
+        raise CheckpointError(f"no memory for {nbytes} bytes")
+
+    with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
+        if dist.get_rank() == which:
+            staging.Image = full  # type: ignore[assignment,misc]
+        for act in (lambda: checkpointer.save(2, good), checkpointer.wait, lambda: checkpointer.save(3, good)):
+            try:
+                act()
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+            staging.Image = real  # type: ignore[misc]
+        checkpointer.save(4, good)
+        checkpointer.wait()
+        said.append(str(checkpointer.latest()))
+    return said
+
+
+def killed_writer(folder: str, which: int) -> list[str]:
+    """One rank's writer is killed while it holds a save; the next one is good."""
+    said = []
+    state = {f"x-{dist.get_rank()}": torch.ones(1 << 20)}
+    with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        dist.barrier()
+        pid = checkpointer._writer.pid
+        assert pid is not None
+        if dist.get_rank() == which:
+            os.kill(pid, signal.SIGSTOP)  # so that it surely has it
+        checkpointer.save(2, state)
+        if dist.get_rank() == which:
+            os.kill(pid, signal.SIGKILL)
+        try:
+            checkpointer.wait()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        said.append(str(checkpointer.latest()))
+        dist.barrier()
+        try:
+            checkpointer.save(3, state)
+            checkpointer.wait()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        said.append(str(checkpointer.latest()))
+        dist.barrier()
+        said.append(",".join(sorted(path.name for path in Path(folder).iterdir())))
+    return said
+
+
+def stock_load(folder: str) -> list[float]:
+    """By torch's own reader, on any number of ranks."""
+    state = {"own-0": {"values": torch.zeros(1000)}}
+    dcp.load(state, checkpoint_id=folder)
+    return [float(value) for value in state["own-0"]["values"][:3]]

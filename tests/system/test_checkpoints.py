@@ -1,0 +1,106 @@
+"""A loader in a checkpoint, with the model: by AsyncCheckpointer, and as a Stateful in torch's own save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import growing_states
+import mapped
+import pytest
+import streams
+import torch
+import torch.distributed.checkpoint as dcp
+from cluster import Cluster, running
+from ranked import run
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.checkpoint import AsyncCheckpointer
+
+LOADERS: dict[str, Any] = {
+    "two methods": (streams.counter, {"batches": 8}),
+    "four methods": (streams.shared, {"batches": 24}),
+    "parts that come and go": (growing_states.growing, {"batches": 24}),
+    "generator, by replay": (streams.generator, {"batches": 8}),
+    "torch, shuffled": (streams.stateful, {"items": 32}),
+    "map-style": (mapped.mapped, {"batch_size": 4}),
+}
+STEPS = 5
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path, name: str) -> None:
+    """One run saved in all ways, at two steps; each resumed in a loader that has read nothing."""
+    input_fn, options = LOADERS[name]
+    loader = DataLoader(input_fn, **options)
+    weights = torch.zeros(4)
+    state = {"weights": weights, "loader": loader}
+    whole: list[Any] = []
+    executor = DataExecutor(loader, num_steps=3 * STEPS, appliance=appliance)
+    with AsyncCheckpointer(tmp_path / "ours") as checkpointer:
+        for batch in executor:
+            whole.append(plain(batch))
+            weights += 1
+            if executor.step in (STEPS, 2 * STEPS):
+                checkpointer.save(executor.step, state)
+                dcp.save(state, checkpoint_id=tmp_path / f"dcp-{executor.step}")
+                dcp.async_save(state, checkpoint_id=tmp_path / f"async-{executor.step}").result()  # type: ignore[union-attr]
+    for step in (STEPS, 2 * STEPS):
+        for how in ("ours", "dcp", "async"):
+            again = DataLoader(input_fn, **options)
+            found: dict[str, Any] = {"weights": torch.zeros(4), "loader": again}
+            if how == "ours":
+                with AsyncCheckpointer(tmp_path / "ours") as checkpointer:
+                    assert checkpointer.restore(found, step=step) == step
+            else:
+                dcp.load(found, checkpoint_id=tmp_path / f"{how}-{step}")
+            assert found["weights"].tolist() == [float(step)] * 4
+            rest = DataExecutor(again, num_steps=3 * STEPS - step, appliance=appliance)
+            assert [plain(batch) for batch in rest] == whole[step:], (how, step)
+
+
+def test_what_the_user_changes_in_a_state_counts(appliance: Appliance) -> None:
+    loader = DataLoader(streams.shared, 24)
+    for _ in DataExecutor(loader, num_steps=4, appliance=appliance):
+        pass
+    state = loader.state_dict()
+    state["start"], state["done"] = 10, [0]  # one worker's, so that the start alone decides
+    again = DataLoader(streams.shared, 24)
+    again.load_state_dict(state)
+    assert next(iter(DataExecutor(again, num_steps=1, appliance=appliance)))["number"] == 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("state")) as cluster:
+        cluster.add_worker(12, name="w1", allow="mapped")
+        yield cluster
+
+
+def in_order(outcomes: list[Any]) -> list[Any]:
+    """Global batches in the order of the epoch, of all boxes' batches."""
+    assert not [one for one in outcomes if one.raised], outcomes
+    boxes = [one.value for one in outcomes]
+    return [
+        [step[at % len(step)][at // len(step)] for at in range(sum(map(len, step)))]
+        for step in zip(*boxes, strict=True)
+    ]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", ["ours", "dcp.save", "dcp.async_save"])
+def test_any_number_of_ranks_goes_on(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    """Saved by two ranks, gone on with by three and by one: the global batches are those of the first life."""
+    where, folder = cluster.address, str(tmp_path / "saved")
+    whole = in_order(run(2, "ranked_loaders:first", where, f"{how}-2", how, folder, STEPS))
+    for ranks in (3, 1):
+        rest = in_order(run(ranks, "ranked_loaders:rest", where, f"{how}-then-{ranks}", how, folder, 3))
+        assert rest == whole[STEPS:]
