@@ -1,14 +1,21 @@
 """One way to save a checkpoint, in a process of its own: what benchmarks/checkpoint.py starts.
 
-A training loop in miniature: steps of matrix products on all cores, which end in a change of all that is saved, as an
-optimizer's step does. In it some saves are made, and steps are timed: how long the call for a save holds the loop up,
-how much longer the steps take until the checkpoint is on the disk, and when that is.
+A training loop in miniature: steps of matrix products on all cores, which end in a change of some of what is saved, as
+an optimizer's step does. In it some saves are made, and steps are timed: how long the call for a save holds the loop
+up, how much longer the steps take until the checkpoint is on the disk, and when that is.
+
+Where a mode copies while the loop goes on, the loop waits before it changes what is being copied, for else the
+checkpoint would be of two steps; that wait is part of the stall.
+
+"floor" is no mode: it copies the same bytes once, and writes them once, with nothing around it.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -16,20 +23,22 @@ import tempfile
 import time
 import warnings
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 
 from penstock.client.checkpoint import AsyncCheckpointer
 
 THREADS = 2
 """That write, in every mode."""
+CHUNK = 16 << 20
+"""Bytes that the floor writes at a time, as Penstock's writer does."""
 TENSORS = 192
 """A third of them parameters, the others an optimizer's moments; one of 4 is 16 times as large as the others."""
 
@@ -52,13 +61,18 @@ class Mode(ABC):
     def wait(self) -> None:
         """Until it is."""
 
-    def close(self) -> None:
-        """Nothing to end."""
+    # Most modes have copied when `save` returns, and have nothing to end.
+
+    def settle(self) -> None:  # noqa: B027
+        """Before the loop changes what is being saved: until it has been copied."""
+
+    def close(self) -> None:  # noqa: B027
+        """After the last save."""
 
 
 class Plain(Mode):
     def save(self, step: int, state: dict[str, Any]) -> None:
-        dcp.save(state, storage_writer=FileSystemWriter(self.folder / f"step-{step}", thread_count=THREADS))
+        save(state, storage_writer=FileSystemWriter(self.folder / f"step-{step}", thread_count=THREADS))
 
     def done(self) -> bool:
         return True
@@ -75,18 +89,22 @@ class Asynchronous(Mode):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._future: Any = None
+        self._staged: Any = None
 
     def options(self) -> dict[str, Any]:
         return {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        response = dcp.async_save(
+        response = async_save(
             state,
             storage_writer=self.writer(self.folder / f"step-{step}"),
             async_checkpointer_type=self.kind,
             **self.options(),
         )
-        self._future = getattr(response, "upload_completion", response)
+        if isinstance(response, AsyncSaveResponse):
+            self._future, self._staged = response.upload_completion, response.staging_completion
+        else:
+            self._future = response
 
     def writer(self, path: Path) -> Any:
         return FileSystemWriter(path, thread_count=THREADS)
@@ -102,14 +120,19 @@ class InProcess(Asynchronous):
     kind = AsyncCheckpointerType.PROCESS
 
 
-class SharedStager(InProcess):
-    """With a stager that keeps its shared memory from save to save."""
+class KeptStager(Asynchronous):
+    """With a stager that keeps its memory from save to save; the default one is made anew for each."""
+
+    shared, meanwhile = False, False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+                use_pinned_memory=False,
+                use_shared_memory=self.shared,
+                use_async_staging=self.meanwhile,
+                use_non_blocking_copy=False,
             )
         )
 
@@ -118,6 +141,25 @@ class SharedStager(InProcess):
 
     def close(self) -> None:
         self._stager.close()
+
+
+class SharedStager(KeptStager):
+    """In shared memory, which its process need not be sent."""
+
+    kind = AsyncCheckpointerType.PROCESS
+    shared = True
+
+
+class StagedMeanwhile(SharedStager):
+    """By a thread, while the loop goes on until it changes what is saved. torch's documentation says that this needs
+    CUDA; it works without."""
+
+    meanwhile = True
+
+    def settle(self) -> None:
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
 
 
 class Penstock(Mode):
@@ -141,8 +183,10 @@ class Penstock(Mode):
 MODES: dict[str, type[Mode]] = {
     "dcp.save": Plain,
     "dcp.async_save, thread": Asynchronous,
+    "thread, kept stager": KeptStager,
     "dcp.async_save, process": InProcess,
     "process, shared stager": SharedStager,
+    "process, staged meanwhile": StagedMeanwhile,
     "Penstock": Penstock,
 }
 
@@ -184,12 +228,14 @@ class Loop:
             torch.mm(self._left, self._right)
         return time.perf_counter() - began
 
-    def step(self) -> float:
-        """Seconds that it took."""
+    def step(self, mode: Mode) -> tuple[float, float]:
+        """Seconds that it took, and seconds that it waited for `mode` besides."""
+        products = self._timed()
         began = time.perf_counter()
-        self._timed()
-        torch._foreach_mul_(self._tensors[:4], 1.0)  # type: ignore[no-untyped-call]
-        return time.perf_counter() - began
+        mode.settle()
+        settled = time.perf_counter()
+        torch._foreach_mul_(self._tensors[:4], 1.0)
+        return products + time.perf_counter() - settled, settled - began
 
 
 def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: int) -> list[dict[str, float]]:
@@ -198,14 +244,14 @@ def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: i
         for path in mode.folder.glob("step-*"):
             shutil.rmtree(path)
         os.sync()
-        usual = statistics.median(loop.step() for _ in range(15))
+        usual = statistics.median(loop.step(mode)[0] for _ in range(15))
         began = time.perf_counter()
         mode.save(number, state)
         stall = time.perf_counter() - began
         excess, steps = 0.0, 0
         while not mode.done():
-            excess += loop.step() - usual
-            steps += 1
+            took, waited = loop.step(mode)
+            excess, stall, steps = excess + took - usual, stall + waited, steps + 1
         mode.wait()
         total = time.perf_counter() - began
         if number:  # the first one makes what is kept for the others
@@ -217,9 +263,51 @@ def measure(mode: Mode, state: dict[str, Any], loop: Loop, saves: int, nbytes: i
     return [{**one, "first": first} for one in found]
 
 
+def floor(folder: Path, saves: int, nbytes: int) -> list[dict[str, float]]:
+    """What no mode can do in less: a copy to memory that is there already, and a write past the page cache."""
+    source = torch.randn(nbytes // 4).view(torch.uint8)
+    memory = mmap.mmap(-1, nbytes)
+    target = torch.frombuffer(memory, dtype=torch.uint8)
+    target.copy_(source)  # the pages are there from now on
+    share = nbytes // THREADS
+    paths = [folder / str(number) for number in range(THREADS)]
+    found = []
+    for _ in range(saves):
+        began = time.perf_counter()
+        target.copy_(source)
+        copied = time.perf_counter() - began
+        os.sync()
+        began = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = [memoryview(memory)[number * share : (number + 1) * share] for number in range(THREADS)]
+            direct = list(pool.map(write, paths, parts))
+        found.append({"copy": copied, "write": time.perf_counter() - began, "direct": float(all(direct))})
+        for path in paths:
+            path.unlink()
+    return found
+
+
+def write(path: Path, data: memoryview) -> bool:
+    """A file, on the disk. False if its file system has no O_DIRECT."""
+    flags, direct = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, True
+    try:
+        handle = os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        handle, direct = os.open(path, flags, 0o666), False
+    try:
+        while data:
+            data = data[os.write(handle, data[:CHUNK]) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return direct
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--mode", choices=[*MODES, "floor"], required=True)
     parser.add_argument("--mib", type=int, required=True)
     parser.add_argument("--saves", type=int, required=True)
     parser.add_argument("--step-ms", type=float, default=50.0)
@@ -228,7 +316,11 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
+        if given.mode == "floor":
+            print("ready", flush=True)
+            print(json.dumps(floor(Path(folder), given.saves, given.mib << 20)), flush=True)
+            return
+        store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]
         os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         state = make_state(given.mib << 20)

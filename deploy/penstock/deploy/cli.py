@@ -302,7 +302,13 @@ def replay(
 @app.command(epilog=_EPILOG)
 @guarded
 def doctor(
-    input_fn: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The input_fn, importable from here.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME|CHECKPOINT",
+            help="An input_fn, importable from here; or the folder of a checkpoint, or one with checkpoints in it.",
+        ),
+    ],
     args: Annotated[str, typer.Option("--args", metavar="JSON", help="Its positional arguments, a JSON list.")] = "[]",
     kwargs: Annotated[str, typer.Option("--kwargs", metavar="JSON", help="Its named ones, a JSON object.")] = "{}",
     batches: Annotated[
@@ -320,16 +326,22 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
-    """Check beforehand whether a loader can be saved and resumed exactly.
+    """Check beforehand whether a loader can be saved and resumed exactly; or whether checkpoints are whole.
 
-    Streams N batches with a snapshot after each, restores some of them in fresh processes, and compares what comes
+    Of a loader: streams N batches with a snapshot after each, restores some of them in fresh processes, and compares what comes
     next: the check that every run makes, and more of it. Exit code 0: it can. 30: a restored loader yields other
     batches. 31: it streams well, but cannot be saved as it is.
+
+    Of checkpoints: reads all files and compares them with what was written. 24: one is damaged, which is named.
     """
+    from penstock.deploy.checkpoints import is_path, show_checkpoints
+
+    if is_path(target):
+        return show_checkpoints(Path(target), as_json)
     from penstock.deploy.doctor import Question
     from penstock.deploy.report import show_doctor
 
-    return show_doctor(Question(input_fn, args, kwargs, batches, workers, replay, seed, deadline), as_json)
+    return show_doctor(Question(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)
 
 
 def main() -> None:

@@ -81,6 +81,12 @@ CODES = (
         ("StateCorruptError", "StateVersionError", "StateMismatchError"),
     ),
     Code(
+        23,
+        "a checkpoint that is not there, or cannot be written or read",
+        ("CheckpointError", "CheckpointNotFoundError"),
+    ),
+    Code(24, "a checkpoint is damaged", ("CheckpointCorruptError",)),
+    Code(
         25,
         "input_fn or its loader raised, cannot be found, or is not allowed",
         ("InputFnError", "InputFnNotFoundError", "InputFnNotAllowedError"),

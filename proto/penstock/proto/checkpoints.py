@@ -65,6 +65,8 @@ CHUNK = 16 << 20
 POLL_S = 0.05
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
+_POINTER = re.compile(r"\.latest\.[0-9a-f]+")
+"""What write_whole leaves of LATEST when it is stopped."""
 
 
 def step_name(step: int) -> str:
@@ -183,14 +185,18 @@ def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterato
 
 
 def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
-    """Those of a folder, the newest first; before them those whose manifest is damaged, so that nobody knows when they
-    were saved.
+    """Those of a folder, the newest first.
+
+    When one was saved whose manifest is damaged nobody knows. It counts as the newest, so that nothing is passed over
+    in silence; unless `latest` names another one that is whole, which was then saved after it. One whose replacement
+    was stopped half way is listed under the name that it has until `put_back`.
 
     sizes: look whether all files are there and as long as they were; without it, at manifests alone.
     """
     found = []
-    for name in _names(folder):
-        if match := _STEP.fullmatch(name):
+    names = _names(folder)
+    for name, final in [*((name, name) for name in names), *_half_replaced(names)]:
+        if match := _STEP.fullmatch(final):
             path = folder / name
             try:
                 manifest = read_manifest(path)
@@ -199,9 +205,15 @@ def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
                 continue  # a folder that happens to have such a name
             except CheckpointCorruptError as error:
                 found.append(Found(int(match[1]), path, None, error.message))
-    return sorted(found, key=lambda one: (one.manifest is None, one.manifest.sequence if one.manifest else one.step))[
-        ::-1
-    ]
+    named = _latest(folder)
+    last = next((one.manifest.sequence for one in found if one.path.name == named and one.manifest), None)
+
+    def order(one: Found) -> tuple[float, int]:
+        if one.manifest is not None:
+            return one.manifest.sequence, one.step
+        return float("inf") if last is None else last - 0.5, one.step
+
+    return sorted(found, key=order, reverse=True)
 
 
 def newest(folder: Path) -> Found | None:
@@ -210,17 +222,28 @@ def newest(folder: Path) -> Found | None:
 
 
 def leftovers(folder: Path, *, besides: str = "") -> list[Path]:
-    """What stopped saves left in a folder; not the temporary folder of the save with the id `besides`."""
-    asides = [name for name in _names(folder) if _ASIDE.fullmatch(name)]
-    return [folder / name for name in asides if not besides or not name.endswith(f".tmp-{besides}")]
+    """What stopped saves left in a folder; not the temporary folder of the save with the id `besides`.
+
+    Nor what `put_back` is for: that is a checkpoint.
+    """
+    names = _names(folder)
+    asides = {name for name in names if _ASIDE.fullmatch(name) or _POINTER.fullmatch(name)}
+    asides -= {name for name, _ in _half_replaced(names)}
+    return [folder / name for name in sorted(asides) if not besides or not name.endswith(f".tmp-{besides}")]
 
 
 def put_back(folder: Path) -> None:
     """Undo replacements that were stopped half way, where neither the old nor the new has the name."""
-    for name in _names(folder):
-        match = _ASIDE.fullmatch(name)
-        if match and match[2] == "old" and not (folder / match[1]).exists():
-            os.rename(folder / name, folder / match[1])
+    for name, final in _half_replaced(_names(folder)):
+        os.rename(folder / name, folder / final)
+
+
+def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, the name that it had) of checkpoints that were to be replaced, and the new one has not got the name."""
+    taken = set(names)
+    matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
+    names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
+    return [(name, final) for final, name in names_of.items()]
 
 
 def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -237,10 +260,8 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
 
 @contextmanager
-def locked(folder: Path, timeout_s: float, *, shared: bool = False) -> Iterator[None]:
+def locked(folder: Path, timeout_s: float) -> Iterator[None]:
     """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
-
-    shared: only wait until nobody saves.
 
     Raises DeadlineError, naming who holds it. A file system without locks is used without.
     """
@@ -249,7 +270,7 @@ def locked(folder: Path, timeout_s: float, *, shared: bool = False) -> Iterator[
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -260,12 +281,18 @@ def locked(folder: Path, timeout_s: float, *, shared: bool = False) -> Iterator[
                 time.sleep(POLL_S)
             except OSError:  # no locks here
                 break
-        if not shared:
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
         os.close(handle)
+
+
+def _latest(folder: Path) -> str:
+    try:
+        return (folder / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _names(folder: Path) -> list[str]:

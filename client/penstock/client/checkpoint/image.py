@@ -64,6 +64,8 @@ class Image:
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)  # which may stand anywhere, also where no number could
         return self.tensor[offset : offset + nbytes].view(dtype).view(shape)
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ __all__ = ["Pending", "WriterProcess", "wait_all"]
 
 _log = logging.getLogger("penstock.checkpoint")
 
+WRITER = Path(__file__).with_name("writer.py")
 LENGTH = 8
 START_S = 30.0
 """Seconds for the process to answer; it takes 0.1 on an idle machine."""
@@ -80,18 +81,13 @@ class WriterProcess:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._sock: socket.socket | None = None
-        self._queue: list[Pending] = []
-        """Handed over and not ended, in the order in which they are written."""
-        self._mapped: set[int] = set()
-        """Numbers of the images that the running writer has."""
+        self._running: _Running | None = None
 
     @property
     def pid(self) -> int | None:
         """Of the running writer."""
-        process = self._process
-        return process.pid if process is not None and process.poll() is None else None
+        running = self._running
+        return running.process.pid if running is not None and running.alive else None
 
     def start(self) -> None:
         """Have a writer running, and ready. Raises CheckpointError if none can be started."""
@@ -105,22 +101,7 @@ class WriterProcess:
         images: all that are in use, this one too.
         """
         with self._lock:
-            self._start()
-            sock = self._sock
-            assert sock is not None
-            self._queue.append(pending)
-            live = {one.number for one in images}
-            fresh = [image.fd] if image is not None and image.number not in self._mapped else []
-            self._mapped = {number for number in self._mapped if number in live} | live.intersection(
-                () if image is None else [image.number]
-            )
-            numbers = {"image": None if image is None else image.number, "images": sorted(live)}
-            data = json.dumps({**pending.request, **numbers}).encode()
-            try:
-                socket.send_fds(sock, [len(data).to_bytes(LENGTH)], fresh)
-                sock.sendall(data)
-            except OSError:
-                pass  # it has gone; the thread that reads its replies sees that too, and ends what is queued
+            self._start().submit(pending, image, {one.number for one in images})
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> bool:
         """Until a save has ended; kills a writer that lets the save's deadline pass. False if `timeout_s` was over."""
@@ -132,47 +113,46 @@ class WriterProcess:
         return pending.ended.wait(LEAVE_S)
 
     def kill(self, why: str) -> None:
-        """End the writer at once, and with it what it has not saved yet."""
+        """End the writer at once, and with it what it has not saved yet; the next save starts another."""
         with self._lock:
-            process, self._process, self._sock = self._process, None, None  # the next save starts another
-            queued = list(self._queue)
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(LEAVE_S)
-        for pending in queued:
-            self._fail(pending, why)
+            running, self._running = self._running, None
+        if running is not None:
+            running.kill(why)
 
     def stop(self) -> None:
         """End a writer that has nothing to do any more. It is killed if it does not leave."""
         with self._lock:
-            process, self._process, sock, self._sock = self._process, None, self._sock, None
-        if sock is not None:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)
-        if process is not None:
-            try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it gets out
-                    process.wait(LEAVE_S)
+            running, self._running = self._running, None
+        if running is not None:
+            running.stop()
 
-    # ---- starting
+    def _start(self) -> _Running:
+        if self._running is None or not self._running.alive:
+            self._running = _Running(self.rank)
+        return self._running
 
-    def _start(self) -> None:
-        if self.pid is not None and self._sock is not None:
-            return
-        self._mapped = set()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+class _Running:
+    """One process, from its start to its end."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._queue: list[Pending] = []
+        """Handed over and not ended, in the order in which they are written."""
+        self._ended = False
+        self._why = ""
+        """Why it was killed, if it was us."""
+        self._mapped: set[int] = set()
+        """Numbers of the images that it has."""
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         # By path, for `-m` would import penstock.client and with it torch; -P keeps that path's folder off sys.path,
         # where our module names would hide others.
         roots = [str(Path(path).parent) for path in penstock.__path__]
         try:
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", str(Path(__file__).with_name("writer.py"))),
+                    *(sys.executable, "-P", str(WRITER)),
                     *("--socket-fd", str(theirs.fileno()), "--lifeline-pid", str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno()],
@@ -182,40 +162,72 @@ class WriterProcess:
                 start_new_session=True,  # whoever ends the training job's processes lets a save be finished
             )
         except OSError as error:
-            ours.close()
-            raise CheckpointError(f"rank {self.rank}: no writer process could be started: {error}") from error
+            self._sock.close()
+            raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
         finally:
             theirs.close()
-        self._process, self._sock = process, ours
         ready = threading.Event()
-        threading.Thread(
-            target=self._listen, args=(process, ours, ready), name="penstock-checkpoint", daemon=True
-        ).start()
-        if not ready.wait(START_S) or process.poll() is not None:
-            process.kill()
+        threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
+        if not ready.wait(START_S) or not self.alive:
+            self.process.kill()
             raise CheckpointError(
-                f"rank {self.rank}: the writer process did not start{_how(process)}; see its standard error"
+                f"rank {rank}: the writer process did not start{_how(self.process)}; see its standard error"
             )
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended and self.process.poll() is None
+
+    def submit(self, pending: Pending, image: Image | None, live: set[int]) -> None:
+        numbers = {"image": None if image is None else image.number, "images": sorted(live)}
+        data = json.dumps({**pending.request, **numbers}).encode()
+        fresh = [image.fd] if image is not None and image.number not in self._mapped else []
+        self._mapped = (self._mapped & live) | ({image.number} if image is not None else set())
+        with self._lock:
+            if self._ended:
+                lost = True
+            else:
+                self._queue.append(pending)
+                lost = False
+        if lost:
+            self._tell_others_and_end(pending, self._how_it_ended())
+            return
+        try:
+            socket.send_fds(self._sock, [len(data).to_bytes(LENGTH)], fresh)
+            self._sock.sendall(data)
+        except OSError:
+            pass  # it has gone; the thread that reads its replies sees that too, and ends what is queued
+
+    def kill(self, why: str) -> None:
+        with self._lock:
+            self._why = why
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it gets out
+            self.process.wait(LEAVE_S)
+        self._fail_all()
+
+    def stop(self) -> None:
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        try:
+            self.process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self.kill("its writer did not leave")
 
     # ---- the thread
 
-    def _listen(self, process: subprocess.Popen[bytes], sock: socket.socket, ready: threading.Event) -> None:
+    def _listen(self, ready: threading.Event) -> None:
         try:
-            with sock.makefile("rb") as lines:
+            with self._sock.makefile("rb") as lines:
                 for line in lines:
                     self._take(json.loads(line), ready)
         except (OSError, ValueError):
             pass
         with suppress(subprocess.TimeoutExpired):
-            process.wait(LEAVE_S)
+            self.process.wait(LEAVE_S)
+        self._fail_all()
         ready.set()
-        with self._lock:
-            lost = list(self._queue)
-            if self._process is process:
-                self._process = self._sock = None
-        sock.close()
-        for pending in lost:
-            self._fail(pending, f"its writer process ended before the save did{_how(process)}")
+        self._sock.close()
 
     def _take(self, reply: dict[str, Any], ready: threading.Event) -> None:
         if reply["kind"] == "ready":
@@ -233,24 +245,31 @@ class WriterProcess:
             pending.written = pending.total
         pending.end({int(rank): why for rank, why in reply.get("causes", {}).items()})
 
-    def _fail(self, pending: Pending, why: str) -> None:
-        """A save that the writer will say nothing of any more. The other ranks' writers learn it by a file."""
+    def _fail_all(self) -> None:
+        """It has ended: of what it still had nothing will be said any more."""
         with self._lock:
-            if pending not in self._queue:
-                return
-            self._queue.remove(pending)
+            self._ended = True
+            lost, self._queue = self._queue, []
+        for pending in lost:
+            self._tell_others_and_end(pending, self._how_it_ended())
+
+    def _how_it_ended(self) -> str:
+        return self._why or f"its writer process ended before the save did{_how(self.process)}"
+
+    def _tell_others_and_end(self, pending: Pending, why: str) -> None:
+        """The other ranks' writers learn it by a file, as from the writer itself."""
         request = pending.request
         temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
         if request["ranks"] > 1:
             with suppress(OSError):
                 temporary.mkdir(parents=True, exist_ok=True)
-                if self.rank:
+                if self._rank:
                     value: dict[str, Any] = {"files": [], "error": why}
-                    name = f"rank-{self.rank}.json"
+                    name = f"rank-{self._rank}.json"
                 else:
                     value, name = {"causes": {"0": why}}, "failed.json"
                 write_whole(temporary / name, json.dumps({"save": request["save"], **value}).encode())
-        pending.end({self.rank: why})
+        pending.end({self._rank: why})
 
 
 def wait_all(writer: WriterProcess, pendings: list[Pending], timeout_s: float | None) -> None:

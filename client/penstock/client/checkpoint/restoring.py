@@ -224,11 +224,11 @@ class _Entry:
 
     def _check_names(self, current: set[str]) -> None:
         saved = {str(path[1]) for path in self._saved.values() if path[0] == "state" and len(path) > 1}
-        if saved - current:
+        if strange := sorted(saved - current):
             raise CheckpointError(
-                f"{self.key!r} of {self._checkpoint.path} holds states of the parameters "
-                f"{_some(sorted(saved - current))}, and the optimizer has {_some(sorted(current))}. Parameters go "
-                "by their module's names if the module is saved and restored with the optimizer, and else by their numbers"
+                f"{self.key!r} of {self._checkpoint.path} holds states of the parameters {_some(strange)}, and the "
+                f"optimizer has {_some(sorted(current))}. Parameters go by their module's names if the module is saved "
+                "and restored with the optimizer, and else by their numbers"
             )
 
     def put(self, values: dict[str, Any]) -> None:

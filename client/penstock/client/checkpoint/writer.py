@@ -110,13 +110,14 @@ class Save:
             self._await_verdict()
             return
         try:
-            if not self.folder.exists():
-                os.makedirs(self.folder, exist_ok=True)
-                sync_folder(self.folder.parent)
+            os.makedirs(self.folder, exist_ok=True)
+            _sync_name(self.folder)
             with locked(self.folder, self._left()):
                 put_back(self.folder)
-                for path in leftovers(self.folder, besides=self.save):
-                    shutil.rmtree(path, ignore_errors=True)
+                if left := leftovers(self.folder, besides=self.save):
+                    sync_folder(self.folder)  # the names by which they are no longer needed, before they go
+                    for path in left:
+                        _remove(path)
                 self._commit(self._report(self._write))
         except (OSError, PenstockError) as error:
             self._give_up({0: _explain(error, self.folder)})
@@ -209,15 +210,18 @@ class Save:
             write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
         shutil.rmtree(replaced, ignore_errors=True)
         older = [one.step for one in before if not one.damage and one.path != self.final]
-        for step in surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]):
-            self._delete(step)
+        self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
-    def _delete(self, step: int) -> None:
-        """First the name, so that a deletion that is stopped half way leaves no half checkpoint."""
-        doomed = self.folder / temporary_name(step, self.save)
+    def _delete(self, steps: list[int]) -> None:
+        """First the names, and these on the disk: a deletion that is stopped half way leaves no half checkpoint."""
+        doomed = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in steps]
         with suppress(OSError):
-            os.rename(self.folder / step_name(step), doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            for path, aside in doomed:
+                os.rename(path, aside)
+            if doomed:
+                sync_folder(self.folder)
+            for _, aside in doomed:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _gather(self) -> dict[int, dict[str, Any]]:
         """The reports of the other ranks. Raises Failed at the deadline, naming those that did not come."""
@@ -333,6 +337,24 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
             fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # larger blocks than pages, or half of one left
             continue
         data, offset = data[done:], offset + done
+
+
+def _sync_name(folder: Path) -> None:
+    """Have a folder's name on the disk, and those above it: who made them, and whether that one was stopped before it
+    could see to this, nobody knows. 0.1 ms for each."""
+    while not os.path.ismount(folder) and folder != folder.parent:
+        folder = folder.parent
+        with suppress(PermissionError):  # one that we may not read: we have not made it
+            sync_folder(folder)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a file, as far as that can be done."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _explain(error: BaseException, where: Path, nbytes: int = 0) -> str:

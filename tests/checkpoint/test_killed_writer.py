@@ -1,0 +1,118 @@
+"""A writer that is killed at any operation of a save leaves whole checkpoints, and the next save a clean folder.
+
+Real checkpointers and real writers; tests/support/traced_writer.py has these killed (SIGKILL) before the first change
+that they make to the disk, within each write, and after each change. After one change is before the next one: nothing
+lies between them that anybody could see.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import traced_writer
+from saved_states import mark_of, state_of
+from traced_writer import Operation, When, operations, stop_at
+
+from penstock.client.checkpoint import AsyncCheckpointer, process
+from penstock.proto.checkpoints import checkpoints, damage
+from penstock.proto.errors import CheckpointError
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where traced writers keep their records."""
+    room = tmp_path / "room"
+    room.mkdir()
+    monkeypatch.setattr(process, "WRITER", traced_writer.THIS)
+    monkeypatch.setenv(traced_writer.ROOM, str(room))
+    return room
+
+
+def points(done: list[Operation]) -> Iterator[tuple[When, int]]:
+    """All places to be killed at in a save that did this."""
+    changes = [one for one in done if one.kind not in ("begin", "done")]
+    yield "before", 0
+    for number, one in enumerate(changes):
+        if one.kind == "write":
+            yield "within", number
+        yield "after", number
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def whole(folder: Path) -> None:
+    """Whatever has a checkpoint's name is one, to the last byte."""
+    found = checkpoints(folder)
+    for one in found:
+        assert one.manifest is not None, one.damage
+        assert not list(damage(one.path, one.manifest, contents=True))
+    assert {one.path.name for one in found} >= {path.name for path in folder.glob("step-*") if "." not in path.name}
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "keep_last", "left"),
+    [
+        pytest.param([], 1, None, {"step-1", "step-9"}, id="the first save"),
+        pytest.param([1], 1, None, {"step-1", "step-9"}, id="the same step again"),
+        pytest.param([1], 2, 1, {"step-9"}, id="the second save, and the first one is deleted"),
+    ],
+)
+def test_a_writer_killed_anywhere_leaves_the_old_or_the_new(
+    tmp_path: Path, room: Path, before: list[int], step: int, keep_last: int | None, left: set[str]
+) -> None:
+    folder, good = tmp_path / "checkpoints", tmp_path / "good"
+    with AsyncCheckpointer(folder, keep_last=keep_last, separation_hint="optimizer", timeout_s=30) as checkpointer:
+
+        def start_over() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            if before:
+                shutil.copytree(good, folder)
+            traced_writer.forget(room)
+
+        for earlier in before:
+            checkpointer.save(earlier, state_of(earlier))
+            checkpointer.wait()
+        if before:
+            folder.rename(good)
+        start_over()
+        mark = step + 100
+        checkpointer.save(step, state_of(mark))
+        checkpointer.wait()
+        places = list(points(operations(room)))
+        assert len(places) > 30
+
+        for place in places:
+            start_over()
+            stop_at(room, *place)
+            checkpointer.save(step, state_of(mark))
+            with pytest.raises(
+                CheckpointError, match=rf"step {step} was not saved .*: rank 0: .*ended .* \(killed by SIGKILL"
+            ):
+                checkpointer.wait()
+            done = operations(room)
+            print(place, done[-1:])  # for whoever looks into a failure
+
+            committed = any(one.kind == "rename" and one.to == str(folder / f"step-{step}") for one in done)
+            expected = (step, mark) if committed else (before[-1], before[-1]) if before else (None, None)
+            assert checkpointer.latest() == expected[0]
+            whole(folder)
+            state = state_of(0)
+            assert checkpointer.restore(state, verify=True) == expected[0]
+            assert mark_of(state) == (expected[1] or 0)
+
+            checkpointer.save(9, state_of(9))
+            checkpointer.wait()
+            assert checkpointer.latest() == 9
+            whole(folder)
+            steps = (
+                left if committed else left - {f"step-{step}"} | {f"step-{one}" for one in before if keep_last is None}
+            )
+            assert names(folder) == {".lock", "latest", *steps}
+            state = state_of(0)
+            assert checkpointer.restore(state) == 9
+            assert mark_of(state) == 9

@@ -1,0 +1,207 @@
+"""A loss of power at any operation of a save leaves whole checkpoints; and one that was said to be there is there.
+
+Nobody can cut the power in a test. What the writer does to the disk is recorded instead (tests/support/
+traced_writer.py), and from the record the disks are made that a loss after each operation could leave
+(tests/support/power_loss.py): by the promises of fsync, with as much of the rest as chance will have.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import traced_writer
+from power_loss import LOSSES, Disk, Tree, at_random, lay_out
+from saved_states import mark_of, state_of
+from traced_writer import operations, stop_at
+
+from penstock.client.checkpoint import AsyncCheckpointer, process
+from penstock.proto.checkpoints import LATEST, checkpoints, damage, newest, put_back
+from penstock.proto.errors import CheckpointError
+
+SEEDS = range(3)
+WHERE = "runs/today/checkpoints"
+"""On the disk; none of these folders is there at first."""
+
+
+@dataclass
+class Recorded:
+    """Saves into a folder of a disk, one after the other, by a traced writer."""
+
+    root: Path
+    room: Path
+    keep_last: int | None = None
+    at_first: Tree = field(default_factory=dict)
+    contents: dict[str, Tree] = field(default_factory=dict)
+    """Id of a save -> the files of its checkpoint, as they were when it was said to be there."""
+    marks: dict[str, int] = field(default_factory=dict)
+    """Id of a save -> what was saved."""
+
+    @property
+    def folder(self) -> Path:
+        return self.root / WHERE
+
+    def save(self, step: int, mark: int) -> str:
+        """Its id."""
+        with AsyncCheckpointer(self.folder, keep_last=self.keep_last, timeout_s=30) as checkpointer:
+            checkpointer.save(step, state_of(mark))
+            checkpointer.wait()
+        return self._learn(mark)
+
+    def killed(self, step: int, mark: int, number: int) -> str:
+        """Of the newest checkpoint after a save whose writer is killed after this operation; "" if there is none."""
+        stop_at(self.room, "after", number)
+        with AsyncCheckpointer(self.folder, keep_last=self.keep_last, timeout_s=30) as checkpointer:
+            checkpointer.save(step, state_of(mark))
+            with pytest.raises(CheckpointError, match="SIGKILL"):
+                checkpointer.wait()
+        return self._learn(mark)
+
+    def renames(self) -> list[int]:
+        """Numbers of the operations of the last save that renamed checkpoints."""
+        done = operations(self.room)
+        begun = max(number for number, one in enumerate(done) if one.kind == "begin")
+        changes = done[begun + 1 :]
+        parent = str(self.folder)
+        return [
+            number
+            for number, one in enumerate(changes)
+            if one.kind == "rename" and str(Path(one.to).parent) == parent and Path(one.to).name != LATEST
+        ]
+
+    def _learn(self, mark: int) -> str:
+        found = newest(self.folder)
+        if found is None:
+            return ""
+        assert found.manifest is not None
+        save = found.manifest.save
+        self.contents.setdefault(save, files(found.path))
+        self.marks.setdefault(save, mark)
+        return save
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    root, room = tmp_path / "disk", tmp_path / "room"
+    root.mkdir()
+    room.mkdir()
+    monkeypatch.setattr(process, "WRITER", traced_writer.THIS)
+    monkeypatch.setenv(traced_writer.ROOM, str(room))
+    return Recorded(root, room)
+
+
+def files(folder: Path) -> Tree:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def tree(folder: Path) -> Tree:
+    paths = sorted(folder.rglob("*"))
+    return {path.relative_to(folder).as_posix(): None if path.is_dir() else path.read_bytes() for path in paths}
+
+
+def survives(recorded: Recorded, before: set[str], after: str, tmp_path: Path) -> None:
+    """Lose the power after each operation of the last save.
+
+    before, after: ids of the saves of which one must then be the newest there; "": none.
+    """
+    done = operations(recorded.room)
+    assert done[-1].kind == "done"
+    last = max(number for number, one in enumerate(done) if one.kind == "begin")
+    disk = Disk(recorded.root, recorded.at_first)
+    for one in done[:last]:
+        disk.do(one)
+    found: dict[frozenset[tuple[str, bytes | None]], tuple[Tree, set[str], str]] = {}
+    for number, one in enumerate(done[last:]):
+        disk.do(one)
+        losses = {**LOSSES, **{f"seed {seed}": at_random(100 * number + seed) for seed in SEEDS}}
+        for name, loss in losses.items():
+            left = disk.after(loss)
+            # The first of those that are the same: what must be there is no less for being there later on as well.
+            allowed = {after} if one.kind == "done" else {*before, after}
+            key = frozenset(left.items())
+            if key not in found or allowed < found[key][1]:
+                found[key] = left, allowed, f"lost: {name}, after operation {number}: {one.kind} {one.path} {one.to}"
+    assert disk.now() == tree(recorded.root), "the record has not all that was done"
+
+    lost = tmp_path / "lost"
+    with pytest.MonkeyPatch.context() as patch, AsyncCheckpointer(lost / WHERE, keep_last=recorded.keep_last) as again:
+        patch.undo()
+        for left, allowed, what in found.values():
+            print(what.replace(f"{recorded.folder}/", ""))  # for whoever looks into a failure
+            lay_out(left, lost)
+            goes_on(recorded, again, allowed)
+            shutil.rmtree(lost)
+
+
+def goes_on(recorded: Recorded, checkpointer: AsyncCheckpointer, allowed: set[str]) -> None:
+    folder = checkpointer.folder
+    steps = {}
+    put_back(folder)
+    for path in folder.glob("step-*") if folder.exists() else ():
+        if "." in path.name:
+            continue
+        one = next(one for one in checkpoints(folder) if one.path == path)
+        assert one.manifest is not None, one.damage
+        assert not list(damage(path, one.manifest, contents=True))
+        assert files(path) == recorded.contents[one.manifest.save]
+        steps[one.step] = one.manifest.save
+    found = newest(folder)
+    save = found.manifest.save if found is not None and found.manifest is not None else ""
+    assert save in allowed
+    pointer = folder / LATEST
+    if pointer.is_file():  # it never runs ahead
+        assert (folder / pointer.read_text().strip()).is_dir()
+
+    state = state_of(0)
+    assert checkpointer.restore(state, verify=True) == (None if found is None else found.step)
+    assert mark_of(state) == recorded.marks.get(save, 0)
+    checkpointer.save(9, state_of(9))
+    checkpointer.wait()
+    assert checkpointer.latest() == 9
+    kept = {f"step-{step}" for step in steps} if recorded.keep_last is None else set()
+    assert {path.name for path in folder.iterdir()} == {".lock", "latest", "step-9", *kept}
+    found = newest(folder)
+    assert found is not None
+    assert found.manifest is not None
+    assert not list(damage(found.path, found.manifest, contents=True))
+
+
+def test_the_first_save_into_folders_that_it_makes(tmp_path: Path, recorded: Recorded) -> None:
+    survives(recorded, {""}, recorded.save(1, 1), tmp_path)
+
+
+def test_the_first_save_into_folders_that_a_killed_one_made(tmp_path: Path, recorded: Recorded) -> None:
+    before = recorded.killed(1, 1, WHERE.count("/"))
+    assert tree(recorded.root) == {"runs": None, "runs/today": None, WHERE: None}
+    survives(recorded, {before}, recorded.save(1, 2), tmp_path)
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_a_second_save(tmp_path: Path, recorded: Recorded, keep_last: int | None) -> None:
+    recorded.keep_last = keep_last
+    survives(recorded, {recorded.save(1, 1)}, recorded.save(2, 2), tmp_path)
+
+
+def test_the_same_step_again(tmp_path: Path, recorded: Recorded) -> None:
+    survives(recorded, {recorded.save(1, 1)}, recorded.save(1, 2), tmp_path)
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_a_pointer_that_cannot_be_written(tmp_path: Path, recorded: Recorded, keep_last: int | None) -> None:
+    """It fails no save, so that nothing may hang on its being written."""
+    recorded.keep_last = keep_last
+    (recorded.folder / LATEST).mkdir(parents=True)
+    recorded.at_first = tree(recorded.root)
+    survives(recorded, {recorded.save(1, 1)}, recorded.save(2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_save_after_a_killed_one(tmp_path: Path, recorded: Recorded, number: int) -> None:
+    """The killed one was replacing a checkpoint, which is half done, or done and not on the disk. The next one tidies up
+    what it left: not before that is no longer needed."""
+    recorded.save(1, 1)
+    replaced = recorded.save(1, 2)
+    left = recorded.killed(1, 3, recorded.renames()[number])
+    survives(recorded, {replaced, left}, recorded.save(2, 4), tmp_path)

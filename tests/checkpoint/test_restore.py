@@ -1,0 +1,340 @@
+"""Which checkpoint is restored, into what, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.proto.checkpoints import MANIFEST, METADATA, checkpoints, leftovers, newest
+from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+
+
+def filled(folder: Path, *steps: int, **options: Any) -> None:
+    """Saves of these steps, of a tensor with the step in it."""
+    with AsyncCheckpointer(folder, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"x": torch.full((1000,), float(step))})
+
+
+def restored(folder: Path, step: int | None = None, **options: Any) -> tuple[int | None, float]:
+    found = {"x": torch.full((1000,), -1.0)}
+    with AsyncCheckpointer(folder) as checkpointer:
+        return checkpointer.restore(found, step, **options), float(found["x"][0])
+
+
+# ---- which one
+
+
+def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+    filled(tmp_path, 50, 75, 100)
+    assert restored(tmp_path) == (100, 100.0)
+    filled(tmp_path, 60)  # somebody went back to 50 and gave the branch to 100 up
+    assert restored(tmp_path) == (60, 60.0)
+    assert (tmp_path / "latest").read_text() == "step-60\n"
+    filled(tmp_path, 75)  # again: it takes the place of the other one
+    assert restored(tmp_path) == (75, 75.0)
+    assert [one.step for one in checkpoints(tmp_path)] == [75, 60, 100, 50]
+    assert not leftovers(tmp_path)
+
+
+def test_an_empty_folder_is_a_start_from_nothing(tmp_path: Path) -> None:
+    assert restored(tmp_path / "not there") == (None, -1.0)
+    with pytest.raises(CheckpointNotFoundError, match=r"has no checkpoint of step 3; it has: none"):
+        restored(tmp_path, 3)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest() is None
+
+
+def test_a_step_by_name(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3)
+    assert restored(tmp_path, 2) == (2, 2.0)
+    with pytest.raises(CheckpointNotFoundError, match=r"has no checkpoint of step 4; it has: 3, 2, 1"):
+        restored(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("missing", r"__0_0.distcp: missing"),
+        ("short", r"__0_0.distcp: [0-9,]+ bytes where [0-9,]+ were written"),
+        ("manifest", r"penstock.json is damaged"),
+        ("checksum", r"penstock.json is damaged: its checksum is not that of its content"),
+        ("newer", r"penstock.json is damaged: format 99 of a newer Penstock"),
+        ("index", r"\.metadata: [0-9,]+ bytes where"),
+    ],
+)
+def test_a_damaged_one_is_named_and_the_good_one_before_it_offered(tmp_path: Path, harm: str, words: str) -> None:
+    filled(tmp_path, 1, 2)
+    path = tmp_path / "step-2"
+    if harm == "missing":
+        (path / "__0_0.distcp").unlink()
+    elif harm == "short":
+        os.truncate(path / "__0_0.distcp", 100)
+    elif harm == "manifest":
+        os.truncate(path / MANIFEST, 100)
+    elif harm == "index":
+        os.truncate(path / METADATA, 100)
+    else:
+        outer = json.loads((path / MANIFEST).read_text())
+        outer["checkpoint"]["step" if harm == "checksum" else "format"] = 99
+        if harm == "newer":
+            import xxhash
+
+            body = json.dumps(outer["checkpoint"], sort_keys=True).encode()
+            outer["xxh3"] = xxhash.xxh3_128_hexdigest(body)
+        (path / MANIFEST).write_text(json.dumps(outer))
+    with pytest.raises(CheckpointCorruptError, match=rf"step-2 is damaged: .*{words}.* good one is of step 1: restore"):
+        restored(tmp_path)
+    assert restored(tmp_path, 1) == (1, 1.0)
+    with AsyncCheckpointer(tmp_path) as checkpointer, pytest.warns(UserWarning, match=rf"step-2 is damaged: .*{words}"):
+        assert checkpointer.latest() == 1
+    filled(tmp_path, 3)  # and the training goes on
+    assert restored(tmp_path) == (3, 3.0)
+
+
+def test_a_flipped_bit_is_found_when_asked_for(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2)
+    file = tmp_path / "step-2" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[3000] ^= 1
+    file.write_bytes(data)
+    assert restored(tmp_path, verify=False)[0] == 2
+    with pytest.raises(
+        CheckpointCorruptError, match=r"__0_0.distcp: checksum [0-9a-f]{32} where [0-9a-f]{32} was written"
+    ):
+        restored(tmp_path, verify=True)
+    shutil.rmtree(tmp_path / "step-1")
+    with pytest.raises(CheckpointCorruptError, match=r"There is no other"):
+        restored(tmp_path, verify=True)
+
+
+def test_a_replacement_that_was_stopped_half_way_is_undone(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2)
+    (tmp_path / "step-2").rename(tmp_path / "step-2.old-0a1b2c3d")
+    (tmp_path / "step-2.tmp-0a1b2c3d").mkdir()
+    assert restored(tmp_path) == (2, 2.0)
+    filled(tmp_path, 3)
+    assert not leftovers(tmp_path)
+    assert [one.step for one in checkpoints(tmp_path)] == [3, 2, 1]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "notes").write_text("")
+    (tmp_path / "step-8.tmp-mine").mkdir()
+    filled(tmp_path, 1, 2, keep_last=1)
+    assert restored(tmp_path) == (2, 2.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "latest",
+        "step-2",
+        "step-7",
+        "step-8.tmp-mine",
+    ]
+
+
+def test_retention(tmp_path: Path) -> None:
+    filled(tmp_path, *range(10, 100, 10), keep_last=2, keep_every=30)
+    assert [one.step for one in checkpoints(tmp_path)] == [90, 80, 60, 30]
+    filled(tmp_path, 15, keep_last=1)  # the newest by the order of saves
+    assert [one.step for one in checkpoints(tmp_path)] == [15]
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3)
+    (tmp_path / "step-3" / "__0_0.distcp").unlink()
+    filled(tmp_path, 4, keep_last=2)
+    found = newest(tmp_path)
+    assert found is not None
+    assert [one.step for one in checkpoints(tmp_path) if not one.damage] == [4, 2]
+
+
+# ---- into what
+
+
+def network(seed: int = 0, **options: Any) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5, **options), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    torch.manual_seed(9)
+    for _ in range(steps):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(torch.ones(4, 6)).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple | collections.deque):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, amsgrad=True),
+    "sgd, no momentum": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps),
+    "lbfgs": lambda ps: torch.optim.LBFGS(ps, max_iter=3),
+    "two groups": lambda ps: torch.optim.Adam([{"params": ps[:2], "lr": 0.5}, {"params": ps[2:], "betas": (0.1, 0.2)}]),
+}
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_on_as_if_nothing_had_been(tmp_path: Path, name: str, trained: int) -> None:
+    """Into one that has made no step; and saving changes nothing in the one that is saved."""
+    module = network()
+    optimizer = OPTIMIZERS[name](list(module.parameters()))
+    train(module, optimizer, trained)
+    kept = pickle.dumps(optimizer.state_dict())
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": module, "optimizer": optimizer})
+        assert pickle.dumps(optimizer.state_dict()) == kept
+        again = network(1)
+        fresh = OPTIMIZERS[name](list(again.parameters()))
+        checkpointer.restore({"model": again, "optimizer": fresh})
+    assert equal(fresh.state_dict(), optimizer.state_dict())
+    train(module, optimizer)
+    train(again, fresh)
+    assert equal(again.state_dict(), module.state_dict())
+
+
+def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.state: Any = {}
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    module, meter = network(), Meter()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    meter.state = {"seen": {"a": torch.arange(7), "b": {}}, "list": [torch.ones(2), {"c": 1}], "none": None}
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"scheduler": scheduler, "optimizer": optimizer, "meter": meter, "step": 5})
+        again = torch.optim.SGD(network(1).parameters(), lr=1.0)
+        fresh, other = torch.optim.lr_scheduler.StepLR(again, 3), Meter()
+        other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another shape than what was saved
+        state: dict[str, Any] = {"scheduler": fresh, "optimizer": again, "meter": other, "step": 0}
+        checkpointer.restore(state)
+    assert (fresh.last_epoch, fresh.step_size, state["step"]) == (5, 2, 5)
+    assert fresh.get_last_lr() == scheduler.get_last_lr()
+    assert again.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert equal(other.state, meter.state)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_names_without_what_wraps_a_module(tmp_path: Path) -> None:
+    module = network()
+    compiled = torch.compile(module)  # wrapped; nothing is compiled unless it is called
+    optimizer = torch.optim.Adam(compiled.parameters())
+    train(module, optimizer)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": compiled, "optimizer": optimizer})
+        again = network(1)
+        fresh = torch.optim.Adam(again.parameters())
+        checkpointer.restore({"model": again, "optimizer": fresh})
+    assert equal(again.state_dict(), module.state_dict())
+    assert equal(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": module, "optimizer": optimizer, "extra": {"a": 1, "t": torch.ones(3)}})
+        checkpointer.wait()
+
+        def fails(state: Any, words: str, error: type[Exception] = CheckpointError) -> None:
+            with pytest.raises(error, match=words):
+                checkpointer.restore(state)
+
+        fails({"nothing": {}}, r"holds nothing under 'nothing'; it holds 'extra', 'model', 'optimizer'")
+        fails({"model": network(bias=False)}, r"'model' of .*step-1 does not fit: it holds 'model.0.bias', which the")
+        larger = nn.Sequential(*network(), nn.Linear(2, 2))
+        fails({"model": larger}, r"does not fit: it lacks 'model.3.bias', 'model.3.weight'")
+        wider = nn.Sequential(nn.Linear(7, 5), *list(network())[1:])
+        fails({"model": wider}, r"Size mismatch between saved torch.Size\(\[5, 6\]\) and current")
+        fails({"extra": {"b": 1}}, r"'extra' of .* does not fit: it lacks 'extra.b'")
+        fails({"extra": {"t": torch.ones(4)}}, r"Size mismatch")
+        fails(
+            {"optimizer": torch.optim.Adam(network().parameters())}, r"states of the parameters '0.bias', .* by their"
+        )
+        fails([1], r"restore into a list", InvalidArgumentError)
+        good = network(3)
+        checkpointer.restore({"model": good})
+        assert equal(good.state_dict(), module.state_dict())
+
+
+class Custom:
+    """Of a class that torch does not know."""
+
+    ran: ClassVar[list[str]] = []
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return _make, (self.value,)
+
+
+def _make(value: int) -> Custom:
+    Custom.ran.append("made")
+    return Custom(value)
+
+
+def test_objects_of_other_classes_are_loaded_only_when_asked_for(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"custom": {"it": Custom(7)}})
+        state: dict[str, Any] = {"custom": {"it": None}}
+        with pytest.raises(CheckpointError, match=r"'custom.it' of .* allow_unsafe_types=True"):
+            checkpointer.restore(state)
+        assert not Custom.ran
+        checkpointer.restore(state, allow_unsafe_types=True)
+        assert state["custom"]["it"].value == 7
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/penstock-evil",)
+
+
+def test_an_index_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path, 1)
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.manifest is not None
+    (found.path / METADATA).write_bytes(pickle.dumps(Evil()).ljust(found.manifest.files[-1].nbytes, b"\0"))
+    with pytest.raises(CheckpointCorruptError, match=re.escape("it asks for posix.system, which no index needs")):
+        restored(tmp_path)
+    assert not Path("/tmp/penstock-evil").exists()
