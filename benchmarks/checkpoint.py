@@ -132,11 +132,14 @@ class Memory:
 
 
 def memory_of(first: int) -> Memory:
-    """Of the process `first`, and of all else that this program has started and still has."""
+    """Of the process `first`, and of all else that this program has started and still has.
+
+    They are looked at one after the other, and then once more in the reverse order: while a writer maps what another
+    process holds, the halves that move to it would be counted twice, or not at all.
+    """
+    pids = [pid for pid in tree(os.getpid()) if pid != os.getpid()]
     pss = files = others = 0
-    for pid in tree(os.getpid()):
-        if pid == os.getpid():
-            continue
+    for pid in (*pids, *reversed(pids)):
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
         except OSError:
@@ -146,7 +149,7 @@ def memory_of(first: int) -> Memory:
         files += sizes.get("Pss_File", 0)
         if pid != first:
             others += sizes.get("Pss", 0) - sizes.get("Pss_Shmem", 0)
-    return Memory(pss, files, others)
+    return Memory(pss // 2, files // 2, others // 2)
 
 
 def timed(mode: str, amounts: Amounts, folder: Path) -> list[dict[str, float]]:

@@ -106,7 +106,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _setting(results: dict[str, Any]) -> str:
     settings, steal = results["settings"], results["noise"]["steal"]
-    rounds = f"{settings['rounds']} rounds of {settings['saves']} saves of {_mib(results['nbytes'])} MiB"
+    rounds = (
+        f"{settings['rounds']} rounds of {settings['saves']} saves of {_mib(results['nbytes'])} MiB beside steps of "
+        f"{settings['step_ms']:g} ms, {settings['memory_rounds']} rounds for memory"
+    )
     meanwhile = (
         ", the kernel's writing of what dcp leaves in the page cache included; the hypervisor took "
         f"{steal:.1%} of the processors' time"

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from census import descendants
 from small_disk import small_disk_at
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from waiting import wait_until
 
 from penstock.client.checkpoint import AsyncCheckpointer, process
@@ -103,7 +103,7 @@ def test_torchs_own_reader_reads_it(tmp_path: Path) -> None:
         "all": zeros_like(saved),
         "numbers": {"lr": 0.0, "names": []},
     }
-    dcp.load(found, checkpoint_id=path)
+    load(found, checkpoint_id=path)
     assert found["numbers"] == {"lr": 0.5, "names": ["a", "b"]}
     assert all(torch.equal(found["model"][name], value) for name, value in module.state_dict().items())
     assert [name for name in saved if not same(saved[name], found["all"][name])] == []

@@ -1,20 +1,18 @@
 """A writer that is killed at any operation of a save leaves whole checkpoints, and the next save a clean folder.
 
-Real checkpointers and real writers; tests/support/traced_writer.py has these killed (SIGKILL) before the first change
-that they make to the disk, within each write, and after each change. After one change is before the next one: nothing
-lies between them that anybody could see.
+Real checkpointers and real writers; tests/support/traced_writer.py has these killed (SIGKILL).
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import traced_writer
+from ranked import run
 from saved_states import mark_of, state_of
-from traced_writer import Operation, When, operations, stop_at
+from traced_writer import forget, operations, points, stop_at
 
 from penstock.client.checkpoint import AsyncCheckpointer, process
 from penstock.proto.checkpoints import checkpoints, damage
@@ -29,16 +27,6 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(process, "WRITER", traced_writer.THIS)
     monkeypatch.setenv(traced_writer.ROOM, str(room))
     return room
-
-
-def points(done: list[Operation]) -> Iterator[tuple[When, int]]:
-    """All places to be killed at in a save that did this."""
-    changes = [one for one in done if one.kind not in ("begin", "done")]
-    yield "before", 0
-    for number, one in enumerate(changes):
-        if one.kind == "write":
-            yield "within", number
-        yield "after", number
 
 
 def names(folder: Path) -> set[str]:
@@ -72,7 +60,7 @@ def test_a_writer_killed_anywhere_leaves_the_old_or_the_new(
             shutil.rmtree(folder, ignore_errors=True)
             if before:
                 shutil.copytree(good, folder)
-            traced_writer.forget(room)
+            forget(room)
 
         for earlier in before:
             checkpointer.save(earlier, state_of(earlier))
@@ -116,3 +104,32 @@ def test_a_writer_killed_anywhere_leaves_the_old_or_the_new(
             state = state_of(0)
             assert checkpointer.restore(state) == 9
             assert mark_of(state) == 9
+
+
+@pytest.mark.parametrize(("victim", "every"), [(0, 3), (1, 1)])
+def test_all_ranks_learn_whose_writer_was_killed(tmp_path: Path, victim: int, every: int) -> None:
+    """A few of the places in rank 0's writer, and all in that of rank 1."""
+    folder, room = tmp_path / "checkpoints", tmp_path / "room"
+    room.mkdir()
+    outcomes = run(2, "stopped_saves:killed", str(folder), str(room), victim, every)
+    assert not [one for one in outcomes if one.raised], outcomes
+    times = list(zip(*(one.value for one in outcomes), strict=True))
+    assert len(times) > 10
+    for seen in times:
+        print(seen)  # for whoever looks into a failure
+        committed = "step-2" in seen[0]["renamed"] if victim == 0 else seen[0]["latest"] == 2
+        reported = "rank-1.json" in seen[0]["renamed"]
+        assert f"rank {victim}: its writer process ended before the save did (killed by SIGKILL" in seen[victim]["said"]
+        other = seen[1 - victim]["said"]
+        if committed:
+            assert not other
+            assert victim == 0 or reported
+        else:
+            assert f"rank {victim}: its writer process ended before the save did (killed by SIGKILL" in other
+        step = 2 if committed else 1
+        assert not [name for name in seen[0]["files"] if "rank" in name or "failed" in name]
+        for rank, one in enumerate(seen):
+            assert one["latest"] == step
+            assert one["restored"] == [step, 10 * step + rank]
+            assert one["after"] == ["", 3]
+            assert one["names"] == [".lock", "latest", *(f"step-{number}" for number in range(1, step + 1)), "step-3"]

@@ -174,8 +174,8 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = module(torch.ones(4, 6)).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss: torch.Tensor = module(torch.ones(4, 6)).square().sum()
+            loss.backward()
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_names_without_what_wraps_a_module(tmp_path: Path) -> None:
     module = network()
-    compiled = torch.compile(module)  # wrapped; nothing is compiled unless it is called
+    compiled: Any = torch.compile(module)  # wrapped; nothing is compiled unless it is called
     optimizer = torch.optim.Adam(compiled.parameters())
     train(module, optimizer)
     with AsyncCheckpointer(tmp_path) as checkpointer:

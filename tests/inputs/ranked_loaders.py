@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from cluster import TOKEN
 from mapped import mapped
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
@@ -34,9 +35,9 @@ def first(address: str, job: str, how: str, folder: str, steps: int) -> list[Any
     with appliance(address, job) as box:
         seen = [rows(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=box)]
         if how == "dcp.save":
-            dcp.save(state, checkpoint_id=folder)
+            save(state, checkpoint_id=folder)
         elif how == "dcp.async_save":
-            dcp.async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
+            async_save(state, checkpoint_id=folder).result()  # type: ignore[union-attr]
         else:
             with AsyncCheckpointer(folder) as checkpointer:
                 checkpointer.save(steps, state)
@@ -50,7 +51,7 @@ def rest(address: str, job: str, how: str, folder: str, steps: int) -> list[Any]
     state: dict[str, Any] = {"weights": torch.zeros(5), "loader": loader}
     with appliance(address, job) as box:
         if how.startswith("dcp"):
-            dcp.load(state, checkpoint_id=folder)
+            load(state, checkpoint_id=folder)
         else:
             with AsyncCheckpointer(folder) as checkpointer:
                 assert checkpointer.restore(state) is not None

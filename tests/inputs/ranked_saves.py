@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint import AsyncCheckpointer, AsyncFileSystemWriter, staging
+from penstock.proto.errors import CheckpointError
 
 __all__ = [
     "ddp_restore",
@@ -23,10 +31,14 @@ __all__ = [
     "different",
     "fsdp_restore",
     "fsdp_save",
+    "in_flight",
     "killed_writer",
     "one_cannot_collect",
     "one_cannot_stage",
     "several",
+    "stock_load",
+    "stock_load_sharded",
+    "stock_save",
 ]
 
 
@@ -170,29 +182,30 @@ def one_cannot_collect(folder: str, which: int) -> list[str]:
 
 def one_cannot_stage(folder: str, which: int) -> list[str]:
     """One rank has no memory to stage in: the others have gone on by then, and learn it from their writers."""
-    from penstock.client.checkpoint import staging
-    from penstock.proto.errors import CheckpointError
-
-    said = []
-    good = {f"x-{dist.get_rank()}": torch.ones(3)}
-    real = staging.Image
 
     def full(nbytes: int) -> Any:
         raise CheckpointError(f"no memory for {nbytes} bytes")
 
+    good = {f"x-{dist.get_rank()}": torch.ones(3)}
     with AsyncCheckpointer(folder, timeout_s=30) as checkpointer:
-        if dist.get_rank() == which:
-            staging.Image = full  # type: ignore[assignment,misc]
-        for act in (lambda: checkpointer.save(2, good), checkpointer.wait, lambda: checkpointer.save(3, good)):
-            try:
-                act()
-            except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
-            staging.Image = real  # type: ignore[misc]
+        here = dist.get_rank() == which
+        with mock.patch.object(staging, "Image", full) if here else nullcontext():
+            said = trying(lambda: checkpointer.save(2, good))
+        said += trying(checkpointer.wait)
+        said += trying(lambda: checkpointer.save(3, good))
         checkpointer.save(4, good)
         checkpointer.wait()
         said.append(str(checkpointer.latest()))
     return said
+
+
+def trying(act: Callable[[], None]) -> list[str]:
+    """What it raised."""
+    try:
+        act()
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
 
 
 def killed_writer(folder: str, which: int) -> list[str]:
@@ -230,5 +243,41 @@ def killed_writer(folder: str, which: int) -> list[str]:
 def stock_load(folder: str) -> list[float]:
     """By torch's own reader, on any number of ranks."""
     state = {"own-0": {"values": torch.zeros(1000)}}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     return [float(value) for value in state["own-0"]["values"][:3]]
+
+
+def sharded(values: torch.Tensor) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(values, mesh, [Shard(0)])
+
+
+def stock_save(folder: str) -> None:
+    """By torch's own save: a large tensor of which each rank has a half, and small ones of its own, thrice as much."""
+    state: dict[str, Any] = {"large": sharded(torch.arange(60000.0))}
+    state |= {f"small-{dist.get_rank()}-{number}": torch.ones(3000) for number in range(30)}
+    save(state, storage_writer=AsyncFileSystemWriter(folder, thread_count=2))
+
+
+def stock_load_sharded(folder: str) -> list[float]:
+    state = {"large": sharded(torch.zeros(60000)), "small-1-7": torch.zeros(3000)}
+    load(state, checkpoint_id=folder)
+    large = state["large"].full_tensor()
+    return [float((large - torch.arange(60000.0)).abs().max()), float(state["small-1-7"].sum())]
+
+
+def in_flight(folder: str, on_exit: str, end: str, room: str) -> None:
+    """A save that a stopped writer holds; then, when the test says so, an end that no code of ours sees."""
+    checkpointer = AsyncCheckpointer(folder, on_exit=on_exit)  # type: ignore[arg-type]
+    checkpointer.save(1, {"x": torch.ones(1000)})
+    checkpointer.wait()
+    pid = checkpointer._writer.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    checkpointer.save(2, {"x": torch.full((1000,), 2.0)})
+    Path(room, "pid").write_text(f"{pid} {os.getpid()}\n")
+    while not Path(room, "go").exists():
+        time.sleep(0.01)
+    if end == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)

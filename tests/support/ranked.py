@@ -117,12 +117,13 @@ def _serve(control: socket.socket) -> None:
 
 def _work(request: dict[str, Any], write: int) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     status = 1
     try:
         rank, size = request["rank"], request["size"]
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        store = dist.FileStore(request["store"], size)
+        store = FileStore(request["store"], size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         module, _, name = request["function"].partition(":")
         found = {"value": getattr(importlib.import_module(module), name)(*request["arguments"])}

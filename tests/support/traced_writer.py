@@ -19,13 +19,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-__all__ = ["ROOM", "THIS", "Operation", "When", "forget", "operations", "stop_at"]
+__all__ = ["ROOM", "THIS", "Operation", "When", "forget", "operations", "points", "stop_at"]
 
 ROOM = "TRACED_WRITER"
 """Environment variable: the folder for records."""
@@ -67,6 +67,17 @@ def operations(room: Path, rank: int = 0) -> list[Operation]:
         return []
     found = [json.loads(line) for line in lines]
     return [Operation(**{**one, "data": base64.b64decode(one.get("data", ""))}) for one in found]
+
+
+def points(done: list[Operation]) -> Iterator[tuple[When, int]]:
+    """All places to be killed at in a save that did this: before its first change, within each write, and after each
+    change. After one is before the next: nothing lies between them that anybody could see."""
+    changes = [one for one in done if one.kind not in ("begin", "done")]
+    yield "before", 0
+    for number, one in enumerate(changes):
+        if one.kind == "write":
+            yield "within", number
+        yield "after", number
 
 
 # ---- the program
@@ -209,7 +220,10 @@ def _install(tracer: _Tracer) -> None:
         return act
 
     replaced: dict[str, Callable[..., Any]] = {
-        **{"open": opened, "pwrite": pwrite, "ftruncate": ftruncate, "fsync": fsync},
+        "open": opened,
+        "pwrite": pwrite,
+        "ftruncate": ftruncate,
+        "fsync": fsync,
         **{name: renaming(name) for name in ("rename", "replace")},
         **{name: naming(name, name) for name in ("mkdir", "unlink", "rmdir")},
         "remove": naming("remove", "unlink"),

@@ -11,9 +11,10 @@ import mapped
 import pytest
 import streams
 import torch
-import torch.distributed.checkpoint as dcp
 from cluster import Cluster, running
 from ranked import run
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
@@ -51,8 +52,8 @@ def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path
             weights += 1
             if executor.step in (STEPS, 2 * STEPS):
                 checkpointer.save(executor.step, state)
-                dcp.save(state, checkpoint_id=tmp_path / f"dcp-{executor.step}")
-                dcp.async_save(state, checkpoint_id=tmp_path / f"async-{executor.step}").result()  # type: ignore[union-attr]
+                save(state, checkpoint_id=tmp_path / f"dcp-{executor.step}")
+                async_save(state, checkpoint_id=tmp_path / f"async-{executor.step}").result()  # type: ignore[union-attr]
     for step in (STEPS, 2 * STEPS):
         for how in ("ours", "dcp", "async"):
             again = DataLoader(input_fn, **options)
@@ -61,7 +62,7 @@ def test_a_loader_goes_on_from_a_checkpoint(appliance: Appliance, tmp_path: Path
                 with AsyncCheckpointer(tmp_path / "ours") as checkpointer:
                     assert checkpointer.restore(found, step=step) == step
             else:
-                dcp.load(found, checkpoint_id=tmp_path / f"{how}-{step}")
+                load(found, checkpoint_id=tmp_path / f"{how}-{step}")
             assert found["weights"].tolist() == [float(step)] * 4
             rest = DataExecutor(again, num_steps=3 * STEPS - step, appliance=appliance)
             assert [plain(batch) for batch in rest] == whole[step:], (how, step)

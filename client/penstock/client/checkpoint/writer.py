@@ -207,6 +207,9 @@ class Save:
         sync_folder(self.folder)
         # It is there. What fails from here on fails no save.
         with suppress(OSError):
+            for name in set(os.listdir(self.final)) - {MANIFEST, *(file.name for file in files)}:
+                os.unlink(self.final / name)  # what a rank said that has lost its writer since its part was written
+        with suppress(OSError):
             write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
         shutil.rmtree(replaced, ignore_errors=True)
         older = [one.step for one in before if not one.damage and one.path != self.final]
@@ -263,13 +266,14 @@ class Save:
         causes: dict[int, str] = {}
 
         def known() -> bool:
+            gone = not self.temporary.exists()  # asked first: after a commit the manifest is there to be found
             manifest = self._read(self.final / MANIFEST)
             if manifest is not None and manifest.get("checkpoint", {}).get("save") == self.save:
                 return True
             verdict = self._read(self.temporary / FAILED)
             if verdict is not None:
                 causes.update({int(rank): why for rank, why in verdict["causes"].items()})
-            elif not self.temporary.exists() and not self.final.exists():
+            elif gone:
                 causes[0] = "its writer has given the save up"
             return bool(causes)
 
@@ -404,20 +408,28 @@ class Parent:
             data += piece
         return bytes(data)
 
+    def end(self) -> None:
+        """What was sent can still be received, and then it is over: also where children of the training process, which
+        it forked, hold its end of the socket."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
     def tell(self, reply: dict[str, Any]) -> None:
         with self._lock, suppress(OSError):  # it may be gone, and the save goes on
             self._sock.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def attend(parent: Parent, watched: list[Save], lifeline: int) -> None:
-    """A thread that ends the process when the training process has ended, unless a save is to be finished first."""
+    """A thread for when the training process has ended: then nothing more comes, and nothing may take for ever."""
     with suppress(OSError):
         poll = select.poll()
         poll.register(os.pidfd_open(lifeline), select.POLLIN)
         poll.poll()
-    while watched and watched[0].request["finish"] and watched[0].deadline > time.monotonic():
-        time.sleep(0.1)
-    os._exit(0)
+    parent.end()
+    while True:
+        if watched and not (watched[0].request["finish"] and time.monotonic() < watched[0].deadline):
+            os._exit(0)
+        time.sleep(0.05)
 
 
 def serve(parent: Parent, lifeline: int) -> None:
@@ -426,6 +438,8 @@ def serve(parent: Parent, lifeline: int) -> None:
     threading.Thread(target=attend, args=(parent, watched, lifeline), daemon=True).start()
     parent.tell({"kind": "ready"})
     while (request := parent.receive()) is not None:
+        if os.getppid() != lifeline and not request["finish"]:
+            return
         save = Save(request, parent.images.get(request["image"], memoryview(b"")), parent.tell)
         watched[:] = [save]
         try:

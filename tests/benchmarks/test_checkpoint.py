@@ -1,0 +1,180 @@
+"""The benchmark of the checkpoints: all of it once with few bytes, and what its report says of given figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import checkpoint
+from benchmarks.checkpoint_modes import MODES as MEASURED
+from benchmarks.checkpoint_report import BEGIN, END, FLOOR, MEANWHILE, MODES, PENSTOCK, PLAIN, THREAD, judge, markdown
+from benchmarks.modes import ROOT
+
+NBYTES = 1000 << 20
+TINY_RUN = """
+import json, sys
+from pathlib import Path
+from benchmarks.checkpoint import Amounts, remembered, run
+from benchmarks.processes import adopt_orphans
+
+adopt_orphans()
+amounts, folder = Amounts(rounds=1, saves=1, mib=8, memory_rounds=0, step_ms=5.0), Path(sys.argv[1])
+results = run(amounts, folder)
+results["memory"]["Penstock"] = [remembered("Penstock", amounts, folder)]
+print(json.dumps({**results, "command": ""}))
+"""
+
+
+def test_all_modes_that_are_measured_are_reported() -> None:
+    assert list(MODES) == list(MEASURED)
+
+
+# In a process of its own: the program ends all that its process has started.
+@pytest.mark.timeout(400)  # ten processes that import torch, and three of torch's own
+def test_everybody_has_a_turn(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TINY_RUN, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    results: dict[str, Any] = json.loads(done.stdout)
+    assert results["failures"] == []
+    for mode in MODES:
+        [[save]] = results["saves"][mode]
+        assert 0 < save["stall"] <= save["total"], mode
+        assert save["first"] > 0, mode
+    [[floor]] = results["saves"][FLOOR]
+    assert min(floor["copy"], floor["write"]) > 0
+    [memory] = results["memory"][PENSTOCK]
+    assert memory["samples"] > 2
+    assert memory["peak"] - memory["base"] > 8 << 20
+    assert 0 < memory["others"] < 100 << 20  # the writer is there, and has no torch
+    assert [verdict.found for verdict in judge(results)].count("-") <= 1  # of 8 MiB there may be no step excess
+    assert "| Penstock |" in markdown(results)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_turn_that_fails_says_why(tmp_path: Path) -> None:
+    turn = checkpoint.Turn("no mode", checkpoint.QUICK, tmp_path, held=True)
+    with pytest.raises(RuntimeError, match=r"exit status 2: .*no mode"):
+        turn.ready()
+
+
+def _save(stall: float, excess: float, total: float) -> dict[str, float]:
+    return {"stall": stall, "excess": excess, "total": total, "usual": 0.05, "steps": 9, "first": 3 * stall}
+
+
+def _results(**own: float) -> dict[str, Any]:
+    """Rounds in which torch's modes take what is given here, and Penstock what the test says."""
+    theirs = {PLAIN: (1.0, 0.0, 1.0), THREAD: (0.4, 0.5, 1.5), MEANWHILE: (0.2, 0.5, 2.0)}
+    saves = {mode: [[_save(*theirs.get(mode, (0.3, 0.6, 3.0)))] * 2] for mode in MODES}
+    ours = {"stall": 0.15, "excess": 0.2, "total": 1.1, **own}
+    saves[PENSTOCK] = [[_save(ours["stall"], ours["excess"], ours["total"])] * 2]
+    base, writer = 500 << 20, 10 << 20
+    peak = base + int(own.get("copies", 1.02) * NBYTES)
+    memory = {"base": base, "peak": peak, "files": 0, "others": writer, "samples": 9}
+    less = {**memory, "peak": base}
+    return {
+        "machine": dict.fromkeys(("cores", "processor", "caches", "memory_gib", "kernel", "python"), "?"),
+        "noise": {"busy_before": 0.0, "load_before": 0.0, "others": 0.0, "steal": 0.0},
+        "settings": {"rounds": 1, "saves": 2, "memory_rounds": 2, "step_ms": 50.0},
+        "torch": "2.13.0",
+        "filesystem": "ext4 on /dev/test",
+        "command": "",
+        "date": "",
+        "commit": "",
+        "took_s": 1.0,
+        "nbytes": NBYTES,
+        "saves": {**saves, FLOOR: [[{"copy": 0.1, "write": 0.5, "direct": 1.0}]]},
+        "memory": {mode: [less, memory, less] for mode in MODES},
+        "failures": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "missed"),
+    [
+        ({}, []),
+        ({"stall": 0.2, "excess": 0.25, "total": 1.2, "copies": 1.05}, []),
+        ({"stall": 0.25}, [1]),
+        ({"stall": 0.31}, [0, 1]),
+        ({"excess": 0.26}, [2]),
+        ({"excess": -0.01}, []),
+        ({"total": 1.21}, [3]),
+        ({"copies": 1.06}, [4]),
+    ],
+)
+def test_what_is_missed_is_said(own: dict[str, float], missed: list[int]) -> None:
+    verdicts = judge(_results(**own))
+    assert [number for number, verdict in enumerate(verdicts) if verdict.met is False] == missed
+    assert [verdict.met for verdict in verdicts].count(None) == 0
+
+
+def test_figures_of_a_verdict_and_of_the_tables() -> None:
+    results = _results()
+    stall, _, _, total, memory = judge(results)
+    assert stall.found == "0.50x (0.150 s; thread, kept stager: 0.300 s)"
+    assert total.found == "1.10x (1.100 s; dcp.save: 1.000 s)"
+    # Of several turns the one with the most; 10 MiB of it are the writer's own.
+    assert memory.found == "1.020x (1.010x without the writer's own 10 MiB)"
+    text = markdown(results)
+    assert (
+        "| Penstock | 0.150 | 0.150 - 0.150 | 1.50x | 0.450 | 0.200 | 0.350 | 1.100 | 1.100 - 1.100 | 2.20x | 1.10x |"
+    ) in text
+    assert "| Penstock | 500 | 1,520 | 1,020 | 0 | 10 | 1.020x | 1.010x |" in text
+    assert "| floor: one copy | 0.100 |" in text
+    assert "Failed" not in text
+    assert "O_DIRECT" not in text
+
+
+def test_medians_are_of_all_saves_and_sums_are_made_before() -> None:
+    results = _results()
+    results["saves"][PENSTOCK] = [[_save(0.1, 0.9, 1.0), _save(0.3, 0.1, 1.0)], [], [_save(0.2, 0.3, 1.0)]]
+    row = next(line for line in markdown(results).splitlines() if line.startswith("| Penstock | 0.200"))
+    assert row.split(" | ")[1:7] == ["0.200", "0.100 - 0.300", "2.00x", "0.450", "0.300", "0.500"]
+
+
+def test_what_failed_is_not_judged() -> None:
+    results = _results()
+    results["saves"][PENSTOCK], results["memory"][PENSTOCK] = [], []
+    results["saves"][FLOOR] = [[{"copy": 0.1, "write": 0.5, "direct": 0.0}]]
+    results["failures"] = ["Penstock, round 1: exit status 1: no disk"]
+    assert {verdict.word for verdict in judge(results)} == {"not measured"}
+    text = markdown(results)
+    assert "| Penstock | - | - |" in text
+    assert "- Failed: Penstock, round 1: exit status 1: no disk." in text
+    assert "which has no O_DIRECT" in text
+    results = _results()
+    results["saves"][THREAD] = [[_save(0.4, -0.001, 0.5)]]
+    assert [verdict.word for verdict in judge(results)] == ["met", "met", "not measured", "met", "met"]
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "status"),
+    [([], {}, 0), ([], {"total": 2.0}, 1), (["--quick"], {"total": 2.0}, 0)],
+)
+def test_the_tables_get_into_the_document(
+    options: list[str], own: dict[str, float], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(amounts: checkpoint.Amounts, folder: Path) -> dict[str, Any]:
+        asked.append(amounts)
+        assert folder.parent == tmp_path
+        return _results(**own)
+
+    monkeypatch.setattr(checkpoint, "run", run)
+    monkeypatch.setattr(checkpoint, "adopt_orphans", lambda: None)
+    document, file = tmp_path / "document.md", tmp_path / "results.json"
+    document.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    given = [*options, "--rounds", "2", "--folder", str(tmp_path), "--write", str(document), "--json", str(file)]
+    assert checkpoint.main(given) == status
+    assert asked[0].rounds == 2
+    assert asked[0].mib == (64 if options else 1024)
+    text = document.read_text()
+    assert "old" not in text
+    assert f"{' '.join(options)} --rounds 2 --saves".strip() in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert json.loads(file.read_text())["nbytes"] == NBYTES
