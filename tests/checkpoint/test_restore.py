@@ -175,7 +175,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = module(torch.ones(4, 6)).square().sum()
-            loss.backward()
+            torch.autograd.backward(loss)
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]

@@ -18,14 +18,17 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from penstock.client.device import Event, copied
 from penstock.proto.ring import Ring
 
-__all__ = ["CudaBackend", "PageLocks"]
+__all__ = ["CudaBackend", "PageLocks", "take_error"]
+
+RING = "a ring"
+FEWER = "Smaller batches and fewer workers need less: a ring for each worker, of 8 MiB or a few batches"
 
 
 class CudaBackend:
@@ -47,7 +50,7 @@ class CudaBackend:
         if self.device.index is None:
             self.device = torch.device(self.device.type, cuda.current_device())
         self._stream = cuda.Stream(self.device)
-        self._locks = PageLocks(cuda.cudart(), str(self.device), self._take_error)
+        self._locks = PageLocks(cuda.cudart(), str(self.device), lambda: take_error(self.device))
 
     def lock(self, ring: Ring) -> None:
         if self._stream is None:
@@ -71,57 +74,72 @@ class CudaBackend:
         for copy in copies:
             copy.record_stream(current)
 
-    def _take_error(self) -> None:
-        """Have the error of a failed call raised here, by a kernel of ours: the runtime keeps it for whoever launches
-        the next one, which would be the loop."""
-        try:
-            torch.empty(1, device=self.device).fill_(0)
-        except RuntimeError:
-            pass
+
+class Mapped(Protocol):
+    """Memory of this process that is mapped for as long as the object lives."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def map(self) -> mmap.mmap: ...
 
 
 class PageLocks:
-    """Page-locks rings, each until its `Ring` is gone.
+    """Page-locks memory, each piece until its object is gone.
 
-    Only memory that is page-locked is copied while the thread that asked for it goes on. A ring that cannot be locked
-    stays as it is, and its batches are copied from pageable memory: slower, and right all the same.
+    Only memory that is page-locked is copied while the thread that asked for it goes on. What cannot be locked stays as
+    it is, and is copied from or to as pageable memory: slower, and right all the same.
 
     Args:
         runtime: torch.cuda.cudart(), for cudaHostRegister, cudaHostUnregister and cudaGetErrorString.
         device: its name, for the warning.
         take_error: called after a call has failed.
+        what: what is locked, for the warning. less: how to need less of it.
     """
 
-    def __init__(self, runtime: Any, device: str, take_error: Callable[[], None]) -> None:
+    def __init__(
+        self, runtime: Any, device: str, take_error: Callable[[], None], what: str = RING, less: str = FEWER
+    ) -> None:
         self._runtime = runtime
         self._device = device
         self._take_error = take_error
+        self._what, self._less = what, less
         self._told = False
 
-    def lock(self, ring: Ring) -> bool:
-        """Whether the ring is page-locked now; the first time that it is not, a UserWarning says so."""
-        runtime, nbytes = self._runtime, ring.slots * ring.slot_bytes
-        error = runtime.cudaHostRegister(ring.address, nbytes, 0)
+    def lock(self, memory: Mapped) -> bool:
+        """Whether it is page-locked now; the first time that something is not, a UserWarning says so."""
+        runtime = self._runtime
+        error = runtime.cudaHostRegister(memory.address, memory.nbytes, 0)
         if not int(error):
             # The finalizer holds the mapping: it is unlocked before it can go. At exit the kernel does both.
-            weakref.finalize(ring, _unlock, runtime, ring.address, ring.map, os.getpid()).atexit = False
+            weakref.finalize(memory, _unlock, runtime, memory.address, memory.map, os.getpid()).atexit = False
             return True
         self._take_error()
         if not self._told:
             self._told = True
             warnings.warn(
-                f"a ring of {nbytes:,} bytes could not be page-locked for {self._device}: "
-                f"{runtime.cudaGetErrorString(error)} ({int(error)}); batches are copied from pageable memory instead, "
+                f"{self._what} of {memory.nbytes:,} bytes could not be page-locked for {self._device}: "
+                f"{runtime.cudaGetErrorString(error)} ({int(error)}); it is copied as pageable memory instead, "
                 "which is slower. What may be locked is bounded by free memory, by a container's memory limit and by "
-                "`ulimit -l` (docker run --ulimit memlock=-1). Smaller batches and fewer workers need less: a ring "
-                "for each worker, of 8 MiB or a few batches",
+                f"`ulimit -l` (docker run --ulimit memlock=-1). {self._less}",
                 UserWarning,
                 stacklevel=2,
             )
         return False
 
 
+def take_error(device: torch.device) -> None:
+    """Have the error of a failed call raised here, by a kernel of ours: the runtime keeps it for whoever launches the
+    next one, which would be the loop."""
+    try:
+        torch.empty(1, device=device).fill_(0)
+    except RuntimeError:
+        pass
+
+
 def _unlock(runtime: Any, address: int, mapping: mmap.mmap, pid: int) -> None:
-    """Runs when a Ring has died, which is after the last copy out of it; `mapping` only has to live until then."""
+    """Runs when the memory's object has died, which is after the last copy; `mapping` only has to live until then."""
     if os.getpid() == pid:  # a fork drops its Ring too, and must not touch CUDA
         runtime.cudaHostUnregister(address)

@@ -70,6 +70,10 @@ class Ring:
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.slot_bytes
+
     @classmethod
     def create(cls, slot_bytes: int, slots: int) -> Ring:
         """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages."""

@@ -15,8 +15,9 @@ from penstock.client.checkpoint.frames import frame_of
 from penstock.client.checkpoint.image import PAGE, Image, pages
 from penstock.client.checkpoint.planning import Key, RankLayout
 from penstock.client.checkpoint.torch_private import copy_all
+from penstock.client.cuda import PageLocks, take_error
 
-__all__ = ["Buffer", "Staged", "copy_to"]
+__all__ = ["Buffer", "CudaCopies", "Staged"]
 
 SLACK = 16 * PAGE
 """Bytes that a region has for its objects to grow into, before all of it has to be laid out anew."""
@@ -34,6 +35,7 @@ class Buffer:
         self._starts: list[int] = []
         self._rooms: list[int] = []
         self._targets: list[torch.Tensor] = []
+        self._cuda: CudaCopies | None = None
 
     def stage(
         self,
@@ -56,13 +58,23 @@ class Buffer:
         image = self.image
         assert image is not None
         sources = [tensor_of(one.item.index).detach() for file in layout.files for one, _ in file.framed]
-        copy_to(self._targets, sources)
+        self._copy(image, sources)
         for file, start in zip(layout.files, self._starts, strict=False):
             for one, offset, _ in file.places(lengths)[0]:
                 image.put(start + offset, objects[one.key])
         image.put(self._starts[-1], metadata)
         files = [(file.name, start, size) for file, start, size in zip(layout.files, self._starts, sizes, strict=False)]
         return files, (self._starts[-1], len(metadata))
+
+    def _copy(self, image: Image, sources: list[torch.Tensor]) -> None:
+        device = next((source.device for source in sources if source.is_cuda), None)
+        with torch.no_grad():
+            if device is not None:
+                if self._cuda is None:
+                    self._cuda = CudaCopies(device)
+                self._cuda.copy(image, self._targets, sources)
+            elif sources:
+                copy_all(self._targets, sources)
 
     def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
         self._layout = None  # until all of it is there
@@ -90,21 +102,35 @@ class Buffer:
             self.image = None
 
 
-def copy_to(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy values; returns when they are there.
+class CudaCopies:
+    """Copies from a CUDA device into page-locked memory, on a stream that holds nothing else.
 
-    Those on a CUDA device are copied on a stream of their own, behind what was asked of the device so far, and all at
-    once: one wait for all of them.
+    They come behind what the device was asked for before, and all of them are waited for at once.
+
+    Args:
+        cuda: torch.cuda, or what a test puts in its place.
     """
-    with torch.no_grad():
-        on_cuda = [number for number, source in enumerate(sources) if source.is_cuda]
-        if not on_cuda:
-            if sources:
-                copy_all(targets, sources)
-            return
-        device = sources[on_cuda[0]].device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._stream = cuda.Stream(device)
+        self._locks = PageLocks(
+            cuda.cudart(),
+            str(device),
+            lambda: take_error(device),
+            "the memory that a checkpoint is staged in",
+            "It takes as much as this rank saves, for each of AsyncCheckpointer's buffers",
+        )
+        self._locked: set[int] = set()
+
+    def copy(self, image: Image, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Returns when all values are there."""
+        if image.number not in self._locked:
+            self._locked.add(image.number)
+            with self._cuda.device(self._device):
+                self._locks.lock(image)
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._stream):
             copy_all(targets, sources, non_blocking=True)
-        stream.synchronize()
+        self._stream.synchronize()
