@@ -77,15 +77,19 @@ def main() -> int:
     try:
         with served(out / "data") as url, cluster.daemons("streaming", slots=3):
             runs = [
-                ("a", "(a) uninterrupted, 1 box with 2 workers", 1, 2, STEPS, None),
-                ("b", f"(b) up to step {SAVE_AT}", 1, 2, SAVE_AT, None),
-                ("c", "(c) from there, 2 boxes with 3 workers each", 2, 3, STEPS - SAVE_AT, out / "b" / "checkpoint"),
+                ("a", "(a) uninterrupted, 1 box with 2 workers", 1, 2, STEPS, False),
+                ("b", f"(b) up to step {SAVE_AT}", 1, 2, SAVE_AT, False),
+                ("c", "(c) from there, 2 boxes with 3 workers each", 2, 3, STEPS, True),
             ]
-            for name, title, boxes, workers, steps, resume in runs:
+            for name, title, boxes, workers, steps, resumed in runs:
+                if resumed:  # checkpoints are folders like any other; train.py takes the newest that is there
+                    shutil.copytree(out / "b" / "checkpoints", out / name / "checkpoints")
                 command = ["streaming.train", "--data", url, "--cache", str(out / f"cache-{name}")]
                 command += ["--steps", str(steps), "--out", str(out / name)]
-                command += ["--resume", str(resume)] if resume else []
-                env = {"PENSTOCK_JOB": name, **({} if resume else {"PENSTOCK_SEED": "1"})}  # a state remembers its seed
+                env = {
+                    "PENSTOCK_JOB": name,
+                    **({} if resumed else {"PENSTOCK_SEED": "1"}),
+                }  # a state remembers its seed
                 before = _Files.requests
                 cluster.train(name, title, command, boxes=boxes, workers=workers, env=env)
                 print(f"    {_Files.requests - before} requests to the server for {len(shards)} shards and the index")

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import zlib
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,39 +18,32 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.state import decode_state, encode_state
+from penstock.client.checkpoint import AsyncCheckpointer
 
 GLOBAL_BATCH = 48
 
 
-def train(data: str, cache: str, steps: int, out: Path, resume: Path | None) -> None:
-    """`steps` steps, from the beginning or from a checkpoint, and a checkpoint at the end."""
+def train(data: str, cache: str, steps: int, out: Path) -> None:
+    """Train up to step `steps`, from the newest checkpoint if there is one, and save another at the end."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 64), nn.ReLU(), nn.Linear(64, 10))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = DataLoader(input_fn, url=data, cache=cache, global_batch_size=GLOBAL_BATCH)
-    if resume is not None:
-        saved: Any = decode_state(resume.read_bytes())
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        loader.load_state_dict(saved["loader"])  # saved on whatever boxes and workers
-    averaged = DistributedDataParallel(model)
-
-    with Appliance(), open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1) as log:
-        executor = DataExecutor(loader, num_steps=steps)
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    log = open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1)
+    with AsyncCheckpointer(out / "checkpoints") as checkpointer, Appliance(), log:
+        done = checkpointer.restore(state) or 0  # saved on whatever boxes and workers
+        executor = DataExecutor(loader, num_steps=steps - done)
         for batch in executor:
-            loss = nn.functional.cross_entropy(averaged(batch["picture"]), batch["kind"])
+            loss = nn.functional.cross_entropy(model(batch["picture"]), batch["kind"])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             rows = [(int(n), zlib.crc32(p.numpy())) for n, p in zip(batch["number"], batch["picture"], strict=True)]
             log.write(json.dumps({"step": executor.step, "rows": rows, "loss": loss.item()}) + "\n")
-        if dist.get_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-            part = out / "checkpoint.part"
-            part.write_bytes(encode_state(state))
-            os.replace(part, out / "checkpoint")
-        dist.barrier()  # a box that has left can be asked for its state for one more minute only
+        checkpointer.save(executor.step, state)
 
 
 def main() -> None:
@@ -60,13 +51,12 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder or URL of the dataset")
     parser.add_argument("--cache", required=True, help="folder for shards on each worker's host")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, required=True, help="for checkpoint and logs")
-    parser.add_argument("--resume", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--out", type=Path, required=True, help="for checkpoints and logs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    train(options.data, options.cache, options.steps, options.out, options.resume)
+    train(options.data, options.cache, options.steps, options.out)
     dist.destroy_process_group()
 
 

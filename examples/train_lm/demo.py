@@ -20,11 +20,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from demo_cluster import Cluster, DemoError, Step, read_log
 
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.checkpoints import locked, newest, read_manifest
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 
@@ -70,11 +69,16 @@ class Demo(Cluster):
     def run(
         self, name: str, title: str, *, job: str, workers: int, resume: Path | None = None, kill_at: int = 0
     ) -> Run:
-        """Run train.py on all boxes, to the end or until every box has logged step `kill_at`."""
+        """Run train.py on all boxes, to the end or until every box has logged step `kill_at`.
+
+        resume: a checkpoint to begin with.
+        """
         folder = self.out / name
         folder.mkdir()
+        if resume is not None:  # a checkpoint is a folder like any other; train.py takes the newest that is there
+            shutil.copytree(resume, folder / "checkpoints" / resume.name)
         command = ["train_lm.train", "--steps", str(self.steps), "--checkpoint-every", str(self.save_at)]
-        command += ["--out", str(folder), *(["--resume", str(resume)] if resume else [])]
+        command += ["--out", str(folder)]
         logs = [folder / f"box{rank}.jsonl" for rank in range(BOXES)]
 
         def reached() -> bool:
@@ -84,6 +88,15 @@ class Demo(Cluster):
         kill_when = reached if kill_at else None
         self.train(name, title, command, boxes=BOXES, workers=workers, env=env, kill_when=kill_when)
         return Run(name, title, [read_log(log) for log in logs])
+
+
+def saved(folder: Path, step: int) -> Path:
+    """The checkpoint of a step, whole. The job was killed meanwhile: its writers finish what they had been given."""
+    with locked(folder, timeout_s=30):
+        found = newest(folder)
+    if found is None or found.step != step:
+        raise DemoError(f"{folder} has no whole checkpoint of step {step}")
+    return found.path
 
 
 # ---- what must be true
@@ -131,13 +144,12 @@ def check(a: Run, before: Run, after: Run, other: Run, steps: int, save_at: int)
 
 
 def table(runs: list[Run], checkpoint: Path) -> str:
-    saved: Any = decode_state(checkpoint.read_bytes())
     lines = [f"{'':42}{'steps':>9}{'steps/s':>9}{'waiting for data':>18}"]
     for run in runs:
         steps = f"{run.logs[0][0]['step']}-{run.logs[0][-1]['step']}"
         lines.append(f"{run.title:42}{steps:>9}{run.steps_per_s:>9.1f}{run.waited:>18.1%}")
-    sizes = len(encode_state(saved["loader"])), checkpoint.stat().st_size
-    lines.append(f"state of the loader: {sizes[0]:,} bytes of a checkpoint of {sizes[1]:,}")
+    manifest = read_manifest(checkpoint)
+    lines.append(f"a checkpoint: {manifest.nbytes:,} bytes in {len(manifest.files)} files, by {manifest.ranks} ranks")
     return "\n".join(lines)
 
 
@@ -185,7 +197,7 @@ def main() -> int:
         with demo.daemons("train_lm", slots=3):
             a = demo.run("a", "(a) uninterrupted", job="a", workers=2)
             before = demo.run("b-killed", "(b) until it is killed", job="b", workers=2, kill_at=options.kill_at)
-            checkpoint = demo.out / before.name / f"step-{options.save_at}.ckpt"
+            checkpoint = saved(demo.out / before.name / "checkpoints", options.save_at)
             after = demo.run("b-resumed", "(b) resumed", job="b", workers=2, resume=checkpoint)
             other = demo.run("c", "(c) resumed with 3 workers a box", job="c", workers=3, resume=checkpoint)
     except DemoError as error:

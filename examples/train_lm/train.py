@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_lm.data import input_fn
 
 from penstock.client import Appliance, DataExecutor, DataLoader, checkpoint_closure
-from penstock.proto.state import decode_state, encode_state
+from penstock.client.checkpoint import AsyncCheckpointer
 
 BATCH_SIZE = 16  # of each box
 NUM_WINDOWS = 2560  # 320 KiB of text; an epoch is 80 steps of 2 boxes
@@ -48,33 +47,25 @@ class ByteModel(nn.Module):
         return logits
 
 
-def train(steps: int, checkpoint_every: int, out: Path, resume: Path | None) -> None:
-    """Train up to step `steps`, from the beginning or from a checkpoint."""
+def train(steps: int, checkpoint_every: int, out: Path) -> None:
+    """Train up to step `steps`, from the newest checkpoint if there is one."""
     torch.manual_seed(0)
-    model = ByteModel()
+    model = DistributedDataParallel(ByteModel())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     loader = DataLoader(input_fn, batch_size=BATCH_SIZE, num_windows=NUM_WINDOWS)
-    done = 0
-    if resume is not None:
-        saved: Any = decode_state(resume.read_bytes())
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        loader.load_state_dict(saved["loader"])
-        done = saved["step"]
-    averaged = DistributedDataParallel(model)
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
 
     @checkpoint_closure
     def save() -> None:
-        if dist.get_rank() == 0:  # the state is that of all boxes, so one of them asks for it
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-            write(out / f"step-{executor.step}.ckpt", encode_state({"step": executor.step, **state}))
-        dist.barrier()  # a box that has left can be asked for one more minute only
+        checkpointer.save(executor.step, state)
 
-    with Appliance(), open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1) as log:
+    log = open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1)
+    with AsyncCheckpointer(out / "checkpoints") as checkpointer, Appliance(), log:
+        done = checkpointer.restore(state) or 0
         executor = DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
         for batch in executor:
             tokens = batch["tokens"].long()
-            logits = averaged(tokens[:, :-1])
+            logits = model(tokens[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -91,24 +82,16 @@ def note(log: TextIO, executor: DataExecutor, batch: dict[str, Any], loss: float
     log.write(json.dumps({**line, "loss": loss.hex(), "waited_s": executor.wait_seconds, "time": time.time()}) + "\n")
 
 
-def write(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    os.replace(part, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a small model of Python source text.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--checkpoint-every", type=int, default=25, metavar="STEPS")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="for checkpoints and logs")
-    parser.add_argument("--resume", type=Path, metavar="CHECKPOINT")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # one core a box; and the sums come out the same on every machine of a kind
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    train(options.steps, options.checkpoint_every, options.out, options.resume)
+    train(options.steps, options.checkpoint_every, options.out)
     dist.destroy_process_group()
 
 

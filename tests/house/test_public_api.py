@@ -23,6 +23,7 @@ NAMES = {
         "checkpoint_closure",
         "get_worker_state",
     },
+    "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
     "penstock.worker": {"collate", "current_assignment", "empty"},
     "penstock.worker.datasets": {
         "CSVWriter",
@@ -68,6 +69,15 @@ SIGNATURES = {
     "penstock.client:RestartableDataLoader.aggregate_state_dict": "(self, worker_states)",
     "penstock.client:RestartableDataLoader.deaggregate_state_dict": "(self, aggregated, strict=True)",
     "penstock.client:get_worker_state": "()",
+    "penstock.client.checkpoint:AsyncCheckpointer.save": "(self, step, state)",
+    "penstock.client.checkpoint:AsyncCheckpointer.prepare": "(self, state)",
+    "penstock.client.checkpoint:AsyncCheckpointer.wait": "(self, timeout_s=None)",
+    "penstock.client.checkpoint:AsyncCheckpointer.result": "(self, timeout_s=None)",
+    "penstock.client.checkpoint:AsyncCheckpointer.latest": "(self)",
+    "penstock.client.checkpoint:AsyncCheckpointer.restore": (
+        "(self, state, step=None, *, verify=False, allow_unsafe_types=False)"
+    ),
+    "penstock.client.checkpoint:AsyncCheckpointer.close": "(self, *, abandon=False)",
     "penstock.worker:collate": "(samples)",
     "penstock.worker:current_assignment": "()",
     "penstock.worker:empty": "(shape, dtype=None)",
@@ -90,10 +100,17 @@ SIGNATURES = {
 ATTRIBUTES = {
     "penstock.client:DataLoader": {"is_restartable"},
     "penstock.client:DataExecutor": {"step", "on_checkpoint_step"},
+    "penstock.client.checkpoint:AsyncCheckpointer": {"progress"},
 }
 """module:class -> what is read without being called."""
 
 KEYWORDS = {
+    "penstock.client.checkpoint:AsyncCheckpointer": (
+        "folder keep_last keep_every threads separation_hint fsync buffers timeout_s on_exit check_replicas group"
+    ),
+    "penstock.client.checkpoint:AsyncFileSystemWriter": (
+        "path thread_count separation_hint sync_files overwrite transforms"
+    ),
     "penstock.worker.datasets:Chunked": "source length bos eos longest",
     "penstock.worker.datasets:Filtered": "source predicate random name",
     "penstock.worker.datasets:Grouped": "source key size window drop_rest name",

@@ -1,0 +1,51 @@
+"""Which file things go into."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.client.checkpoint.buckets import Item, assign
+
+ITEMS = st.lists(
+    st.builds(Item, st.sampled_from(["model.a", "optimizer.b", "c"]), st.none() | st.integers(0, 10**6)), max_size=30
+)
+
+
+@given(ITEMS, st.integers(1, 5), st.none() | st.just("optimizer"))
+def test_everything_is_in_one_file_and_no_file_is_empty(items: list[Item], buckets: int, hint: str | None) -> None:
+    found = assign(items, "__3_", buckets, hint)
+    assert sorted(place for bucket in found for place in bucket.items) == list(range(len(items)))
+    assert all(bucket.items for bucket in found)
+    own = [bucket for bucket in found if bucket.name.startswith("optimizer")]
+    assert len(own) <= buckets
+    assert len(found) - len(own) <= buckets
+    assert [bucket.name for bucket in found if bucket not in own] == [
+        f"__3_{number}.distcp" for number in range(len(found) - len(own))
+    ]
+    assert [bucket.name for bucket in own] == [f"optimizer__3_{number}.distcp" for number in range(len(own))]
+    for bucket in found:
+        assert {hint is not None and hint in items[place].name for place in bucket.items} == {bucket in own}
+        sizes = [items[place].nbytes for place in bucket.items]
+        tensors = [size for size in sizes if size is not None]
+        assert tensors == sorted(tensors, reverse=True)
+        assert sizes == tensors + [None] * (len(sizes) - len(tensors))  # tensors come first
+
+
+@given(ITEMS, st.integers(1, 5))
+def test_no_file_is_longer_than_it_need_be(items: list[Item], buckets: int) -> None:
+    """Within 4/3 - 1/(3 buckets) of the best, which is no less than an even share and the largest item."""
+    tensors = [item.nbytes for item in items if item.nbytes is not None]
+    loads = [sum(items[place].nbytes or 0 for place in bucket.items) for bucket in assign(items, "p", buckets)]
+    best = max([sum(tensors) / buckets, *tensors, *[sum(sorted(tensors, reverse=True)[buckets - 1 : buckets + 1])]])
+    assert max(loads, default=0) <= (4 / 3 - 1 / (3 * buckets)) * max(best, 0) + 1e-6
+
+
+def test_objects_in_turn() -> None:
+    found = assign([Item(str(number), None) for number in range(5)], "__0_", 2)
+    assert [bucket.items for bucket in found] == [(0, 2, 4), (1, 3)]
+
+
+def test_a_hint_that_is_no_file_name() -> None:
+    found = assign([Item("a/../b", 1)], "__0_", 2, "a/../b")
+    assert [bucket.name for bucket in found] == ["a____b__0_0.distcp"]
