@@ -86,10 +86,8 @@ def main() -> int:
                     shutil.copytree(out / "b" / "checkpoints", out / name / "checkpoints")
                 command = ["streaming.train", "--data", url, "--cache", str(out / f"cache-{name}")]
                 command += ["--steps", str(steps), "--out", str(out / name)]
-                env = {
-                    "PENSTOCK_JOB": name,
-                    **({} if resumed else {"PENSTOCK_SEED": "1"}),
-                }  # a state remembers its seed
+                seed = {} if resumed else {"PENSTOCK_SEED": "1"}  # a state remembers its seed
+                env = {"PENSTOCK_JOB": name, **seed}
                 before = _Files.requests
                 cluster.train(name, title, command, boxes=boxes, workers=workers, env=env)
                 print(f"    {_Files.requests - before} requests to the server for {len(shards)} shards and the index")

@@ -32,8 +32,8 @@ def train(data: str, cache: str, steps: int, out: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = DataLoader(input_fn, url=data, cache=cache, global_batch_size=GLOBAL_BATCH)
     state = {"model": model, "optimizer": optimizer, "loader": loader}
-    log = open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1)
-    with AsyncCheckpointer(out / "checkpoints") as checkpointer, Appliance(), log:
+    log_file = out / f"box{dist.get_rank()}.jsonl"
+    with AsyncCheckpointer(out / "checkpoints") as checkpointer, Appliance(), log_file.open("w", buffering=1) as log:
         done = checkpointer.restore(state) or 0  # saved on whatever boxes and workers
         executor = DataExecutor(loader, num_steps=steps - done)
         for batch in executor:

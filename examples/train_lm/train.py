@@ -59,8 +59,8 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
     def save() -> None:
         checkpointer.save(executor.step, state)
 
-    log = open(out / f"box{dist.get_rank()}.jsonl", "w", buffering=1)
-    with AsyncCheckpointer(out / "checkpoints") as checkpointer, Appliance(), log:
+    log_file = out / f"box{dist.get_rank()}.jsonl"
+    with AsyncCheckpointer(out / "checkpoints") as checkpointer, Appliance(), log_file.open("w", buffering=1) as log:
         done = checkpointer.restore(state) or 0
         executor = DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
         for batch in executor:

@@ -328,9 +328,9 @@ def doctor(
 ) -> int:
     """Check beforehand whether a loader can be saved and resumed exactly; or whether checkpoints are whole.
 
-    Of a loader: streams N batches with a snapshot after each, restores some of them in fresh processes, and compares what comes
-    next: the check that every run makes, and more of it. Exit code 0: it can. 30: a restored loader yields other
-    batches. 31: it streams well, but cannot be saved as it is.
+    Of a loader: streams N batches with a snapshot after each, restores some of them in fresh processes, and compares
+    what comes next: the check that every run makes, and more of it. Exit code 0: it can. 30: a restored loader yields
+    other batches. 31: it streams well, but cannot be saved as it is.
 
     Of checkpoints: reads all files and compares them with what was written. 24: one is damaged, which is named.
     """
