@@ -18,10 +18,12 @@ NBYTES = 1000 << 20
 TINY_RUN = """
 import json, sys
 from pathlib import Path
+from benchmarks import checkpoint
 from benchmarks.checkpoint import Amounts, remembered, run
 from benchmarks.processes import adopt_orphans
 
 adopt_orphans()
+checkpoint.MODES = ("dcp.save", "dcp.async_save, process", "Penstock")  # each costs seconds: one of a kind
 amounts, folder = Amounts(rounds=1, saves=1, mib=8, memory_rounds=0, step_ms=5.0), Path(sys.argv[1])
 results = run(amounts, folder)
 results["memory"]["Penstock"] = [remembered("Penstock", amounts, folder)]
@@ -34,13 +36,13 @@ def test_all_modes_that_are_measured_are_reported() -> None:
 
 
 # In a process of its own: the program ends all that its process has started.
-@pytest.mark.timeout(400)  # ten processes that import torch, and three of torch's own
+@pytest.mark.timeout(240)  # five processes that import torch, and one of torch's own
 def test_everybody_has_a_turn(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TINY_RUN, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     results: dict[str, Any] = json.loads(done.stdout)
     assert results["failures"] == []
-    for mode in MODES:
+    for mode in ("dcp.save", "dcp.async_save, process", PENSTOCK):
         [[save]] = results["saves"][mode]
         assert 0 < save["stall"] <= save["total"], mode
         assert save["first"] > 0, mode
@@ -50,7 +52,6 @@ def test_everybody_has_a_turn(tmp_path: Path) -> None:
     assert memory["samples"] > 2
     assert memory["peak"] - memory["base"] > 8 << 20
     assert 0 < memory["others"] < 100 << 20  # the writer is there, and has no torch
-    assert [verdict.found for verdict in judge(results)].count("-") <= 1  # of 8 MiB there may be no step excess
     assert "| Penstock |" in markdown(results)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
