@@ -56,10 +56,10 @@ class Agreement:
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
 
-    def on(self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[str]) -> Agreed:
+    def on(self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError]) -> Agreed:
         """Agree on a save.
 
-        earlier: what this rank knows of saves that failed and that no rank has raised yet.
+        earlier: what this rank knows of saves that failed and that no rank has raised yet; emptied when it is raised.
 
         Raises what AsyncCheckpointer.save does, on all ranks.
         """
@@ -81,7 +81,7 @@ class Agreement:
                 "step": step,
                 "folder": str(folder),
                 "save": secrets.token_hex(4),
-                "earlier": earlier,
+                "earlier": [error.message for error in earlier],
                 "loaders": collected.loaders,
                 "planned": self._plan is not None,
                 "lengths": [len(objects[one.key]) for one in self._items if not one.framed],
@@ -90,6 +90,9 @@ class Agreement:
 
         answers = self._ranks.together(f"step {step} was not saved", part)
         assert collected is not None
+        if failures := sorted({message for answer in answers for message in answer["earlier"]}):
+            earlier.clear()
+            raise CheckpointError("; ".join(failures))
         _check(answers)
         if not all(answer["planned"] for answer in answers):
             self._replan(collected)
@@ -146,6 +149,3 @@ def _check(answers: list[dict[str, Any]]) -> None:
                 f"{key!r} is a loader of {num_boxes} boxes, and the ranks that save it have boxes {boxes}: the one "
                 "with box 0 asks for the state of all, so it has to be among them"
             )
-    earlier = sorted({message for answer in answers for message in answer["earlier"]})
-    if earlier:
-        raise CheckpointError("; ".join(earlier))

@@ -16,6 +16,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -38,17 +39,16 @@ _log = logging.getLogger("penstock.checkpoint")
 OnExit = Literal["finish", "abandon"]
 
 
+@dataclass(frozen=True)
 class Progress:
-    """How far the saves in flight are, on this rank. Bytes."""
+    """How far the saves in flight are, on this rank."""
 
-    def __init__(self, written: int, total: int, step: int | None) -> None:
-        self.written = written
-        self.total = total
-        self.step = step
-        """The step that is being written; None if nothing is."""
-
-    def __repr__(self) -> str:
-        return f"Progress(step={self.step}, written={self.written:,}, total={self.total:,})"
+    step: int | None
+    """The one that is being written; None if nothing is."""
+    written: int
+    """Bytes."""
+    total: int
+    """Bytes."""
 
 
 class AsyncCheckpointer:
@@ -114,7 +114,9 @@ class AsyncCheckpointer:
         self._agreement = Agreement(self._ranks, threads, separation_hint, check_replicas)
         self._buffers = [Buffer() for _ in range(buffers)]
         self._pending: list[Pending] = []
-        """Not yet accounted for: in flight, or ended and not yet asked about."""
+        """In flight, or ended and not yet looked at."""
+        self._unheard: list[CheckpointError] = []
+        """Failures of saves that nobody was told of."""
         self._last: Pending | None = None
         self._closed = False
         self._writer = WriterProcess(self._ranks.rank)
@@ -138,8 +140,8 @@ class AsyncCheckpointer:
         """
         self._check_open()
         self._make_room()
-        earlier = [one.error.message for one in self._taken() if one.error is not None]
-        self._hand_over(step, self._agreement.on(step, self.folder, state, earlier))
+        self._look()
+        self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard))
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Do beforehand what the first save of such a state would do first: plan it, and have memory for it.
@@ -148,6 +150,7 @@ class AsyncCheckpointer:
         """
         self._check_open()
         self._make_room()
+        self._look()
         agreed = self._agreement.on(0, self.folder, state, [])
         for buffer in self._buffers:
             self._stage(agreed, buffer)
@@ -181,10 +184,9 @@ class AsyncCheckpointer:
         except Exception as error:  # the others have gone on: their writers learn it from ours
             failure, request["error"] = error, f"{type(error).__name__}: {error}"
         if failure is None or ranks.size > 1:
-            pending = Pending(request, buffer)
-            self._writer.submit(pending, buffer.image, [one.image for one in self._buffers if one.image is not None])
+            self._last = pending = Pending(request, buffer)
             self._pending.append(pending)
-            self._last = pending
+            self._writer.submit(pending, buffer.image, [one.image for one in self._buffers if one.image is not None])
         if failure is not None:
             raise CheckpointError(f"step {step} was not saved: rank {ranks.rank}: {request['error']}") from failure
 
@@ -204,11 +206,12 @@ class AsyncCheckpointer:
         if len(flying) >= len(self._buffers):
             wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
 
-    def _taken(self) -> list[Pending]:
-        """Saves that ended since they were last asked for."""
-        ended = [one for one in self._pending if one.ended.is_set()]
-        self._pending[:] = [one for one in self._pending if not one.ended.is_set()]
-        return ended
+    def _look(self) -> None:
+        """Which saves have ended since the last look."""
+        for one in [one for one in self._pending if one.ended.is_set()]:
+            self._pending.remove(one)
+            if one.error is not None:
+                self._unheard.append(one.error)
 
     # ---- afterwards
 
@@ -216,9 +219,8 @@ class AsyncCheckpointer:
     def progress(self) -> Progress:
         """Of the saves in flight."""
         flying = [one for one in self._pending if not one.ended.is_set()]
-        return Progress(
-            sum(one.written for one in flying), sum(one.total for one in flying), flying[0].step if flying else None
-        )
+        step = flying[0].step if flying else None
+        return Progress(step, sum(one.written for one in flying), sum(one.total for one in flying))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until all saves are on the disk.
@@ -228,8 +230,9 @@ class AsyncCheckpointer:
             DeadlineError: `timeout_s` was over; they go on.
         """
         wait_all(self._writer, list(self._pending), timeout_s)
-        errors = [one.error for one in self._taken() if one.error is not None]
-        if errors:
+        self._look()
+        if self._unheard:
+            errors, self._unheard = self._unheard, []
             raise errors[0]
 
     def result(self, timeout_s: float | None = None) -> Path:
@@ -304,7 +307,6 @@ class AsyncCheckpointer:
         try:
             if abandon:
                 self._writer.kill("abandoned by close(abandon=True)")
-                self._taken()
             else:
                 self.wait()
         finally:

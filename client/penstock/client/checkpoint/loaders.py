@@ -11,8 +11,6 @@ with the rank in them, and those can only be given to as many ranks again.
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.client.loader import DataLoader
 from penstock.proto.errors import StateMismatchError
 from penstock.proto.state import decode_state, encode_state
@@ -21,6 +19,10 @@ __all__ = ["load_loader", "loader_leaves", "names_for"]
 
 SHARED = "all"
 """Under a loader's key: the state of all boxes."""
+UNIT = 4096
+"""Bytes: states are filled up to a multiple of it. As long as lengths stay the same so does torch's index, and making
+that anew would take as long as the rest of a save."""
+LENGTH = 8
 
 
 def _own(rank: int) -> str:
@@ -31,10 +33,10 @@ def loader_leaves(loader: DataLoader, rank: int, ranks: int) -> dict[str, bytes]
     """What this rank saves of a loader. For loaders of several boxes nothing, but for box 0."""
     box, num_boxes = loader.place
     if ranks == 1:
-        return {SHARED: encode_state(loader.state_dict())}
+        return {SHARED: _filled_up(encode_state(loader.state_dict()))}
     if num_boxes > 1:
-        return {SHARED: encode_state(loader.state_dict())} if box == 0 else {}
-    return {_own(rank): encode_state(loader.state_dict())}
+        return {SHARED: _filled_up(encode_state(loader.state_dict()))} if box == 0 else {}
+    return {_own(rank): _filled_up(encode_state(loader.state_dict()))}
 
 
 def names_for(loader: DataLoader, rank: int, names: set[str], key: str) -> str:
@@ -53,5 +55,13 @@ def names_for(loader: DataLoader, rank: int, names: set[str], key: str) -> str:
     )
 
 
-def load_loader(loader: DataLoader, data: Any) -> None:
-    loader.load_state_dict(decode_state(data))  # type: ignore[arg-type]
+def load_loader(loader: DataLoader, data: bytes) -> None:
+    """data: what `loader_leaves` made."""
+    length = int.from_bytes(data[:LENGTH])
+    loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]
+
+
+def _filled_up(data: bytes) -> bytes:
+    """The length, the bytes, and zeros."""
+    framed = len(data).to_bytes(LENGTH) + data
+    return framed.ljust(-(-len(framed) // UNIT) * UNIT, b"\0")

@@ -101,7 +101,10 @@ class WriterProcess:
         images: all that are in use, this one too.
         """
         with self._lock:
-            self._start().submit(pending, image, {one.number for one in images})
+            try:
+                self._start().submit(pending, image, {one.number for one in images})
+            except CheckpointError as error:
+                _give_up(pending, self.rank, error.message)
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> bool:
         """Until a save has ended; kills a writer that lets the save's deadline pass. False if `timeout_s` was over."""
@@ -190,7 +193,7 @@ class _Running:
                 self._queue.append(pending)
                 lost = False
         if lost:
-            self._tell_others_and_end(pending, self._how_it_ended())
+            _give_up(pending, self._rank, self._how_it_ended())
             return
         try:
             socket.send_fds(self._sock, [len(data).to_bytes(LENGTH)], fresh)
@@ -251,25 +254,26 @@ class _Running:
             self._ended = True
             lost, self._queue = self._queue, []
         for pending in lost:
-            self._tell_others_and_end(pending, self._how_it_ended())
+            _give_up(pending, self._rank, self._how_it_ended())
 
     def _how_it_ended(self) -> str:
         return self._why or f"its writer process ended before the save did{_how(self.process)}"
 
-    def _tell_others_and_end(self, pending: Pending, why: str) -> None:
-        """The other ranks' writers learn it by a file, as from the writer itself."""
-        request = pending.request
-        temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
-        if request["ranks"] > 1:
-            with suppress(OSError):
-                temporary.mkdir(parents=True, exist_ok=True)
-                if self._rank:
-                    value: dict[str, Any] = {"files": [], "error": why}
-                    name = f"rank-{self._rank}.json"
-                else:
-                    value, name = {"causes": {"0": why}}, "failed.json"
-                write_whole(temporary / name, json.dumps({"save": request["save"], **value}).encode())
-        pending.end({self._rank: why})
+
+def _give_up(pending: Pending, rank: int, why: str) -> None:
+    """End a save of which no writer will say anything. The other ranks' writers learn it by a file, as from ours."""
+    request = pending.request
+    temporary = Path(request["folder"]) / temporary_name(request["step"], request["save"])
+    if request["ranks"] > 1:
+        with suppress(OSError):
+            temporary.mkdir(parents=True, exist_ok=True)
+            if rank:
+                value: dict[str, Any] = {"files": [], "error": why}
+                name = f"rank-{rank}.json"
+            else:
+                value, name = {"causes": {"0": why}}, "failed.json"
+            write_whole(temporary / name, json.dumps({"save": request["save"], **value}).encode())
+    pending.end({rank: why})
 
 
 def wait_all(writer: WriterProcess, pendings: list[Pending], timeout_s: float | None) -> None:
