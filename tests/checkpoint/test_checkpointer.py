@@ -428,6 +428,7 @@ def test_settings_that_cannot_be_meant(tmp_path: Path, options: dict[str, Any], 
         (1, [1], "the state to save is a list: give a dict"),
         (1, {1: 2}, "give a dict of names"),
         (1, {"a.b": 1, "a": {"b": 2}}, "two values under one name: .*a.b"),
+        (1, {"all": {"net": nn.Linear(1, 1)}}, "'all.net' of the state to save is a Linear, whose state is only taken"),
     ],
 )
 def test_states_that_cannot_be_meant(tmp_path: Path, step: Any, state: Any, words: str) -> None:

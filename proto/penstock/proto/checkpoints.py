@@ -63,6 +63,7 @@ LOCK = ".lock"
 CHUNK = 16 << 20
 """Bytes that are read at a time to be verified."""
 POLL_S = 0.05
+TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
 _POINTER = re.compile(r"\.latest\.[0-9a-f]+")
@@ -194,17 +195,11 @@ def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
     sizes: look whether all files are there and as long as they were; without it, at manifests alone.
     """
     found = []
-    names = _names(folder)
-    for name, final in [*((name, name) for name in names), *_half_replaced(names)]:
-        if match := _STEP.fullmatch(final):
-            path = folder / name
-            try:
-                manifest = read_manifest(path)
-                found.append(Found(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else ""))
-            except CheckpointNotFoundError:
-                continue  # a folder that happens to have such a name
-            except CheckpointCorruptError as error:
-                found.append(Found(int(match[1]), path, None, error.message))
+    for _ in range(TRIES):  # a save that ends meanwhile may rename what was just listed
+        names = _names(folder)
+        found = [*_found(folder, names, sizes)]
+        if set(names) == set(_names(folder)):
+            break
     named = _latest(folder)
     last = next((one.manifest.sequence for one in found if one.path.name == named and one.manifest), None)
 
@@ -214,6 +209,20 @@ def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
         return float("inf") if last is None else last - 0.5, one.step
 
     return sorted(found, key=order, reverse=True)
+
+
+def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[Found]:
+    names = list(names)
+    for name, final in [*((name, name) for name in names), *_half_replaced(names)]:
+        if match := _STEP.fullmatch(final):
+            path = folder / name
+            try:
+                manifest = read_manifest(path)
+                yield Found(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
+            except CheckpointNotFoundError:
+                continue  # a folder that happens to have such a name
+            except CheckpointCorruptError as error:
+                yield Found(int(match[1]), path, None, error.message)
 
 
 def newest(folder: Path) -> Found | None:

@@ -70,6 +70,12 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
         values, paths = flatten_state_dict(nested)
     except ValueError as error:
         raise InvalidArgumentError(f"the state to save has two values under one name: {error}") from error
+    for name, value in values.items():
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            raise InvalidArgumentError(
+                f"{name!r} of the state to save is a {type(value).__name__}, whose state is only taken where it has a "
+                f"name at the top: give it one, or its state_dict()"
+            )
     for path in _empty(nested, ()):
         name = ".".join(map(str, path))
         values[name], paths[name] = {}, path
