@@ -25,7 +25,10 @@ from penstock.client.checkpoint.torch_private import find_state_dict_object, fla
 from penstock.client.loader import DataLoader
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["Collected", "ObjectBytes", "collect", "names_of", "state_of", "unwrapped"]
+__all__ = ["OURS", "Collected", "ObjectBytes", "collect", "names_of", "unwrapped", "with_keys"]
+
+OURS = "__penstock__"
+"""Under it, at the top: what is needed to restore a state as it was."""
 
 
 @dataclass
@@ -59,13 +62,15 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
             f"the state to save is a {type(state).__name__}: give a dict of names and what is under them, like "
             '{"model": model, "optimizer": optimizer, "loader": loader}'
         )
+    if OURS in state:
+        raise InvalidArgumentError(f"{OURS!r} is a name of Penstock's own: give what is under it another one")
     nested: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, DataLoader):
             if leaves := loader_leaves(value, rank, ranks):
                 nested[key] = leaves
         else:
-            nested[key] = state_of(value, state)
+            nested[key] = _state_of(value, state)
     try:
         values, paths = flatten_state_dict(nested)
     except ValueError as error:
@@ -79,6 +84,9 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
     for path in _empty(nested, ()):
         name = ".".join(map(str, path))
         values[name], paths[name] = {}, path
+    if keys := dict(_keys(nested, ())):
+        path = OURS, f"keys-{rank}"
+        values[".".join(path)], paths[".".join(path)] = keys, path
     loaders = {key: value.place for key, value in state.items() if isinstance(value, DataLoader)}
     return Collected(values, paths, [paths, [_kind(value) for value in values.values()]], loaders)
 
@@ -95,7 +103,32 @@ def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
             yield from _empty(inner, (*path, number))
 
 
-def state_of(value: Any, state: Mapping[str, Any]) -> Any:
+def _keys(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where there are dicts with keys that are no strings, and which: flattening makes strings of all."""
+    if isinstance(value, Mapping):
+        strange = {str(key): key for key in value if type(key) is not str}
+        if strange:
+            yield ".".join(map(str, path)), strange
+        for key, inner in value.items():
+            yield from _keys(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _keys(inner, (*path, number))
+
+
+def with_keys(value: Any, keys: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
+    """A nested state with the keys that it had. keys: place, its path joined by dots -> string -> key."""
+    if not keys:
+        return value
+    if isinstance(value, dict):
+        table = keys.get(".".join(map(str, path)), {})
+        return {table.get(key, key): with_keys(inner, keys, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_keys(inner, keys, (*path, number)) for number, inner in enumerate(value)]
+    return value
+
+
+def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
     """The state of one entry of the dict to save."""
     if isinstance(value, torch.optim.Optimizer):
         return _optimizer_state(value, names_of(value, state))

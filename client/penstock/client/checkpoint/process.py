@@ -148,7 +148,10 @@ class _Running:
         """Why it was killed, if it was us."""
         self._mapped: set[int] = set()
         """Numbers of the images that it has."""
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
         # By path, for `-m` would import penstock.client and with it torch; -P keeps that path's folder off sys.path,
         # where our module names would hide others.
         roots = [str(Path(path).parent) for path in penstock.__path__]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.proto.errors import CATALOGUE, CheckpointError, PenstockError
+from penstock.proto.errors import CATALOGUE, CheckpointError, InvalidArgumentError, PenstockError
 
 __all__ = ["Ranks"]
 
@@ -34,7 +34,13 @@ class Ranks:
         self.rank, self.size = 0, 1
         self.timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        self._alone = not _initialized()  # or so it seems
+        if _initialized() and dist.get_rank(group) < 0:
+            raise InvalidArgumentError(
+                f"rank {dist.get_rank()} is not in the group that AsyncCheckpointer(group=...) names: only its members "
+                "make one"
+            )
+        if _initialized() and dist.get_world_size(group) > 1:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             self.rank, self.size = dist.get_rank(group), len(members)
             self._group = dist.new_group(
@@ -43,6 +49,11 @@ class Ranks:
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """All ranks' values, by rank. Raises CheckpointError if one does not answer in time, or has gone."""
+        if self._alone and _initialized() and dist.get_world_size() > 1:
+            raise CheckpointError(
+                "this AsyncCheckpointer was made before init_process_group, and takes this rank for the only one: make "
+                "it afterwards"
+            )
         if self._group is None:
             return [value]
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -87,6 +98,10 @@ class Ranks:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _fitting(name: str) -> type[PenstockError]:

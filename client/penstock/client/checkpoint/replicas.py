@@ -1,9 +1,9 @@
 """What several ranks have under one name, of which a checkpoint holds one copy: is it the same?
 
 torch.distributed.checkpoint takes it for granted and keeps one, whichever: a random state or a counter that differs by
-rank is lost without a word. Objects are compared whole, by what torch.save writes. Of tensors 16 values are, spread
-over them: weights that have drifted apart differ nearly everywhere, and comparing all of them would take as long as
-saving.
+rank is lost without a word. Objects are compared whole, by what torch.save writes, and so are small tensors, such as a
+generator's state. Of larger ones 16 values are, spread over them: weights that have drifted apart differ nearly
+everywhere, and comparing all of them would take as long as saving.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from penstock.client.checkpoint.torch_private import find_state_dict_object
 __all__ = ["compare", "digests", "summary"]
 
 SAMPLES = 16
+WHOLE = 16 << 10
+"""Bytes up to which a tensor is compared whole."""
 OBJECT, TENSOR = "object", "tensor"
 
 
@@ -42,7 +44,7 @@ def digests(
         if isinstance(tensor, DTensor) or not tensor.is_contiguous() or not tensor.numel():
             continue
         flat = tensor.view(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+        sample = flat if tensor.nbytes <= WHOLE else flat[:: flat.numel() // SAMPLES][:SAMPLES]
         groups[tensor.device, tensor.dtype].append((one.key, sample))
     for group in groups.values():  # one copy from the device for each dtype
         values = torch.cat([sample for _, sample in group]).cpu()

@@ -14,6 +14,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Mapping, MutableMapping
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from penstock.client.checkpoint.collect import names_of, unwrapped
+from penstock.client.checkpoint.collect import OURS, names_of, unwrapped, with_keys
 from penstock.client.checkpoint.loaders import load_loader, names_for
 from penstock.client.checkpoint.torch_private import flatten_state_dict, set_element
 from penstock.client.loader import DataLoader
@@ -42,10 +43,7 @@ from penstock.proto.errors import (
 __all__ = ["choose", "restore"]
 
 ALLOWED = {
-    "builtins": {"dict", "getattr", "list", "set", "tuple"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "torch": {"Size", "device", "memory_format", "layout"},
-    "torch._utils": {"_rebuild_layout"},
+    "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
@@ -111,13 +109,14 @@ def restore(path: Path, state: Mapping[str, Any], rank: int, allow_unsafe_types:
         raise InvalidArgumentError(f"restore into a {type(state).__name__}: give a dict, as for save")
     checkpoint = _Checkpoint(path, allow_unsafe_types)
     entries = [_Entry(key, value, state, checkpoint, rank) for key, value in state.items()]
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict.fromkeys(checkpoint.tables)
     for entry in entries:
         values.update(entry.targets())
     checkpoint.load(values)
+    keys = {place: table for name in checkpoint.tables for place, table in values[name].items()}
     for entry in entries:
         try:
-            entry.put(values)
+            entry.put(values, keys)
         except PenstockError:
             raise
         except Exception as error:
@@ -133,7 +132,10 @@ class _Checkpoint:
         self._unsafe = allow_unsafe_types
         self._reader = _Reader(path)
         self.metadata = self._reader.read_metadata()
-        self.paths: dict[str, Path_] = dict(self.metadata.planner_data)
+        paths: dict[str, Path_] = dict(self.metadata.planner_data)
+        self.tables = [name for name, path in paths.items() if path[0] == OURS]
+        """Names of what says which keys were no strings, by rank."""
+        self.paths = {name: path for name, path in paths.items() if path[0] != OURS}
 
     def under(self, key: str) -> dict[str, Path_]:
         """Name -> path behind the key, of all that was saved under it."""
@@ -231,8 +233,8 @@ class _Entry:
                 "and restored with the optimizer, and else by their numbers"
             )
 
-    def put(self, values: dict[str, Any]) -> None:
-        """Hand over what was loaded."""
+    def put(self, values: dict[str, Any], keys: dict[str, dict[str, Any]]) -> None:
+        """Hand over what was loaded. keys: see `keys_of`."""
         value = self._value
         if isinstance(value, DataLoader):
             load_loader(value, values[next(iter(self._saved))])
@@ -240,7 +242,7 @@ class _Entry:
         root: dict[str, Any] = {}
         for name, path in self._saved.items():
             set_element(root, (self.key, *path), values[name])
-        loaded = root[self.key]
+        loaded = with_keys(root, keys)[self.key]
         if isinstance(value, torch.optim.Optimizer):
             value.load_state_dict(_numbered(loaded, names_of(value, self._state)))
         elif hasattr(value, "load_state_dict"):
@@ -297,10 +299,19 @@ class _Index(pickle.Unpickler):
     """Of torch's index, which is a pickle: makes objects of the classes that it is made of, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # by which some versions of Python write the members of an enum
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """getattr of anything else would be a way to whatever there is."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index needs")
+    return kind[name]
 
 
 class _Planner(DefaultLoadPlanner):

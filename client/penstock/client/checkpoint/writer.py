@@ -130,7 +130,10 @@ class Save:
         """What this rank has to say of its part: files, or an error. For the others it stands in the folder too."""
         report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
         try:
-            os.makedirs(self.temporary, exist_ok=True)
+            if self.rank:
+                self._await_folder()
+            else:
+                os.makedirs(self.temporary, exist_ok=True)
             if not report["error"]:
                 report["files"] = [[file.name, file.nbytes, file.xxh3] for file in write()]
         except OSError as error:
@@ -261,6 +264,11 @@ class Save:
         raise failed
 
     # ---- the other ranks
+
+    def _await_folder(self) -> None:
+        """Rank 0 makes it once it has the lock, and nothing that others write into it can be taken for a leftover."""
+        if not self._wait_until(self.temporary.exists):
+            raise Failed({0: f"had not begun after {self.request['timeout_s']:g} s"})
 
     def _await_verdict(self) -> None:
         causes: dict[int, str] = {}
