@@ -468,3 +468,18 @@ def test_prepared_beforehand(tmp_path: Path) -> None:
         checkpointer.wait()
         assert [buffer.image for buffer in checkpointer._buffers] == images
         assert [one.step for one in checkpoints(tmp_path)] == [1, 0]
+
+
+def test_prepared_while_a_save_is_in_flight(tmp_path: Path) -> None:
+    """It waits: the memory that it fills is being written from."""
+    with AsyncCheckpointer(tmp_path, buffers=2) as checkpointer:
+        with stopped(checkpointer):
+            checkpointer.save(1, {"x": torch.ones(MIB)})
+            thread = threading.Thread(target=checkpointer.prepare, args=({"x": torch.zeros(MIB)},))
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive()
+        thread.join(30)
+        found = {"x": torch.zeros(MIB)}
+        checkpointer.restore(found, verify=True)
+        assert found["x"].eq(1).all()

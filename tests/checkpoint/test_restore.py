@@ -6,7 +6,6 @@ import collections
 import json
 import os
 import pickle
-import re
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -324,17 +323,68 @@ def test_objects_of_other_classes_are_loaded_only_when_asked_for(tmp_path: Path)
         assert state["custom"]["it"].value == 7
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/penstock-evil",)
+def pickled_call(function: bytes, *arguments: bytes) -> bytes:
+    return function + b"(" + b"".join(arguments) + b"tR"
 
 
-def test_an_index_that_would_run_something_is_refused(tmp_path: Path) -> None:
-    filled(tmp_path, 1)
-    found = newest(tmp_path)
+def pickled_name(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def pickled_text(text: str) -> bytes:
+    return f"V{text}\n".encode()
+
+
+GETATTR = pickled_name("builtins", "getattr")
+INDEX = pickled_name("torch.distributed.checkpoint.metadata", "MetadataIndex")
+EVIL = {
+    "by name": pickled_call(pickled_name("posix", "system"), pickled_text("touch {marker}")),
+    # What is allowed has methods, these have globals, and among those is all there is.
+    "by attributes": pickled_call(
+        GETATTR, pickled_call(GETATTR, INDEX, pickled_text("__init__")), pickled_text("__globals__")
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EVIL)
+def test_an_index_that_would_run_something_is_refused(tmp_path: Path, how: str) -> None:
+    filled(tmp_path / "saved", 1)
+    found = newest(tmp_path / "saved")
     assert found is not None
     assert found.manifest is not None
-    (found.path / METADATA).write_bytes(pickle.dumps(Evil()).ljust(found.manifest.files[-1].nbytes, b"\0"))
-    with pytest.raises(CheckpointCorruptError, match=re.escape("it asks for posix.system, which no index needs")):
-        restored(tmp_path)
-    assert not Path("/tmp/penstock-evil").exists()
+    marker = tmp_path / "ran"
+    evil = b"\x80\x02" + EVIL[how].replace(b"{marker}", str(marker).encode()) + b"."
+    (found.path / METADATA).write_bytes(evil.ljust(found.manifest.files[-1].nbytes, b"\0"))
+    with pytest.raises(CheckpointCorruptError, match=r"it asks for .*, which no index needs"):
+        restored(tmp_path / "saved")
+    assert not marker.exists()
+
+
+def test_keys_that_are_no_strings(tmp_path: Path) -> None:
+    """torch's flattening makes strings of them: a MultiStepLR would not find its milestones any more."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    saved = {"a": {0: torch.ones(2), "0b": 1}, "b": [{(1, 2): "x"}, {None: {3.5: 4}}]}
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"optimizer": optimizer, "scheduler": scheduler, "plain": saved})
+        again = torch.optim.SGD(module.parameters(), lr=1.0)
+        fresh = torch.optim.lr_scheduler.MultiStepLR(again, [9])
+        found: dict[str, Any] = {"a": {0: torch.zeros(2), "0b": None}, "b": [{(1, 2): None}, {None: {3.5: None}}]}
+        checkpointer.restore({"optimizer": again, "scheduler": fresh, "plain": found})
+    assert fresh.milestones == scheduler.milestones
+    assert equal(found["a"], saved["a"])
+    for one, other in ((optimizer, scheduler), (again, fresh)):
+        for _ in range(5):
+            one.step()
+            other.step()
+    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("ours", [{"__penstock__": 1}])
+def test_our_own_name_is_refused(tmp_path: Path, ours: dict[str, Any]) -> None:
+    with (
+        AsyncCheckpointer(tmp_path) as checkpointer,
+        pytest.raises(InvalidArgumentError, match="'__penstock__' is a name"),
+    ):
+        checkpointer.save(1, ours)

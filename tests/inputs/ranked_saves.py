@@ -35,10 +35,12 @@ __all__ = [
     "killed_writer",
     "one_cannot_collect",
     "one_cannot_stage",
+    "outside",
     "several",
     "stock_load",
     "stock_load_sharded",
     "stock_save",
+    "two_at_a_time",
 ]
 
 
@@ -140,6 +142,10 @@ def different(folder: str, what: str) -> list[str]:
         state["number"] = rank
     elif what == "tensor":
         state["same"] = torch.arange(5) + rank
+    elif what == "generator":
+        torch.manual_seed(0)
+        torch.rand(1 + rank)
+        state["same"] = torch.get_rng_state()
     elif what == "shape":
         state["same"] = torch.arange(5 + rank)
     elif what == "kind":
@@ -281,3 +287,27 @@ def in_flight(folder: str, on_exit: str, end: str, room: str) -> None:
     if end == "exit":
         os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outside(folder: str) -> list[str]:
+    """A checkpointer of a rank that is not in its group; and one that was made too early."""
+    rank = dist.get_rank()
+    group = dist.new_group([0])
+    said = trying(lambda: AsyncCheckpointer(folder, group=group).close())
+    with mock.patch.object(dist, "is_initialized", lambda: False):
+        early = AsyncCheckpointer(folder)
+    said += trying(lambda: early.save(1, {"x": torch.full((3,), rank)}))
+    early.close()
+    return said
+
+
+def two_at_a_time(folder: str) -> list[str]:
+    """Two checkpointers in one folder, in turns."""
+    state = {f"x-{dist.get_rank()}": torch.ones(1 << 18)}
+    with AsyncCheckpointer(folder, timeout_s=60) as one, AsyncCheckpointer(folder, timeout_s=60) as other:
+        for step in range(6):
+            one.save(2 * step, state)
+            other.save(2 * step + 1, state)
+        one.wait()
+        other.wait()
+    return sorted(path.name for path in Path(folder).iterdir())
