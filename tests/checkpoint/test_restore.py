@@ -381,10 +381,6 @@ def test_keys_that_are_no_strings(tmp_path: Path) -> None:
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("ours", [{"__penstock__": 1}])
-def test_our_own_name_is_refused(tmp_path: Path, ours: dict[str, Any]) -> None:
-    with (
-        AsyncCheckpointer(tmp_path) as checkpointer,
-        pytest.raises(InvalidArgumentError, match="'__penstock__' is a name"),
-    ):
-        checkpointer.save(1, ours)
+def test_our_own_name_is_refused(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path) as checkpointer, pytest.raises(InvalidArgumentError, match="'__penstock__' is a"):
+        checkpointer.save(1, {"__penstock__": 1})

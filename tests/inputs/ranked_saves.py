@@ -294,7 +294,7 @@ def outside(folder: str) -> list[str]:
     rank = dist.get_rank()
     group = dist.new_group([0])
     said = trying(lambda: AsyncCheckpointer(folder, group=group).close())
-    with mock.patch.object(dist, "is_initialized", lambda: False):
+    with mock.patch.object(dist, "is_initialized", return_value=False):
         early = AsyncCheckpointer(folder)
     said += trying(lambda: early.save(1, {"x": torch.full((3,), rank)}))
     early.close()
