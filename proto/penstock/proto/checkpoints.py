@@ -26,14 +26,14 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from penstock.proto.errors import CheckpointCorruptError, CheckpointNotFoundError, DeadlineError
+from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, DeadlineError
 
 __all__ = [
     "LATEST",
@@ -230,15 +230,16 @@ def newest(folder: Path) -> Found | None:
     return next((one for one in checkpoints(folder) if not one.damage), None)
 
 
-def leftovers(folder: Path, *, besides: str = "") -> list[Path]:
-    """What stopped saves left in a folder; not the temporary folder of the save with the id `besides`.
+def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
+    """What stopped saves left in a folder; not the temporary folders of the saves with the ids `besides`.
 
     Nor what `put_back` is for: that is a checkpoint.
     """
     names = _names(folder)
     asides = {name for name in names if _ASIDE.fullmatch(name) or _POINTER.fullmatch(name)}
     asides -= {name for name, _ in _half_replaced(names)}
-    return [folder / name for name in sorted(asides) if not besides or not name.endswith(f".tmp-{besides}")]
+    kept = tuple(f".tmp-{save}" for save in besides)
+    return [folder / name for name in sorted(asides) if not name.endswith(kept)]
 
 
 def put_back(folder: Path) -> None:
@@ -274,7 +275,10 @@ def locked(folder: Path, timeout_s: float) -> Iterator[None]:
 
     Raises DeadlineError, naming who holds it. A file system without locks is used without.
     """
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # another user's: it can be held all the same
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -290,8 +294,9 @@ def locked(folder: Path, timeout_s: float) -> Iterator[None]:
                 time.sleep(POLL_S)
             except OSError:  # no locks here
                 break
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        with suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
         os.close(handle)
@@ -309,6 +314,8 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
 
 
 def _checksum(body: dict[str, Any]) -> str:

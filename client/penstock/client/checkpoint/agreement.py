@@ -34,6 +34,8 @@ class Agreed:
     collected: Collected
     objects: dict[Key, bytes]
     """What is not framed of this rank's."""
+    flying: list[str]
+    """Ids of the saves that are in flight on any rank."""
 
 
 class Agreement:
@@ -56,10 +58,13 @@ class Agreement:
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
 
-    def on(self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError]) -> Agreed:
+    def on(
+        self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
+    ) -> Agreed:
         """Agree on a save.
 
         earlier: what this rank knows of saves that failed and that no rank has raised yet; emptied when it is raised.
+        flying: ids of this rank's saves in flight.
 
         Raises what AsyncCheckpointer.save does, on all ranks.
         """
@@ -82,13 +87,14 @@ class Agreement:
                 "folder": str(folder),
                 "save": secrets.token_hex(4),
                 "earlier": [error.message for error in earlier],
+                "flying": flying,
                 "loaders": collected.loaders,
                 "planned": self._plan is not None,
                 "lengths": [len(objects[one.key]) for one in self._items if not one.framed],
                 "replicas": summary(known),
             }
 
-        answers = self._ranks.together(f"step {step} was not saved", part)
+        answers = self._ranks.together("save", f"step {step} was not saved", part)
         assert collected is not None
         if failures := sorted({message for answer in answers for message in answer["earlier"]}):
             earlier.clear()
@@ -105,7 +111,8 @@ class Agreement:
             for items, answer in zip(self._everybody, answers, strict=True)
         ]
         assert self._plan is not None
-        return Agreed(answers[0]["save"], self._plan, lengths, collected, objects)
+        everywhere = sorted({save for answer in answers for save in answer["flying"]})
+        return Agreed(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
     @property
     def _shared(self) -> dict[Key, list[int]]:

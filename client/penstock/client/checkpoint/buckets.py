@@ -46,7 +46,7 @@ def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = 
     """
     matching = [place for place, item in enumerate(items) if hint and hint in item.name]
     others = sorted(set(range(len(items))) - set(matching))
-    own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")
+    own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # names of files have an end
     return _split(items, others, prefix, buckets) + _split(items, matching, f"{own}{prefix}", buckets)
 
 

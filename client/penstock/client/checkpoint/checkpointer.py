@@ -37,6 +37,7 @@ __all__ = ["AsyncCheckpointer", "Progress"]
 _log = logging.getLogger("penstock.checkpoint")
 
 OnExit = Literal["finish", "abandon"]
+LONGEST_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,10 @@ class AsyncCheckpointer:
                 raise InvalidArgumentError(f"AsyncCheckpointer({name}={value!r}): give a whole number from {least}")
         if buffers > 2:
             raise InvalidArgumentError(f"AsyncCheckpointer(buffers={buffers}): one save waits at most, so 1 or 2")
-        if not timeout_s > 0:
-            raise InvalidArgumentError(f"AsyncCheckpointer(timeout_s={timeout_s!r}): give seconds above 0")
+        if not 0 < timeout_s <= LONGEST_S:
+            raise InvalidArgumentError(
+                f"AsyncCheckpointer(timeout_s={timeout_s!r}): give seconds above 0, and {LONGEST_S:,.0f} at most"
+            )
         if on_exit not in ("finish", "abandon"):
             raise InvalidArgumentError(f'AsyncCheckpointer(on_exit={on_exit!r}): "finish" or "abandon"')
         if keep_every is not None and keep_last is None:
@@ -119,6 +122,7 @@ class AsyncCheckpointer:
         """Failures of saves that nobody was told of."""
         self._last: Pending | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._writer = WriterProcess(self._ranks.rank)
         self._finalizer = weakref.finalize(self, _leave, self._writer, self._pending, on_exit, timeout_s, os.getpid())
         self._writer.start()
@@ -141,7 +145,7 @@ class AsyncCheckpointer:
         self._check_open()
         self._make_room()
         self._look()
-        self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard))
+        self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard, self._flying))
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Do beforehand what the first save of such a state would do first: plan it, and have memory for it.
@@ -152,7 +156,7 @@ class AsyncCheckpointer:
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
         self._look()
-        agreed = self._agreement.on(0, self.folder, state, self._unheard)
+        agreed = self._agreement.on(0, self.folder, state, self._unheard, [])
         for buffer in self._buffers:
             self._stage(agreed, buffer)
 
@@ -174,6 +178,7 @@ class AsyncCheckpointer:
             "timeout_s": self._timeout_s,
             "keep_last": self._keep_last,
             "keep_every": self._keep_every,
+            "flying": agreed.flying,
             "commit": None,
         }
         failure: Exception | None = None
@@ -206,6 +211,11 @@ class AsyncCheckpointer:
         flying = [one for one in self._pending if not one.ended.is_set()]
         if len(flying) >= len(self._buffers):
             wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
+
+    @property
+    def _flying(self) -> list[str]:
+        """Ids of the saves in flight."""
+        return [one.request["save"] for one in self._pending if not one.ended.is_set()]
 
     def _look(self) -> None:
         """Which saves have ended since the last look."""
@@ -287,22 +297,25 @@ class AsyncCheckpointer:
         ranks = self._ranks
 
         def choosing() -> dict[str, Any]:
-            return {"path": None if ranks.rank else choose(self.folder, step, self._timeout_s, verify)}
+            found = None if ranks.rank else choose(self.folder, step, self._timeout_s, verify)
+            return {"path": None if found is None else str(found.path), "step": None if found is None else found.step}
 
-        path = ranks.together("nothing was restored", choosing)[0]["path"]
-        if path is None:
+        chosen = ranks.together("restore", "nothing was restored", choosing)[0]
+        if chosen["path"] is None:
             return None
 
         def restoring() -> dict[str, Any]:
-            return {"step": restore(Path(path), state, ranks.rank, allow_unsafe_types)}
+            restore(Path(chosen["path"]), state, ranks.rank, allow_unsafe_types)
+            return {}
 
-        return int(ranks.together(f"{path} was not restored", restoring)[0]["step"])
+        ranks.together("restore", f"{chosen['path']} was not restored", restoring)
+        return int(chosen["step"])
 
     # ---- the end
 
     def close(self, *, abandon: bool = False) -> None:
         """Wait for the saves in flight, or drop them, and end the writer. Raises as `wait` does."""
-        if self._closed:
+        if self._closed or self._pid != os.getpid():  # a forked child has neither writer nor saves
             return
         self._closed = True
         try:
@@ -334,6 +347,8 @@ class AsyncCheckpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this AsyncCheckpointer is closed: make another one")
+        if self._pid != os.getpid():
+            raise RuntimeError("this AsyncCheckpointer is another process's, which forked this one: make another one")
 
 
 def _leave(writer: WriterProcess, pending: list[Pending], on_exit: OnExit, timeout_s: float, pid: int) -> None:

@@ -7,6 +7,7 @@ loader's state is one object, whatever is in it (loaders.py).
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,13 @@ from penstock.client.checkpoint.torch_private import find_state_dict_object, fla
 from penstock.client.loader import DataLoader
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["OURS", "Collected", "ObjectBytes", "collect", "names_of", "unwrapped", "with_keys"]
+__all__ = ["OURS", "Collected", "ObjectBytes", "collect", "names_of", "unwrapped", "with_containers"]
 
 OURS = "__penstock__"
 """Under it, at the top: what is needed to restore a state as it was."""
+KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
+"""Mappings that are restored as what they were; others as dicts."""
+PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass
@@ -83,12 +87,14 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
             )
     for path in _empty(nested, ()):
         name = ".".join(map(str, path))
+        if name in values:
+            raise InvalidArgumentError(f"the state to save has two values under one name: {name}")
         values[name], paths[name] = {}, path
-    if keys := dict(_keys(nested, ())):
-        path = OURS, f"keys-{rank}"
-        values[".".join(path)], paths[".".join(path)] = keys, path
+    if containers := dict(_containers(nested, ())):
+        path = OURS, f"containers-{rank}"
+        values[".".join(path)], paths[".".join(path)] = containers, path
     loaders = {key: value.place for key, value in state.items() if isinstance(value, DataLoader)}
-    return Collected(values, paths, [paths, [_kind(value) for value in values.values()]], loaders)
+    return Collected(values, paths, [list(paths.items()), [_kind(value) for value in values.values()]], loaders)
 
 
 def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -103,28 +109,39 @@ def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
             yield from _empty(inner, (*path, number))
 
 
-def _keys(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where there are dicts with keys that are no strings, and which: flattening makes strings of all."""
+def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Dicts that are not as flattening takes them, with string keys and of no special kind: place -> how they were."""
     if isinstance(value, Mapping):
-        strange = {str(key): key for key in value if type(key) is not str}
-        if strange:
-            yield ".".join(map(str, path)), strange
+        keys = {str(key): key for key in value if _is_plain(key)}
+        kind = type(value).__name__ if type(value) in KINDS.values() else ""
+        if keys or kind:
+            yield ".".join(map(str, path)), {"keys": keys, "kind": kind}
         for key, inner in value.items():
-            yield from _keys(inner, (*path, str(key)))
+            yield from _containers(inner, (*path, str(key)))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            yield from _keys(inner, (*path, number))
+            yield from _containers(inner, (*path, number))
 
 
-def with_keys(value: Any, keys: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
-    """A nested state with the keys that it had. keys: place, its path joined by dots -> string -> key."""
-    if not keys:
+def _is_plain(key: Any) -> bool:
+    """A key that is no string and can be loaded without asking what it is."""
+    if type(key) is tuple:
+        return all(type(part) is str or _is_plain(part) for part in key)
+    return type(key) in (int, float, bool, type(None))
+
+
+def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
+    """A nested state with the dicts that it had. containers: place, its path joined by dots -> how it was."""
+    if not containers:
         return value
     if isinstance(value, dict):
-        table = keys.get(".".join(map(str, path)), {})
-        return {table.get(key, key): with_keys(inner, keys, (*path, key)) for key, inner in value.items()}
+        was = containers.get(".".join(map(str, path)), {"keys": {}, "kind": ""})
+        inside = {
+            was["keys"].get(key, key): with_containers(inner, containers, (*path, key)) for key, inner in value.items()
+        }
+        return KINDS[was["kind"]](inside) if was["kind"] else inside
     if isinstance(value, list):
-        return [with_keys(inner, keys, (*path, number)) for number, inner in enumerate(value)]
+        return [with_containers(inner, containers, (*path, number)) for number, inner in enumerate(value)]
     return value
 
 
@@ -182,17 +199,19 @@ def _kind(value: Any) -> Any:
 
 
 class ObjectBytes:
-    """What torch.save writes for objects. That takes 0.3 ms each, so those of plain values are kept."""
+    """What torch.save writes for objects. That takes 0.3 ms each, so those of short plain values are kept."""
 
     MOST = 4096
+    SHORT = 200
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[type, Any], bytes] = {}
+        self._kept: dict[tuple[type, str], bytes] = {}
 
     def of(self, value: Any) -> bytes:
-        if not isinstance(value, int | float | str | bool | None):
+        kind = type(value)
+        if kind not in PLAIN or (kind is str and len(value) > self.SHORT):
             return saved_bytes(value.detach() if isinstance(value, torch.Tensor) else value)
-        key = (type(value), repr(value))  # not the value: 0.0 and -0.0 are equal
+        key = kind, repr(value)  # not the value: 0.0 and -0.0 are equal
         if key not in self._kept:
             if len(self._kept) >= self.MOST:
                 self._kept.clear()

@@ -54,7 +54,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 @lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """The frame of a contiguous CPU tensor of this dtype and shape."""
-    tensor = torch.empty(shape, dtype=dtype)  # its memory is never touched
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # its memory is never touched
     recorder = _Recorder(tensor)
     with without_crc32():
         torch.save(tensor, recorder)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ class Image:
         for size in shape:
             nbytes *= size
         if not nbytes:
-            return torch.empty(shape, dtype=dtype)  # which may stand anywhere, also where no number could
+            return torch.empty(shape, dtype=dtype, device="cpu")  # which may stand anywhere, also where no number could
         return self.tensor[offset : offset + nbytes].view(dtype).view(shape)
 
     def close(self) -> None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 import penstock.proto
 from penstock.client.checkpoint.image import Image
@@ -33,6 +36,12 @@ __all__ = ["Pending", "WriterProcess", "wait_all"]
 _log = logging.getLogger("penstock.checkpoint")
 
 WRITER = Path(__file__).with_name("writer.py")
+BOOTSTRAP = (
+    "import os, runpy, sys; program, places = sys.argv[1:3]; sys.path += places.split(os.pathsep); "
+    "sys.argv[:3] = [program]; runpy.run_path(program, run_name='__main__')"
+)
+"""Runs a program by its path, for `-m` would import penstock.client and with it torch. With -P, so that neither the
+program's folder nor the working directory is on sys.path, where a json.py would hide Python's."""
 LENGTH = 8
 START_S = 30.0
 """Seconds for the process to answer; it takes 0.1 on an idle machine."""
@@ -144,6 +153,7 @@ class _Running:
         self._queue: list[Pending] = []
         """Handed over and not ended, in the order in which they are written."""
         self._ended = False
+        self._closing = ExitStack()
         self._why = ""
         """Why it was killed, if it was us."""
         self._mapped: set[int] = set()
@@ -152,19 +162,18 @@ class _Running:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
             raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
-        # By path, for `-m` would import penstock.client and with it torch; -P keeps that path's folder off sys.path,
-        # where our module names would hide others.
-        roots = [str(Path(path).parent) for path in penstock.__path__]
+        # Where this process has penstock and xxhash from, by whatever means; behind everything else.
+        places = [*(Path(path).parent for path in penstock.__path__), Path(xxhash.__file__).parents[1]]
         try:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", str(WRITER)),
+                    *(sys.executable, "-P", "-c", BOOTSTRAP, str(WRITER), os.pathsep.join(map(str, places))),
                     *("--socket-fd", str(theirs.fileno()), "--lifeline-pid", str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**_environment(), "PYTHONPATH": os.pathsep.join([*roots, *_python_path()])},
+                env=_environment(),
                 start_new_session=True,  # whoever ends the training job's processes lets a save be finished
             )
         except OSError as error:
@@ -224,16 +233,36 @@ class _Running:
 
     def _listen(self, ready: threading.Event) -> None:
         try:
-            with self._sock.makefile("rb") as lines:
-                for line in lines:
-                    self._take(json.loads(line), ready)
+            for line in self._lines():
+                self._take(json.loads(line), ready)
         except (OSError, ValueError):
             pass
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_S)
         self._fail_all()
         ready.set()
+        self._closing.close()
         self._sock.close()
+
+    def _lines(self) -> Iterator[bytes]:
+        """What it says, until it ends. That may be seen by its process only: a child that was forked while it was being
+        started holds its end of the socket too."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        with suppress(OSError):  # no pidfds here: then its end of the socket has to do
+            pidfd = os.pidfd_open(self.process.pid)
+            self._closing.callback(os.close, pidfd)
+            poll.register(pidfd, select.POLLIN)
+        rest = b""
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if self._sock.fileno() not in ready:
+                return
+            data = self._sock.recv(1 << 16)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
 
     def _take(self, reply: dict[str, Any], ready: threading.Event) -> None:
         if reply["kind"] == "ready":
@@ -286,7 +315,7 @@ def wait_all(writer: WriterProcess, pendings: list[Pending], timeout_s: float | 
         left = None if until is None else max(until - time.monotonic(), 0)
         if not writer.wait(pending, left):
             raise DeadlineError(
-                f"waited {timeout_s:g} s for the writer of rank {writer.rank} to save step {pending.step}: "
+                f"waited {timeout_s or 0:g} s for the writer of rank {writer.rank} to save step {pending.step}: "
                 f"{pending.written:,} of {pending.total:,} bytes are written"
             )
 
@@ -310,7 +339,3 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 def _environment() -> dict[str, str]:
     """Without the token: the writer talks to nobody but us."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_TOKEN")}
-
-
-def _python_path() -> list[str]:
-    return list(filter(None, [os.environ.get("PYTHONPATH")]))

@@ -19,6 +19,8 @@ from penstock.proto.errors import CATALOGUE, CheckpointError, InvalidArgumentErr
 
 __all__ = ["Ranks"]
 
+MARGIN_S = 60.0
+
 
 class Ranks:
     """The ranks that save and restore together.
@@ -44,7 +46,11 @@ class Ranks:
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             self.rank, self.size = dist.get_rank(group), len(members)
             self._group = dist.new_group(
-                members, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+                members,
+                # Longer than a rank may wait for its own writer before it comes here.
+                timeout=timedelta(seconds=timeout_s + MARGIN_S),
+                backend="gloo",
+                use_local_synchronization=True,
             )
 
     def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,40 +64,47 @@ class Ranks:
             return [value]
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         try:
-            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self._group)
+            lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([mine.numel()], device="cpu"), group=self._group)
             longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: mine.numel()] = mine
-            values = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            values = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
             dist.all_gather(values, padded, group=self._group)
         except RuntimeError as error:
             raise CheckpointError(
-                f"rank {self.rank} could not reach the other {self.size - 1} ranks within {self.timeout_s:g} s: {error}"
+                f"rank {self.rank} has lost the other {self.size - 1} ranks, or waited for them for more than "
+                f"{self.timeout_s + MARGIN_S:g} s; to save again where they live, make another AsyncCheckpointer: "
+                f"{error}"
             ) from error
         return [
             json.loads(value[: int(length)].numpy().tobytes()) for value, length in zip(values, lengths, strict=True)
         ]
 
-    def together(self, what: str, part: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    def together(self, call: str, what: str, part: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Have every rank do its part: what all of them returned, by rank; or an error on all if one raised.
 
-        what: for that error: "step 5 was not saved".
+        Args:
+            call: the method that all of them are in.
+            what: for the error: "step 5 was not saved".
         """
         mine: dict[str, Any] = {}
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             mine = part()
-        except Exception as error:  # the others wait for this rank's word: they get it, and then it is raised
+        except BaseException as error:  # an interrupt too: the others wait for this rank's word, and get it first
             failure = error
         said = None if failure is None else [type(failure).__name__, str(failure)]
-        answers = self.exchange({"value": mine, "error": said})
+        answers = self.exchange({"call": call, "value": mine, "error": said})
         if failure is not None:
             raise failure
         failed = [(rank, *answer["error"]) for rank, answer in enumerate(answers) if answer["error"]]
         if failed:
             causes = "; ".join(f"rank {rank}: {name}: {message}" for rank, name, message in failed)
             raise _fitting(failed[0][1])(f"{what}: {causes}")
+        if any(answer["call"] != call for answer in answers):
+            calls = ", ".join(f"rank {rank}: {answer['call']}" for rank, answer in enumerate(answers))
+            raise InvalidArgumentError(f"the ranks call different methods of their AsyncCheckpointers: {calls}")
         return [answer["value"] for answer in answers]
 
     def close(self) -> None:

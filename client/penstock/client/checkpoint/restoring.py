@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from penstock.client.checkpoint.collect import OURS, names_of, unwrapped, with_keys
+from penstock.client.checkpoint.collect import OURS, names_of, unwrapped, with_containers
 from penstock.client.checkpoint.loaders import load_loader, names_for
 from penstock.client.checkpoint.torch_private import flatten_state_dict, set_element
 from penstock.client.loader import DataLoader
@@ -62,7 +62,7 @@ ALLOWED = {
 Path_ = tuple[Any, ...]
 
 
-def choose(folder: Path, step: int | None, timeout_s: float, verify: bool) -> str | None:
+def choose(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Found | None:
     """Which checkpoint to restore; see AsyncCheckpointer.restore. Waits for a save that somebody else is making."""
     _settle(folder, timeout_s)
     found = checkpoints(folder)
@@ -82,7 +82,7 @@ def choose(folder: Path, step: int | None, timeout_s: float, verify: bool) -> st
         wrong = "; ".join(damage(chosen.path, chosen.manifest, contents=True))
     if wrong:
         raise CheckpointCorruptError(f"the checkpoint {chosen.path} is damaged: {wrong}.{_offer(found, chosen)}")
-    return str(chosen.path)
+    return chosen
 
 
 def _settle(folder: Path, timeout_s: float) -> None:
@@ -103,8 +103,8 @@ def _offer(found: list[Found], chosen: Found) -> str:
     return f" The newest good one is of step {good[0]}: restore(state, step={good[0]}) goes on from there"
 
 
-def restore(path: Path, state: Mapping[str, Any], rank: int, allow_unsafe_types: bool) -> int:
-    """Load the checkpoint at `path` into `state`; see AsyncCheckpointer.restore. Returns its step."""
+def restore(path: Path, state: Mapping[str, Any], rank: int, allow_unsafe_types: bool) -> None:
+    """Load the checkpoint at `path` into `state`; see AsyncCheckpointer.restore."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(f"restore into a {type(state).__name__}: give a dict, as for save")
     checkpoint = _Checkpoint(path, allow_unsafe_types)
@@ -113,15 +113,14 @@ def restore(path: Path, state: Mapping[str, Any], rank: int, allow_unsafe_types:
     for entry in entries:
         values.update(entry.targets())
     checkpoint.load(values)
-    keys = {place: table for name in checkpoint.tables for place, table in values[name].items()}
+    containers = {place: was for name in checkpoint.tables for place, was in values[name].items()}
     for entry in entries:
         try:
-            entry.put(values, keys)
+            entry.put(values, containers)
         except PenstockError:
             raise
         except Exception as error:
             raise CheckpointError(f"{entry.key!r} of {path} does not fit: {error}") from error
-    return int(path.name.rpartition("-")[2])
 
 
 class _Checkpoint:
@@ -134,7 +133,7 @@ class _Checkpoint:
         self.metadata = self._reader.read_metadata()
         paths: dict[str, Path_] = dict(self.metadata.planner_data)
         self.tables = [name for name, path in paths.items() if path[0] == OURS]
-        """Names of what says which keys were no strings, by rank."""
+        """Names of what says how dicts were, by rank."""
         self.paths = {name: path for name, path in paths.items() if path[0] != OURS}
 
     def under(self, key: str) -> dict[str, Path_]:
@@ -152,7 +151,7 @@ class _Checkpoint:
             return None
         if like is not None and like.shape == saved.size:
             return torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False)
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
     def load(self, values: dict[str, Any]) -> None:
         """Fill tensors, and put objects in the place of what stands for them."""
@@ -201,8 +200,9 @@ class _Entry:
         current, _ = flatten_state_dict({self.key: value.state_dict() if stateful else value})
         if isinstance(value, nn.Module) or not stateful:
             self._check_keys(set(current))
-        if not stateful:
+        if not stateful and value != {}:  # an empty dict takes whatever there is
             self._saved = {name: path for name, path in self._saved.items() if name in current}
+            self._check_objects(current)
         return {
             name: current[name]
             if isinstance(current.get(name), torch.Tensor) and self._fits(name, current[name])
@@ -224,6 +224,20 @@ class _Entry:
             parts += [f"it holds {_some(unexpected)}, which the module does not have"] if unexpected else []
             raise CheckpointError(f"{self.key!r} of {self._checkpoint.path} does not fit: {'; '.join(parts)}")
 
+    def _check_objects(self, current: dict[str, Any]) -> None:
+        """A tensor is filled in place, so it must be one that was saved."""
+        saved = self._checkpoint.metadata.state_dict_metadata
+        wrong = [
+            name
+            for name in self._saved
+            if isinstance(current[name], torch.Tensor) and not isinstance(saved[name], TensorStorageMetadata)
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{self.key!r} of {self._checkpoint.path} does not fit: {_some(wrong)} was saved as an object, and is "
+                "a tensor here"
+            )
+
     def _check_names(self, current: set[str]) -> None:
         saved = {str(path[1]) for path in self._saved.values() if path[0] == "state" and len(path) > 1}
         if strange := sorted(saved - current):
@@ -233,8 +247,8 @@ class _Entry:
                 "and restored with the optimizer, and else by their numbers"
             )
 
-    def put(self, values: dict[str, Any], keys: dict[str, dict[str, Any]]) -> None:
-        """Hand over what was loaded. keys: see `keys_of`."""
+    def put(self, values: dict[str, Any], containers: dict[str, dict[str, Any]]) -> None:
+        """Hand over what was loaded. containers: see `with_containers`."""
         value = self._value
         if isinstance(value, DataLoader):
             load_loader(value, values[next(iter(self._saved))])
@@ -242,7 +256,7 @@ class _Entry:
         root: dict[str, Any] = {}
         for name, path in self._saved.items():
             set_element(root, (self.key, *path), values[name])
-        loaded = with_keys(root, keys)[self.key]
+        loaded = with_containers(root, containers)[self.key]
         if isinstance(value, torch.optim.Optimizer):
             value.load_state_dict(_numbered(loaded, names_of(value, self._state)))
         elif hasattr(value, "load_state_dict"):
@@ -325,7 +339,7 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, weights_only=not self._unsafe)
+            loaded = torch.load(value, map_location="cpu", weights_only=not self._unsafe)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{name!r} of {self._path} is an object of a class that is not loaded unasked: restore(..., "

@@ -20,7 +20,8 @@ from penstock.client.cuda import PageLocks, take_error
 __all__ = ["Buffer", "CudaCopies", "Staged"]
 
 SLACK = 16 * PAGE
-"""Bytes that a region has for its objects to grow into, before all of it has to be laid out anew."""
+"""Bytes that a region has at least for its objects to grow into, before all of it has to be laid out anew: else as much
+again as they have now, so that steady growth costs a constant share."""
 
 Staged = tuple[list[tuple[str, int, int]], tuple[int, int]]
 """(name, offset, bytes) of each file in the image, and offset and bytes of the metadata."""
@@ -35,7 +36,7 @@ class Buffer:
         self._starts: list[int] = []
         self._rooms: list[int] = []
         self._targets: list[torch.Tensor] = []
-        self._cuda: CudaCopies | None = None
+        self._cuda: dict[torch.device, CudaCopies] = {}
 
     def stage(
         self,
@@ -53,32 +54,39 @@ class Buffer:
         """
         lengths = {key: len(data) for key, data in objects.items()}
         sizes = [file.places(lengths)[1] for file in layout.files] + [len(metadata)]
-        if layout is not self._layout or any(size > room for size, room in zip(sizes, self._rooms, strict=True)):
-            self._lay_out(layout, sizes)
-        image = self.image
-        assert image is not None
-        sources = [tensor_of(one.item.index).detach() for file in layout.files for one, _ in file.framed]
-        self._copy(image, sources)
-        for file, start in zip(layout.files, self._starts, strict=False):
-            for one, offset, _ in file.places(lengths)[0]:
-                image.put(start + offset, objects[one.key])
-        image.put(self._starts[-1], metadata)
-        files = [(file.name, start, size) for file, start, size in zip(layout.files, self._starts, sizes, strict=False)]
-        return files, (self._starts[-1], len(metadata))
+        with torch.inference_mode(False), torch.no_grad():  # a later save may come from another mode
+            if layout is not self._layout or any(size > room for size, room in zip(sizes, self._rooms, strict=True)):
+                self._lay_out(layout, sizes)
+            image = self.image
+            assert image is not None
+            sources = [tensor_of(one.item.index).detach() for file in layout.files for one, _ in file.framed]
+            self._copy(image, sources)
+            for file, start in zip(layout.files, self._starts, strict=False):
+                for one, offset, _ in file.places(lengths)[0]:
+                    image.put(start + offset, objects[one.key])
+            image.put(self._starts[-1], metadata)
+            files = [
+                (file.name, start, size) for file, start, size in zip(layout.files, self._starts, sizes, strict=False)
+            ]
+            return files, (self._starts[-1], len(metadata))
 
     def _copy(self, image: Image, sources: list[torch.Tensor]) -> None:
-        device = next((source.device for source in sources if source.is_cuda), None)
-        with torch.no_grad():
-            if device is not None:
-                if self._cuda is None:
-                    self._cuda = CudaCopies(device)
-                self._cuda.copy(image, self._targets, sources)
-            elif sources:
-                copy_all(self._targets, sources)
+        devices = {source.device for source in sources if source.is_cuda}
+        for device in devices:
+            if device not in self._cuda:
+                self._cuda[device] = CudaCopies(device)
+            there = [number for number, source in enumerate(sources) if source.device == device]
+            self._cuda[device].copy(image, [self._targets[n] for n in there], [sources[n] for n in there])
+        here = [number for number, source in enumerate(sources) if source.device not in devices]
+        if here:
+            copy_all([self._targets[number] for number in here], [sources[number] for number in here])
 
     def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
         self._layout = None  # until all of it is there
-        self._rooms = [pages(size) + (SLACK if size else 0) for size in sizes]
+        framed = [*(file.framed_bytes for file in layout.files), 0]
+        self._rooms = [
+            pages(size + max(SLACK, size - fixed)) if size else 0 for size, fixed in zip(sizes, framed, strict=True)
+        ]
         self._starts = [sum(self._rooms[:number]) for number in range(len(sizes))]
         needed = sum(self._rooms)
         if self.image is None or self.image.nbytes < needed:

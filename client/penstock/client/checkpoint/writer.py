@@ -64,6 +64,8 @@ from penstock.proto.whole_files import sync_folder, write_whole
 CHUNK = 16 << 20
 """Bytes that are hashed and then written: they are still in the cache the second time, and few calls are made."""
 PROGRESS_S = 0.2
+PROBE_S = 0.5
+"""Seconds without a folder to write into, after which a rank looks whether there could be one."""
 FAILED = "failed.json"
 """In a temporary folder: why its save was given up."""
 LENGTH = 8
@@ -113,8 +115,9 @@ class Save:
             os.makedirs(self.folder, exist_ok=True)
             _sync_name(self.folder)
             with locked(self.folder, self._left()):
+                self._check_place()
                 put_back(self.folder)
-                if left := leftovers(self.folder, besides=self.save):
+                if left := leftovers(self.folder, besides=[self.save, *self.request["flying"]]):
                     sync_folder(self.folder)  # the names by which they are no longer needed, before they go
                     for path in left:
                         _remove(path)
@@ -123,6 +126,11 @@ class Save:
             self._give_up({0: _explain(error, self.folder)})
         except Failed as failed:
             self._give_up(failed.causes)
+
+    def _check_place(self) -> None:
+        """What has the name of this checkpoint is replaced by it, and has to be a checkpoint of ours."""
+        if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
+            raise Failed({0: f"{self.final} is there and is no checkpoint of Penstock's: move it away"})
 
     # ---- this rank's files
 
@@ -266,8 +274,24 @@ class Save:
     # ---- the other ranks
 
     def _await_folder(self) -> None:
-        """Rank 0 makes it once it has the lock, and nothing that others write into it can be taken for a leftover."""
-        if not self._wait_until(self.temporary.exists):
+        """Rank 0 makes it once it has the lock, and nothing that others write into it can be taken for a leftover.
+
+        Raises OSError if this rank could not write there anyway, which may be why it does not come.
+        """
+        probed_at = time.monotonic()
+
+        def there() -> bool:
+            nonlocal probed_at
+            if self.temporary.exists():
+                return True
+            if time.monotonic() - probed_at > PROBE_S:
+                probe = self.folder / f".probe-{self.save}-{self.rank}"
+                probe.touch()
+                probe.unlink()
+                probed_at = time.monotonic()
+            return False
+
+        if not self._wait_until(there):
             raise Failed({0: f"had not begun after {self.request['timeout_s']:g} s"})
 
     def _await_verdict(self) -> None:
@@ -429,10 +453,13 @@ class Parent:
 
 def attend(parent: Parent, watched: list[Save], lifeline: int) -> None:
     """A thread for when the training process has ended: then nothing more comes, and nothing may take for ever."""
-    with suppress(OSError):
+    try:
         poll = select.poll()
         poll.register(os.pidfd_open(lifeline), select.POLLIN)
         poll.poll()
+    except OSError:  # it has gone already; or this kernel has no pidfds, or lets nobody have them
+        while os.getppid() == lifeline:
+            time.sleep(1)
     parent.end()
     while True:
         if watched and not (watched[0].request["finish"] and time.monotonic() < watched[0].deadline):
