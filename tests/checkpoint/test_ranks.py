@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 from ranked import Outcome, run
+from small_disk import small_disk_at
 
 from penstock.proto.checkpoints import damage, leftovers, newest
 
@@ -122,3 +124,29 @@ def test_a_killed_writer_is_named_on_all_and_replaced(tmp_path: Path, which: int
         assert f"rank {which}: its writer process ended before the save did (killed by SIGKILL" in said[0]
         assert said[1:] == ["1", "3", ".lock,latest,step-1,step-3"]
     assert good(tmp_path) == 3
+
+
+def test_a_folder_that_nobody_can_write_into_is_known_at_once(tmp_path: Path) -> None:
+    with small_disk_at(tmp_path / "disk", 1 << 20) as disk:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        for rank, said in enumerate(values(run(2, "ranked_saves:nowhere", str(disk)))):
+            assert isinstance(said, list)
+            assert f"rank {rank}: " in said[0]
+            assert "Read-only file system" in said[0]
+
+
+def test_ranks_that_call_different_methods(tmp_path: Path) -> None:
+    for said in values(run(2, "ranked_saves:other_calls", str(tmp_path))):
+        assert isinstance(said, list)
+        assert said[0].startswith("InvalidArgumentError: the ranks call different methods")
+        assert "rank 0: save, rank 1: restore" in said[0]
+
+
+def test_a_verdict_is_not_removed_before_all_have_heard_it(tmp_path: Path) -> None:
+    for said in values(run(2, "ranked_saves:lost_verdict", str(tmp_path))):
+        assert isinstance(said, list)
+        *errors, latest = said
+        assert latest == "6"
+        assert errors
+        assert all("step 2 was not saved" in one and "rank 0: its writer process ended" in one for one in errors)
+    assert good(tmp_path) == 6

@@ -33,8 +33,11 @@ __all__ = [
     "fsdp_save",
     "in_flight",
     "killed_writer",
+    "lost_verdict",
+    "nowhere",
     "one_cannot_collect",
     "one_cannot_stage",
+    "other_calls",
     "outside",
     "several",
     "stock_load",
@@ -311,3 +314,46 @@ def two_at_a_time(folder: str) -> list[str]:
         one.wait()
         other.wait()
     return sorted(path.name for path in Path(folder).iterdir())
+
+
+def nowhere(folder: str) -> list[str]:
+    """A folder that nobody can write into: all ranks know it at once, and not at the deadline."""
+    with AsyncCheckpointer(folder, timeout_s=600) as checkpointer:
+        checkpointer.save(1, {f"x-{dist.get_rank()}": torch.ones(3)})
+        return trying(checkpointer.wait)
+
+
+def other_calls(folder: str) -> list[str]:
+    with AsyncCheckpointer(folder, timeout_s=60) as checkpointer:
+        state = {"x": torch.ones(3)}
+        if dist.get_rank():
+            return trying(lambda: print(checkpointer.restore(state)))
+        return trying(lambda: checkpointer.save(1, state))
+
+
+def lost_verdict(folder: str) -> list[str]:
+    """Rank 0's writer dies with a save, and the next one is made before the other rank's has heard of it."""
+    state = {f"x-{dist.get_rank()}": torch.ones(1 << 10)}
+    with AsyncCheckpointer(folder, timeout_s=600, buffers=2) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        dist.barrier()
+        pid = checkpointer._writer.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        checkpointer.save(2, state)
+        if dist.get_rank() == 0:
+            os.kill(pid, signal.SIGKILL)
+            said = trying(checkpointer.wait)
+        dist.barrier()
+        if dist.get_rank():
+            said = []
+            os.kill(pid, signal.SIGCONT)
+        for step in (3, 4):
+            said += trying(lambda step=step: checkpointer.save(step, state))  # type: ignore[misc]
+        said += trying(checkpointer.wait)
+        dist.barrier()
+        said += trying(lambda: checkpointer.save(5, state))  # or here, if a rank has heard of it only now
+        checkpointer.save(6, state)
+        checkpointer.wait()
+        return [*said, str(checkpointer.latest())]
