@@ -30,7 +30,6 @@ def test_functions_take_what_we_give_them() -> None:
         *("transforms", "stream", "data", "write_item", "storage_key", "serialization_format")
     ]
     assert names(torch_private.StorageInfo)[:3] == ["relative_path", "offset", "length"]
-    assert names(torch_private.StoragePrefix) == ["prefix"]
     assert SerializationFormat.TORCH_SAVE.value == "torch_save"
 
 

@@ -36,6 +36,7 @@ import xxhash
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, DeadlineError
 
 __all__ = [
+    "FAILED",
     "LATEST",
     "MANIFEST",
     "METADATA",
@@ -50,6 +51,7 @@ __all__ = [
     "old_name",
     "put_back",
     "read_manifest",
+    "report_name",
     "step_name",
     "surplus",
     "temporary_name",
@@ -59,6 +61,8 @@ FORMAT = 1
 MANIFEST = "penstock.json"
 METADATA = ".metadata"
 LATEST = "latest"
+FAILED = "failed.json"
+"""In a temporary folder, by rank 0's side: why its save was given up. {"save": id, "causes": {rank: why}}"""
 LOCK = ".lock"
 CHUNK = 16 << 20
 """Bytes that are read at a time to be verified."""
@@ -77,6 +81,11 @@ def step_name(step: int) -> str:
 def temporary_name(step: int, save: str) -> str:
     """Of the folder that a save writes into. save: its id, hexadecimal."""
     return f"step-{step}.tmp-{save}"
+
+
+def report_name(rank: int) -> str:
+    """In a temporary folder, by another rank's side: what it has written, or why not. {"save", "files", "error"}"""
+    return f"rank-{rank}.json"
 
 
 def old_name(step: int, save: str) -> str:

@@ -101,9 +101,9 @@ class Agreement:
             raise CheckpointError("; ".join(failures))
         _check(answers)
         if not all(answer["planned"] for answer in answers):
-            self._replan(collected)
+            plan = self._replan(collected)
             if self._checked:
-                self._compare(digests(collected, self._items, objects, self._shared))
+                self._compare(digests(collected, self._items, objects, plan.shared))
         elif self._checked and len({answer["replicas"] for answer in answers}) > 1:
             self._compare(known)
         lengths = [
@@ -114,17 +114,13 @@ class Agreement:
         everywhere = sorted({save for answer in answers for save in answer["flying"]})
         return Agreed(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
 
-    @property
-    def _shared(self) -> dict[Key, list[int]]:
-        assert self._plan is not None
-        return self._plan.shared
-
-    def _replan(self, collected: Collected) -> None:
+    def _replan(self, collected: Collected) -> GlobalPlan:
         self._plan = None
         described = self._ranks.exchange(encode_items(self._items, collected.paths))
         everybody = [decode_items(value) for value in described]
         self._plan = agree(everybody, self._threads, self._hint)
         self._everybody = [items for items, _ in everybody]
+        return self._plan
 
     def _compare(self, known: dict[Key, tuple[str, str]]) -> None:
         objects, tensors = compare(self._ranks.exchange({"digests": [[*key, *one] for key, one in known.items()]}))

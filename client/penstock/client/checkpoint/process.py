@@ -27,7 +27,7 @@ import xxhash
 import penstock.proto
 from penstock.client.checkpoint.image import Image
 from penstock.client.checkpoint.staging import Buffer
-from penstock.proto.checkpoints import temporary_name
+from penstock.proto.checkpoints import FAILED, report_name, temporary_name
 from penstock.proto.errors import CheckpointError, DeadlineError
 from penstock.proto.whole_files import write_whole
 
@@ -301,9 +301,9 @@ def _give_up(pending: Pending, rank: int, why: str) -> None:
             temporary.mkdir(parents=True, exist_ok=True)
             if rank:
                 value: dict[str, Any] = {"files": [], "error": why}
-                name = f"rank-{rank}.json"
+                name = report_name(rank)
             else:
-                value, name = {"causes": {"0": why}}, "failed.json"
+                value, name = {"causes": {"0": why}}, FAILED
             write_whole(temporary / name, json.dumps({"save": request["save"], **value}).encode())
     pending.end({rank: why})
 

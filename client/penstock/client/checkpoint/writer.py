@@ -44,6 +44,7 @@ from typing import Any
 import xxhash
 
 from penstock.proto.checkpoints import (
+    FAILED,
     LATEST,
     MANIFEST,
     METADATA,
@@ -54,6 +55,7 @@ from penstock.proto.checkpoints import (
     locked,
     old_name,
     put_back,
+    report_name,
     step_name,
     surplus,
     temporary_name,
@@ -66,17 +68,10 @@ CHUNK = 16 << 20
 PROGRESS_S = 0.2
 PROBE_S = 0.5
 """Seconds without a folder to write into, after which a rank looks whether there could be one."""
-FAILED = "failed.json"
-"""In a temporary folder: why its save was given up."""
 LENGTH = 8
 """Bytes before a request: how long it is."""
 NICENESS = 10
 """The training loop and its input come first on a busy processor."""
-
-
-def report_name(rank: int) -> str:
-    """In a temporary folder: what one rank's writer has written, or why it could not."""
-    return f"rank-{rank}.json"
 
 
 class Failed(Exception):
