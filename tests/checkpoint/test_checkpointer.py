@@ -213,6 +213,7 @@ def test_two_jobs_in_one_folder_take_turns(tmp_path: Path) -> None:
                 CheckpointError, match=rf"waited 0.\d+ s for process {os.getpid()} on .* into {tmp_path}"
             ):
                 checkpointer.wait()
+        checkpointer._timeout_s = 30
         checkpointer.save(2, {"x": torch.ones(3)})
         checkpointer.wait()
     assert [one.step for one in checkpoints(tmp_path)] == [2]
