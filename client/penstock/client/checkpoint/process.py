@@ -1,8 +1,8 @@
 """The training process's side of its writer: starts it, hands it saves, learns how they ended, and ends it.
 
 A thread reads the writer's replies, so that a save that failed is known, and told to the other ranks, while the loop
-trains. Nothing is waited for without a deadline: a writer that dies is seen by the end of its socket, one that hangs is
-killed when its save's time is up, and the next save starts another one.
+trains. Nothing is waited for without a deadline: a writer that dies is seen by its socket's end or by its pidfd, one
+that hangs is killed when its save's time is up, and the next save starts another one.
 """
 
 from __future__ import annotations

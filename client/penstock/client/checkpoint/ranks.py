@@ -27,7 +27,7 @@ class Ranks:
 
     Args:
         group: theirs; None: all of the job, or this process alone where torch.distributed is not initialised.
-        timeout_s: seconds that one waits for the others.
+        timeout_s: seconds that a rank may be busy before it comes; the others wait MARGIN_S longer.
 
     Every rank of the group makes one, at the same place of the program.
     """

@@ -59,7 +59,7 @@ ALLOWED = {
 }
 """Module -> classes that torch's index is made of."""
 
-Path_ = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
 def choose(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Found | None:
@@ -131,12 +131,12 @@ class _Checkpoint:
         self._unsafe = allow_unsafe_types
         self._reader = _Reader(path)
         self.metadata = self._reader.read_metadata()
-        paths: dict[str, Path_] = dict(self.metadata.planner_data)
+        paths: dict[str, KeyPath] = dict(self.metadata.planner_data)
         self.tables = [name for name, path in paths.items() if path[0] == OURS]
         """Names of what says how dicts were, by rank."""
         self.paths = {name: path for name, path in paths.items() if path[0] != OURS}
 
-    def under(self, key: str) -> dict[str, Path_]:
+    def under(self, key: str) -> dict[str, KeyPath]:
         """Name -> path behind the key, of all that was saved under it."""
         found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
         if not found:
