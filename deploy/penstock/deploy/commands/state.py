@@ -1,0 +1,89 @@
+"""`penstock state`, and `penstock state convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from penstock.deploy.commands.base import EPILOG, quiet_grpc, subcommands, tls_flags
+from penstock.deploy.exits import guarded
+from penstock.deploy.options import (
+    AsJson,
+    Coordinator,
+    Debug,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsName,
+    TokenFile,
+)
+
+__all__ = ["state"]
+
+
+class _ShowsByDefault(TyperGroup):
+    """`penstock state RUN` is short for `penstock state show RUN`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+state = subcommands(_ShowsByDefault, no_args_is_help=True)
+
+
+@state.callback()
+def _state() -> None:
+    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another shape."""
+
+
+@state.command("show", epilog=EPILOG)
+@guarded
+def state_show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="S", min=0, help="Step of the boxes. Default: the last that every box has had."),
+    ] = None,
+    deadline: Annotated[
+        float,
+        typer.Option("--deadline", metavar="SECONDS", min=0.1, max=3600, help="Wait so long for the workers."),
+    ] = 60.0,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box."""
+    quiet_grpc()
+    from penstock.deploy.state import show_state
+
+    show_state(run, step, deadline, coordinator, tls_flags(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
+
+
+@state.command("convert", epilog=EPILOG)
+@guarded
+def state_convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="File with what DataLoader.state_dict() returned.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, of the same kind.")],
+    boxes: Annotated[int, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the job that goes on.")],
+    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, help="Workers of each of them.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Turn a saved state for one number of boxes and workers into one for another, and say what that means.
+
+    IN was written by encode_state or torch.save; the state may be a part of a larger checkpoint, the rest of which is
+    copied. A loader without the four state methods cannot change its shape: 22.
+    """
+    from penstock.deploy.convert import show_convert
+
+    show_convert(source, target, boxes, workers, as_json)

@@ -1,0 +1,196 @@
+"""A small web server: pages that a process has about itself, for a browser or a collector of metrics.
+
+It only reads. Routes are functions without arguments of a request's own, so there is nothing to inject; they run on a
+thread of the server, and what they show must be safe to read there. Python's own server carries it: a handful of
+readers, not the public, and it costs the process one thread that sleeps.
+
+Who may look. On this machine's loopback anybody who can connect, as with every page that a developer's tools serve; the
+name that the browser asked for must be this machine's, so that a web site cannot reach through the browser what it
+could not reach itself (DNS rebinding). Beyond loopback every page wants a token of the role admin, as a bearer token or
+as the password of the browser's own dialogue, and TLS, unless `insecure` says that the network is trusted.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.proto.addresses import check_address, is_local, refuse_unsafe
+from penstock.proto.errors import InvalidArgumentError, PortTakenError
+from penstock.proto.tls import Tls, host_of
+from penstock.proto.tokens import Tokens
+
+__all__ = ["Page", "Route", "WebServer"]
+
+_log = logging.getLogger("penstock.web")
+
+REQUEST_S = 10.0
+"""Seconds that a caller may take for one request: one that says nothing keeps a thread no longer."""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a route answers."""
+
+    content_type: str
+    body: bytes
+    status: int = 200
+
+
+Route = Callable[[], Page]
+
+
+class WebServer:
+    """Serves `routes` from the moment it is made until `close`.
+
+    Args:
+        listen: "host:port"; port 0 takes a free one.
+        routes: path -> what makes the page; called on a thread of the server.
+        tokens: what callers from other machines must show (penstock.proto.tokens); not looked at on loopback.
+        tls: what to show to callers; with a CA in it they must show certificates too.
+        insecure: allows an address that other machines can reach without TLS.
+
+    Raises InvalidArgumentError, UnsafeBindError, PortTakenError, TlsError.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        routes: Mapping[str, Route],
+        *,
+        tokens: str = "",
+        tls: Tls | None = None,
+        insecure: bool = False,
+    ) -> None:
+        check_address(listen)
+        if listen.startswith("unix-abstract:"):
+            raise InvalidArgumentError(f"a browser cannot reach {listen}: give HOST:PORT")
+        refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
+        context = tls.for_server().server_context() if tls is not None else None
+        guard = _Guard("" if is_local(listen) else tokens, local=is_local(listen))
+        host, port = host_of(listen)
+        try:
+            self._server = _Server((host, port), routes, guard, context)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortTakenError(f"{listen} is in use by another process: choose another port, or 0") from error
+            raise InvalidArgumentError(f"nothing can listen on {listen} here: {error.strerror}") from error
+        self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
+        """ "host:port" that it listens on."""
+        self.url = f"{'https' if context else 'http'}://{self.address}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="penstock-web", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening; requests under way end by themselves."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Guard:
+    """Decides who may look."""
+
+    def __init__(self, tokens: str, *, local: bool) -> None:
+        self._tokens = Tokens(tokens) if not local else None
+
+    def refuses(self, headers: Mapping[str, str]) -> HTTPStatus | None:
+        if self._tokens is None:
+            host = urlsplit(f"//{headers.get('Host') or ''}").hostname or ""
+            return None if is_local(f"{host}:0") else HTTPStatus.FORBIDDEN
+        shown = _shown(headers.get("Authorization") or "")
+        return None if "admin" in self._tokens.roles_of(shown) else HTTPStatus.UNAUTHORIZED
+
+
+def _shown(authorization: str) -> str:
+    """The token of a header: a bearer token, or the password of the browser's dialogue."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return ""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self, address: tuple[str, int], routes: Mapping[str, Route], guard: _Guard, context: ssl.SSLContext | None
+    ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.routes, self.guard, self.context = routes, guard, context
+        super().__init__(address, _Handler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """On the thread of the request: a slow handshake holds up nobody else."""
+        request.settimeout(REQUEST_S)
+        if self.context is not None:
+            request = self.context.wrap_socket(request, server_side=True)
+        super().finish_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a request of %s failed", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version, sys_version = "Penstock", ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        refused = self.server.guard.refuses(dict(self.headers.items()))
+        page = self._plain(refused) if refused is not None else self._page()
+        self.send_response(page.status)
+        if refused is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", 'Basic realm="Penstock: the token is the password"')
+        for name, value in {**_HEADERS, "Content-Type": page.content_type}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(page.body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(page.body)
+
+    def _page(self) -> Page:
+        route = self.server.routes.get(urlsplit(self.path).path)
+        if route is None:
+            return self._plain(HTTPStatus.NOT_FOUND)
+        try:
+            return route()
+        except Exception:
+            _log.exception("the page %s cannot be made", self.path)
+            return self._plain(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    @staticmethod
+    def _plain(status: HTTPStatus) -> Page:
+        return Page("text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode(), status.value)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug(format, *args)
