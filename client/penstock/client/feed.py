@@ -88,6 +88,7 @@ class Feed:
         self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
+        self._slot_waited_s = [0.0] * run.num_slots
         self._slow = [""] * run.num_slots
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
@@ -236,15 +237,17 @@ class Feed:
                     os.eventfd_read(fd)
         finally:
             progress.waiting_for = 0
-            self._waited(worker, time.monotonic() - now)
+            self._waited(lane.slot, worker, time.monotonic() - now)
 
-    def _waited(self, worker: str, seconds: float) -> None:
+    def _waited(self, slot: int, worker: str, seconds: float) -> None:
         """Enter a wait into the figures."""
         self.wait_s += seconds
         stats = self.stats
         stats.waited_s += seconds
         stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
-        self._run.progress.waited_s = stats.waited_s
+        self._slot_waited_s[slot] += seconds
+        progress = self._run.progress
+        progress.waited_s, progress.slot_waited_s = stats.waited_s, tuple(self._slot_waited_s)
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
         """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""

@@ -25,11 +25,13 @@ from penstock.deploy.settings import (
 __all__ = [
     "Allow",
     "AsJson",
+    "BalanceAfter",
     "ClientLease",
     "Coordinator",
     "CoordinatorInsecure",
     "CoordinatorListen",
     "Debug",
+    "Drain",
     "Lease",
     "Name",
     "ReadyFile",
@@ -61,6 +63,7 @@ CoordinatorListen = Annotated[str | None, _option(CoordinatorSettings, "listen",
 StateDir = Annotated[Path | None, _option(CoordinatorSettings, "state_dir", "DIR")]
 CoordinatorInsecure = Annotated[bool | None, _option(CoordinatorSettings, "insecure")]
 Lease = Annotated[float | None, _option(CoordinatorSettings, "lease", "SECONDS")]
+BalanceAfter = Annotated[float | None, _option(CoordinatorSettings, "balance_after", "SECONDS")]
 ClientLease = Annotated[float | None, _option(CoordinatorSettings, "client_lease", "SECONDS")]
 
 Coordinator = Annotated[str | None, _option(PeerSettings, "coordinator", "HOST:PORT")]
@@ -69,6 +72,7 @@ Allow = Annotated[list[str] | None, _option(WorkerSettings, "allow", "PREFIX")]
 WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:PORT")]
 RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
+Drain = Annotated[float | None, _option(WorkerSettings, "drain", "SECONDS")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
 
 TlsCa = Annotated[str | None, _option(TlsSettings, "tls_ca", "FILE")]

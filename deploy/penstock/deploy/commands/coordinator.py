@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.deploy.commands.base import quiet_grpc, tls_flags
 from penstock.deploy.options import (
+    BalanceAfter,
     ClientLease,
     CoordinatorInsecure,
     CoordinatorListen,
@@ -30,6 +31,7 @@ def coordinator(
     insecure: CoordinatorInsecure = None,
     lease: Lease = None,
     client_lease: ClientLease = None,
+    balance_after: BalanceAfter = None,
     ready_file: ReadyFile = None,
     debug: Debug = False,
 ) -> None:
@@ -47,5 +49,6 @@ def coordinator(
         "insecure": insecure,
         "lease": lease,
         "client_lease": client_lease,
+        "balance_after": balance_after,
     }
     run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), token_file, ready_file, debug)
