@@ -1,4 +1,4 @@
-"""A loader with states whose batches take PACED_S seconds, by the environment of the daemon: a fast machine or a slow."""
+"""A loader with states whose batches take PACED_S seconds, by its daemon's environment: machines fast and slow."""
 
 from __future__ import annotations
 
