@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from penstock.deploy.commands.base import EPILOG, quiet_grpc, subcommands, tls_flags
+from penstock.deploy.commands.base import Group, quiet_grpc, subcommands, tls_flags
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
     AsJson,
@@ -24,7 +23,7 @@ from penstock.deploy.options import (
 __all__ = ["state"]
 
 
-class _ShowsByDefault(TyperGroup):
+class _ShowsByDefault(Group):
     """`penstock state RUN` is short for `penstock state show RUN`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -41,7 +40,7 @@ def _state() -> None:
     """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another shape."""
 
 
-@state.command("show", epilog=EPILOG)
+@state.command("show")
 @guarded
 def state_show(
     run: Annotated[str, typer.Argument(metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.")],
@@ -69,7 +68,7 @@ def state_show(
     show_state(run, step, deadline, coordinator, tls_flags(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
-@state.command("convert", epilog=EPILOG)
+@state.command("convert")
 @guarded
 def state_convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="File with what DataLoader.state_dict() returned.")],
