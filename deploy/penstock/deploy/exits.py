@@ -4,8 +4,9 @@ The codes below 10 are everybody's (0 well, 1 a bug, 2 usage, 3 TLS); 10 to 19 c
 runs, 20 to 29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never
 changes its meaning. `docs/cli.md` holds the same table, and a test compares the two.
 
-Every error of Penstock ends a command as one line on stderr, with --json as one JSON object; its traceback, and a remote one that it carries, are
-shown with --debug only. Anything else that is raised is a bug, and shows its traceback always.
+Every error of Penstock ends a command as one line on stderr, with --json as one JSON object; its traceback, and a
+remote one that it carries, are shown with --debug only. Anything else that is raised is a bug, and shows its traceback
+always. Standard output has data or nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import typer
 from penstock.proto.errors import CATALOGUE, PenstockError
 from penstock.proto.logs import printable
 
-__all__ = ["CODES", "EXIT_LINES", "CommandError", "exit_code", "guarded", "set_debug"]
+__all__ = ["CODES", "EXIT_LINES", "UNFIT", "USAGE", "CommandError", "debugging", "exit_code", "guarded", "set_debug"]
 
 _P = ParamSpec("_P")
 
@@ -138,6 +139,11 @@ def set_debug(value: bool) -> bool:
     global _debug
     _debug = _debug or value
     return value
+
+
+def debugging() -> bool:
+    """Whether tracebacks are to be shown."""
+    return _debug
 
 
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:

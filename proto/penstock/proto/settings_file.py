@@ -12,7 +12,8 @@ else filled. For the same reason one that other users can change, or that belong
 is refused. PENSTOCK_CONFIG=/dev/null stands for no file.
 
 A secret never stands in it, for such files get copied, mounted and committed: `token` is an error that says where
-tokens go. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin with "~".
+tokens go. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin
+with "~".
 """
 
 from __future__ import annotations
