@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -41,15 +41,22 @@ class Job:
     input_fn: str | None = None
 
 
-def check_cluster(address: str, tls: Tls | None, token: str, job: Job) -> Iterator[Finding]:
-    """All findings, up to the first step on which the rest depends."""
+def check_cluster(
+    address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: Job
+) -> Iterator[Finding]:
+    """All findings, up to the first step on which the rest depends. What the two raise is one of them."""
+    try:
+        tls = load_tls()
+    except TlsError as error:
+        yield problem("TLS", error.message, "docs/security.md says who needs which files.")
+        return
     reached = list(_way(address, tls))
     yield from reached
     if reached and reached[-1].level == "problem":
         return
     before = time.time()
     try:
-        with CoordinatorClient(address, token, tls=tls) as client:
+        with CoordinatorClient(address, read_token(), tls=tls) as client:
             reply = client.status(deadline_s=10.0)
     except PenstockError as error:
         yield _no_status(error, address)
@@ -68,8 +75,8 @@ def check_cluster(address: str, tls: Tls | None, token: str, job: Job) -> Iterat
     here = host_id()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         answers = pool.map(lambda worker: _connect_error(worker.tcp_address) if worker.live else "", reply.workers)
-        for worker, error in zip(reply.workers, answers, strict=True):
-            yield check_worker(worker, error, worker.host_id == here, reply.version)
+        for worker, refused in zip(reply.workers, answers, strict=True):
+            yield check_worker(worker, refused, worker.host_id == here, reply.version)
     yield check_slots(list(reply.workers), job)
 
 
@@ -84,10 +91,10 @@ def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
         yield problem("name", f"{host} does not resolve: {error.strerror}", f"getent hosts {host}; or use a number.")
         return
     yield ok("name", f"{host} is {', '.join(numbers)}")
-    if error_text := _connect_error(address):
+    if refused := _connect_error(address):
         yield problem(
             "connection",
-            f"{address}: {error_text}",
+            f"{address}: {refused}",
             f"Is `penstock coordinator --listen HOST:{port}` running there, on an address that this machine can reach, "
             "and does a firewall let it through?",
         )
@@ -119,7 +126,7 @@ def _connect_error(address: str) -> str:
 
 def _no_status(error: PenstockError, address: str) -> Finding:
     if isinstance(error, AuthenticationError):
-        return problem("token", error.message, "Use the file that the coordinator says at its start: --token-file FILE")
+        return problem("token", error.message, "The coordinator says at its start which file it is: --token-file FILE")
     if isinstance(error, NotPermittedError):
         return problem("token", error.message, "This command needs the line admin:... of the coordinator's token file.")
     if isinstance(error, VersionSkewError):

@@ -22,7 +22,6 @@ import difflib
 import os
 import re
 import stat
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +102,8 @@ def _usual() -> tuple[Path, ...]:
 
 
 def _read(path: Path) -> SettingsFile:
+    import tomllib  # most processes have no such file
+
     try:
         with path.open("rb") as opened:
             _refuse_others(path, os.fstat(opened.fileno()))

@@ -32,7 +32,8 @@ _SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
 
 
 def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
-    arguments, own = [], []
+    arguments: list[tuple[str, str]] = []
+    own: list[tuple[str, str]] = []
     shared: dict[str, list[tuple[str, str]]] = {head: [] for head, _ in _SECTIONS}
     for parameter in self.get_params(ctx):
         record = parameter.get_help_record(ctx)
@@ -61,6 +62,11 @@ class Group(TyperGroup):
     heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Head -> commands, in order; all others come under "Commands"."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of the heads, also where a shell completes."""
+        order = [name for commands in self.heads.values() for name in commands]
+        return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Under heads; then the commands."""
         _format_options(self, ctx, formatter)
@@ -69,14 +75,18 @@ class Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """By head."""
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
-        limit = formatter.width - 6 - max(map(len, names), default=0)
         listed = {name for commands in self.heads.values() for name in commands}
         rest = {"Commands": tuple(name for name in names if name not in listed)}
         for head, commands in {**self.heads, **rest}.items():
-            rows = [(name, self.commands[name].get_short_help_str(limit)) for name in commands if name in names]
+            rows = [(name, _first_line(self.commands[name])) for name in commands if name in names]
             if rows:
                 with formatter.section(head):
                     formatter.write_dl(rows)
+
+
+def _first_line(command: Any) -> str:
+    """Of its help, whole: what is cut off teaches nothing."""
+    return " ".join((command.help or "").split("\n\n")[0].split())
 
 
 class App(typer.Typer):

@@ -11,13 +11,9 @@ import typer
 from penstock.deploy.commands.base import Group, quiet_grpc, subcommands, tls_flags
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
-    Allow,
     AsJson,
     Coordinator,
-    CoordinatorListen,
     Debug,
-    Slots,
-    StateDir,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -68,11 +64,21 @@ def _doctor() -> None:
 @doctor.command("machine")
 @guarded
 def doctor_machine(
-    slots: Slots = None,
+    slots: Annotated[
+        int | None,
+        typer.Option("--slots", metavar="N", min=1, help="Slots of a worker here. Default: as set, else the cores."),
+    ] = None,
     input_fn: InputFn = None,
-    allow: Allow = None,
-    listen: CoordinatorListen = None,
-    state_dir: StateDir = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="PREFIX", help="Prefixes of that worker, for --input-fn; repeatable."),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Address of a coordinator here.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option("--state-dir", metavar="DIR", help="State directory of a coordinator here.")
+    ] = None,
     deadline: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For importing the loader's module.")
     ] = 60.0,
@@ -148,9 +154,9 @@ def doctor_cluster(
     from penstock.deploy.tokens import peer_token
 
     address = resolve(PeerSettings, coordinator=coordinator).coordinator
-    tls = resolve(TlsSettings, **tls_flags(tls_ca, tls_cert, tls_key, tls_name)).load()
-    token = peer_token("admin", token_file)
-    found = check_cluster(address, tls, token, Job(boxes, workers, input_fn))
+    tls = resolve(TlsSettings, **tls_flags(tls_ca, tls_cert, tls_key, tls_name))
+    job = Job(boxes, workers, input_fn)
+    found = check_cluster(address, tls.load, lambda: peer_token("admin", token_file), job)
     return show_findings(f"The cluster of {address}", list(found), as_json)
 
 

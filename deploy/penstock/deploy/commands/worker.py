@@ -8,6 +8,7 @@ from penstock.deploy.commands.base import subcommands, tls_flags
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
     Allow,
+    ConfigFile,
     Coordinator,
     Debug,
     Name,
@@ -44,12 +45,19 @@ def _worker(
     tls_name: TlsName = None,
     insecure: WorkerInsecure = None,
     ready_file: ReadyFile = None,
+    config: ConfigFile = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
 
     Prints its name as one line once the coordinator knows it. Waits for a coordinator that is not there yet. On
     SIGTERM or Ctrl-C it hands its slots on and ends.
+
+    \b
+    Examples:
+      penstock worker --slots 8 --allow mypackage                           beside its coordinator
+      penstock worker --slots 8 --allow mypackage --coordinator head:7070 \\
+          --listen 10.0.0.2:0 --token-file token                            on an input node
     """
     if context.invoked_subcommand is not None:
         return  # and not guarded: that ends the command
