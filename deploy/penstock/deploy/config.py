@@ -99,7 +99,8 @@ def example() -> Iterator[str]:
     yield "# Settings of Penstock. A flag wins over a variable, a variable over this file, this file over the default."
     yield "# Take away the # before what you want to set. `penstock config` shows what holds, and where it came from."
     yield ""
-    yield "# What coordinator, workers and training jobs share. Paths are relative to this file."
+    yield "# What coordinator, workers and training jobs share. Paths are relative to this file. With a coordinator"
+    yield "# here, Appliance() in a training job uses that one; without, it is embedded."
     yield f"[{CLUSTER}]"
     yield from _lines((PeerSettings, TlsSettings))
     yield from _setting("token_file", '""', TOKEN_FILE, "PENSTOCK_TOKEN_FILE")
