@@ -75,6 +75,7 @@ def test_mistakes_are_named_with_their_line(written: Path, text: str, says: str)
 
 
 def test_the_example_is_every_setting_at_its_default(written: Path) -> None:
+    written.write_text("")
     text = "\n".join(example())
     assert tomllib.loads(text) == {"cluster": {}, "coordinator": {}, "worker": {}, "client": {}}
     parsed = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))

@@ -33,9 +33,18 @@ class _FindsWhatIsMeant(Group):
         if ctx.resilient_parsing and not args:  # a shell that completes: nothing is meant yet
             return super().parse_args(ctx, args)
         if not args or args[0] not in (*self.commands, *ctx.help_option_names):
-            target = args and (not args[0].startswith("-") or _INPUT_FN.fullmatch(args[-1]) or Path(args[-1]).exists())
-            args = ["loader" if target else "machine", *args]
+            args = ["loader" if _has_target(args) else "machine", *args]
         return super().parse_args(ctx, args)
+
+
+def _has_target(args: list[str]) -> bool:
+    """A loader or a checkpoint, at the beginning, or at the end after options and no value of one."""
+    if not args:
+        return False
+    before = args[-2] if len(args) > 1 else ""
+    value = before.startswith("-") and before not in ("--json", "--debug", "--replay")
+    last = bool(_INPUT_FN.fullmatch(args[-1])) or Path(args[-1]).exists()
+    return not args[0].startswith("-") or (last and not value)
 
 
 doctor = subcommands(_FindsWhatIsMeant)
