@@ -15,6 +15,7 @@ from penstock.deploy.resolving import check_settings_file
 from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings, describe, resolve
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.job import JobSettings
+from penstock.proto.settings import Section
 
 CLUSTER = '[cluster]\ncoordinator = "head:7070"\ntls_ca = "pki/ca.pem"\n'
 
@@ -88,11 +89,12 @@ def test_the_example_is_every_setting_at_its_default(written: Path) -> None:
             assert field.description is not None
             assert field.description in text
     # All of it taken for real is what nothing at all is.
-    before = [section() for section in (PeerSettings, TlsSettings, JobSettings)]
+    sections: list[type[Section]] = [PeerSettings, TlsSettings, JobSettings]
+    before = [section() for section in sections]
     written.write_text(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
     check_settings_file()
     address = {"address": "127.0.0.1:7070"}  # a job is embedded unless the file names a coordinator, as this one does
-    assert [PeerSettings(), TlsSettings(), JobSettings()] == [*before[:2], before[2].model_copy(update=address)]
+    assert [section() for section in sections] == [*before[:2], before[2].model_copy(update=address)]
     assert resolve(WorkerSettings, slots=1, allow="a").listen == "127.0.0.1:0"
 
 

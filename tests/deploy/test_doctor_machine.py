@@ -36,13 +36,13 @@ GIB = 1 << 30
         (machine.check_kernel("6.1", {}), "ok", "pidfd"),
         (machine.check_kernel("6.1", {"O_DIRECT": "no"}), "ok", "optional"),
         (machine.check_kernel("4.4", {"pidfd_open": "Function not implemented"}), "problem", "without pidfd_open"),
-        (machine.check_memory(64 * GIB, None, 0, 8), "ok", "64.0 GiB free"),
-        (machine.check_memory(64 * GIB, 3 * GIB, GIB, 8), "warning", "2.0 GiB free, 3.0 GiB at most"),
-        (machine.check_memory(GIB // 4, None, 0, 1), "problem", "256.0 MiB free"),
+        (machine.check_memory(64 * GIB, None, 8), "ok", "64.0 GiB free"),
+        (machine.check_memory(64 * GIB, (3 * GIB, 2 * GIB), 8), "warning", "2.0 GiB free, 3.0 GiB at most"),
+        (machine.check_memory(GIB // 4, None, 1), "problem", "256.0 MiB free"),
         (machine.check_files(-1, -1, 4096), "ok", "any number"),
         (machine.check_files(256, 4096, 32), "problem", "256 at most (4096 if asked for)"),
-        (machine.check_processes(-1, None, 0, 64), "ok", "any number"),
-        (machine.check_processes(-1, 400, 300, 8), "problem", "100 more processes"),
+        (machine.check_processes(-1, None, 64), "ok", "any number"),
+        (machine.check_processes(-1, (400, 100), 8), "problem", "100 more processes"),
         (machine.check_locked_memory(8 << 20, "cuda"), "warning", "device=cuda locks its ring"),
         (machine.check_locked_memory(8 << 20, ""), "ok", "matters with device=cuda only"),
         (machine.check_clock("tsc", NOW, True), "ok", "kept by NTP"),
@@ -65,14 +65,17 @@ def test_what_is_said_of_values(finding: Finding, level: str, says: str) -> None
     assert bool(finding.remedy) == (level != "ok")
 
 
-def test_the_tightest_limit_of_a_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))[3:]
-    folder = tmp_path / "pod" / own.strip("/")
-    folder.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "pod" / "memory.max").write_text("max\n")
-    assert probes.cgroup("memory.max", tmp_path / "pod") is None
-    (tmp_path / "pod" / "memory.max").write_text("1000\n")
-    assert probes.cgroup("memory.max", tmp_path / "pod") == 1000
+def test_the_cgroup_that_leaves_the_least_counts(tmp_path: Path) -> None:
+    assert probes.cgroup_room("memory", tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    assert probes.cgroup_room("memory", tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 500\n")
+    assert probes.cgroup_room("memory", tmp_path) == (1000, 600)
+    (tmp_path / "pids.max").write_text("64\n")
+    (tmp_path / "pids.current").write_text("60\n")
+    assert probes.cgroup_room("pids", tmp_path) == (64, 4)
 
 
 def machine_of(done: Any) -> dict[str, dict[str, str]]:

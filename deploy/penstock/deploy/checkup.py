@@ -61,10 +61,9 @@ def check_machine(asked: Asked) -> Iterator[Finding]:
     slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
     device = _value(JobSettings, "device", asked) or ""
     available = probes.memory_available(Path("/proc/meminfo").read_text())
-    yield machine.check_memory(available, probes.cgroup("memory.max"), probes.cgroup("memory.current") or 0, slots)
+    yield machine.check_memory(available, probes.cgroup_room("memory"), slots)
     yield machine.check_files(*resource.getrlimit(resource.RLIMIT_NOFILE), slots)
-    pids = probes.cgroup("pids.max"), probes.cgroup("pids.current") or 0
-    yield machine.check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0], *pids, slots)
+    yield machine.check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0], probes.cgroup_room("pids"), slots)
     yield machine.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device)
     now = datetime.datetime.now(datetime.UTC)
     yield machine.check_clock(probes.clock_source(), now, probes.clock_synchronised())

@@ -95,15 +95,14 @@ def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:
     return ok("kernel", f"{release}: sealed memfd, pidfd, subreaper, SEQPACKET with descriptors{without}")
 
 
-def check_memory(available: int, limit: int | None, used: int, slots: int) -> Finding:
+def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
     """
     Args:
         available: bytes of the machine.
-        limit: of this cgroup, bytes; None if it has none.
-        used: by this cgroup, bytes.
+        cgroup: the limit of ours, and what it leaves, bytes; None if it has none.
     """
-    left = available if limit is None else max(0, min(available, limit - used))
-    within = "" if limit is None else f", {size(limit)} at most in this cgroup"
+    left = available if cgroup is None else max(0, min(available, cgroup[1]))
+    within = "" if cgroup is None else f", {size(cgroup[0])} at most in this cgroup"
     need = slots * RUNNER_BYTES
     found = f"{size(left)} free{within}; {slots} slots take about {size(need)} before your data. Rings count as shared"
     if left < RUNNER_BYTES:
@@ -140,11 +139,13 @@ def check_locked_memory(soft: int, device: str) -> Finding:
     return ok("locked memory", found if device.startswith("cuda") else f"{found}; matters with device=cuda only")
 
 
-def check_processes(limit: int, pids_max: int | None, pids_now: int, slots: int) -> Finding:
-    """`limit`: processes and threads of this user, -1 = any. `pids_max`, `pids_now`: of this cgroup."""
-    left = -1 if limit < 0 else limit
-    if pids_max is not None:
-        left = pids_max - pids_now if left < 0 else min(left, pids_max - pids_now)
+def check_processes(limit: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
+    """
+    Args:
+        limit: processes and threads of this user, -1 = any.
+        cgroup: the limit of ours, and what it leaves; None if it has none.
+    """
+    left = limit if cgroup is None else cgroup[1] if limit < 0 else min(limit, cgroup[1])
     need = SPARE_TASKS + RUNNER_TASKS * slots
     found = f"{_limit(left)} more processes and threads; {slots} slots may need {need}"
     if 0 <= left < need:

@@ -17,13 +17,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 __all__ = [
     "bind_error",
-    "cgroup",
+    "cgroup_room",
     "clock_source",
     "clock_synchronised",
     "fsync_s",
@@ -34,6 +34,7 @@ __all__ = [
     "requirements",
 ]
 
+CGROUPS = Path("/sys/fs/cgroup")
 SYNCS = 9
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _STA_UNSYNC, _STATUS_AT, _TIMEX_BYTES = 0x40, 40, 512
@@ -139,31 +140,47 @@ def memory_available(meminfo: str) -> int:
     return 0
 
 
-def cgroup(name: str, root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """A number of our cgroup (v2): memory.max, memory.current, pids.max. None: no limit, or not known.
+def cgroup_room(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
+    """Of "memory" or "pids": the limit of the cgroup that leaves the least, and what it leaves. None: no limit.
 
-    A limit may be set anywhere above: the smallest of those counts.
+    Memory that only caches files, and would be given up, counts as free.
     """
+    rooms = []
+    for folder in _cgroups(root):
+        limit, used = _number(folder / f"{what}.max"), _number(folder / f"{what}.current") or 0
+        if limit is not None:
+            rooms.append((limit - used + _cached(folder) if what == "memory" else limit - used, limit))
+    return min(rooms)[::-1] if rooms else None
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Our own folder, and those above."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
+        return
     own = next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), "/")
-    found: list[int] = []
-    folder = Path(f"{root}{own}".rstrip("/"))
-    while True:
-        try:
-            text = (folder / name).read_text().strip()
-            if text.isdigit():
-                found.append(int(text))
-        except OSError:
-            pass
-        if folder == root or root not in folder.parents:
-            break
+    folder = root / own.strip("/")
+    yield folder
+    while folder != root:
         folder = folder.parent
-    if not found:
+        yield folder
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
         return None
-    return found[0] if name.endswith(".current") else min(found)
+    return int(text) if text.isdigit() else None
+
+
+def _cached(folder: Path) -> int:
+    try:
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0)
 
 
 def clock_source() -> str:
