@@ -88,12 +88,10 @@ class _FromFile(PydanticBaseSettingsSource):
         file = read_settings_file() if self._section.table else None
         if file is None:
             return {}
-        given = {name.upper() for name in self.current_state}
+        # By the name that arguments and variables go by in pydantic-settings, so that theirs come before the file's.
         return {
             variables(self._section, name)[0] if self._section.model_fields[name].validation_alias else name: value
             for name, value in from_file(self._section, file).items()
-            # By whatever name an argument or variable gave it.
-            if not given & {name.upper(), *variables(self._section, name)}
         }
 
 
