@@ -102,9 +102,12 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
                 )
             )
 
-    asyncio.run(register())
-    found = of(cluster, Job())["worker far"]
-    assert found.level == "problem", found  # before its lease of 3 s has run out
+    for _ in range(5):  # on a machine that is very busy its lease of 3 s may have run out
+        asyncio.run(register())
+        found = of(cluster, Job())["worker far"]
+        if "lost" not in found.found:
+            break
+    assert found.level == "problem", found
     assert "lanes at 127.0.0.1:1, which cannot be reached from here: Connection refused" in found.found
     assert "penstock worker --listen ITS-ADDRESS:0" in found.remedy
 
