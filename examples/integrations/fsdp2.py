@@ -16,7 +16,6 @@ import torch.distributed as dist
 from integrations.command import StepLog, options
 from integrations.data import input_fn
 from integrations.model import ByteModel
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -45,9 +44,9 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
         done = checkpointer.restore(state) or 0
         executor = DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
         for batch in executor:
-            loss = nn.functional.cross_entropy(model(batch["context"]), batch["target"])
+            loss = model(batch["context"], batch["target"])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             log.write(executor.step, loss.item(), batch)
             save()

@@ -13,7 +13,6 @@ import torch
 from integrations.command import StepLog, options
 from integrations.data import input_fn
 from integrations.model import ByteModel
-from torch import nn
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.checkpoint import AsyncCheckpointer
@@ -30,9 +29,9 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
         done = checkpointer.restore(state) or 0
         executor = DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
         for batch in executor:
-            loss = nn.functional.cross_entropy(model(batch["context"]), batch["target"])
+            loss = model(batch["context"], batch["target"])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             log.write(executor.step, loss.item(), batch)
             if executor.on_checkpoint_step:

@@ -2,13 +2,12 @@
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.titan_style --out run1
 
-Whatever has a state is a Stateful, and all of them are saved by `torch.distributed.checkpoint`. The DataLoader is one as
-it is. A step of this loop is one of the optimizer; the loader counts batches, of which each step takes several.
+Whatever has a state is a Stateful, and all of them are saved by `torch.distributed.checkpoint`. The DataLoader is one
+as it is. A step of this loop is one of the optimizer; the loader counts batches, of which each step takes several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from integrations.command import StepLog, options
 from integrations.data import input_fn
 from integrations.model import ByteModel
@@ -27,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -106,14 +106,14 @@ class Checkpoints:
     def save(self, step: int, *, last: bool) -> None:
         """All ranks call it after each step."""
         if last or step % self.interval == 0:
-            dcp.save(self.states, checkpoint_id=self.folder / f"step-{step}")
+            save(self.states, checkpoint_id=self.folder / f"step-{step}")
 
     def load(self) -> None:
         """The newest, if there is one."""
         steps = [int(index.parent.name.removeprefix("step-")) for index in self.folder.glob("step-*/.metadata")]
         dist.barrier()  # all ranks have looked, so that nobody sees what another one saves next
         if steps:
-            dcp.load(self.states, checkpoint_id=self.folder / f"step-{max(steps)}")
+            load(self.states, checkpoint_id=self.folder / f"step-{max(steps)}")
 
 
 class Trainer(Stateful):
@@ -173,21 +173,20 @@ class Trainer(Stateful):
             )
             while self.step < config.steps:
                 taken = [next(batches) for _ in range(microbatches)]
-                loss = self.train_step(iter(taken))
+                loss = self.train_step(taken)
                 self.step += 1
                 log.write(self.step, loss, *taken)
                 self.checkpoints.save(self.step, last=self.step == config.steps)
 
-    def train_step(self, batches: Iterator[Batch]) -> float:
-        """One step of the optimizer; returns the mean loss of this rank's microbatches."""
+    def train_step(self, batches: list[Batch]) -> float:
+        """One step of the optimizer; returns the mean loss of these microbatches, which are this rank's."""
         assert isinstance(self.model, FSDPModule)
         self.optimizer.zero_grad()
         total = 0.0
-        for number in range(1, self.microbatches + 1):
-            batch = next(batches)
-            self.model.set_requires_gradient_sync(number == self.microbatches)  # the ranks add theirs up once a step
-            loss = nn.functional.cross_entropy(self.model(batch["context"]), batch["target"]) / self.microbatches
-            loss.backward()  # type: ignore[no-untyped-call]
+        for batch in batches:
+            self.model.set_requires_gradient_sync(batch is batches[-1])  # the ranks add theirs up once a step
+            loss = self.model(batch["context"], batch["target"]) / self.microbatches
+            loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
