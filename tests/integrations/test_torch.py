@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import TOKEN, Cluster, running
 from kill_and_resume import EXAMPLES, Lines, Training
 
-KILLED_AT = 14
-MORE = 6
+pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
+
+KILLED_AT = 8
+MORE = 4
 """Steps that it goes on for."""
-OPTIONS = ("--checkpoint-every", "5")
+OPTIONS = ("--checkpoint-every", "3")
+SEED = {"PENSTOCK_SEED": "1"}
+"""One for all, so that all runners are forked from one interpreter."""
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +31,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def through(cluster: Cluster, job: str) -> dict[str, str]:
-    """What tells a training job of these daemons. One seed, so that all runners are forked from one interpreter."""
-    return {
-        "PENSTOCK_COORDINATOR": cluster.address,
-        "PENSTOCK_TOKEN": TOKEN,
-        "PENSTOCK_JOB": job,
-        "PENSTOCK_SEED": "1",
-    }
+    """What tells a training job of these daemons."""
+    return {"PENSTOCK_COORDINATOR": cluster.address, "PENSTOCK_TOKEN": TOKEN, "PENSTOCK_JOB": job, **SEED}
+
+
+def last_step(logs: Lines) -> int:
+    return max(int(log[-1]["step"]) for log in logs.values())
 
 
 def check(killed: Lines, resumed: Lines, whole: Lines) -> None:
@@ -47,24 +52,68 @@ def check(killed: Lines, resumed: Lines, whole: Lines) -> None:
         assert len(resumed[rank]) == len(lines) - first + 1
 
 
-def same(line: dict[str, object]) -> dict[str, object]:
+def same(line: dict[str, Any]) -> dict[str, Any]:
     """What of a line may not differ between two lives."""
     return {name: value for name, value in line.items() if name not in ("time", "waited_s")}
 
 
+def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path) -> None:
+    """And it goes on through a coordinator elsewhere, which is not to be noticed."""
+    training = Training("integrations.plain", tmp_path / "killed", SEED)
+    killed = training.killed(1, *OPTIONS, at=KILLED_AT)
+    steps = last_step(killed) + MORE
+    training.environment = through(cluster, "plain-resumed")
+    resumed = training.to_the_end(1, *OPTIONS, steps=steps)
+    whole = Training("integrations.plain", tmp_path / "whole", through(cluster, "plain-whole"))
+    check(killed, resumed, whole.to_the_end(1, *OPTIONS, steps=steps))
+
+
 @pytest.mark.parametrize(
-    ("module", "ranks"),
+    "module",
     [
-        pytest.param("train_lm.train", 2, id="DDP"),
-        pytest.param("integrations.fsdp2", 2, id="FSDP2"),
-        pytest.param("integrations.titan_style", 2, id="torchtitan-style"),
-        pytest.param("integrations.tensor_parallel", 4, id="tensor parallel"),
+        pytest.param("train_lm.train", id="DDP"),
+        pytest.param("integrations.fsdp2", id="FSDP2"),
+        pytest.param("integrations.titan_style", id="torchtitan-style"),
     ],
 )
-def test_killed_and_started_again(cluster: Cluster, tmp_path: Path, module: str, ranks: int) -> None:
+def test_two_boxes(cluster: Cluster, tmp_path: Path, module: str) -> None:
     training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
-    killed = training.killed(ranks, *OPTIONS, at=KILLED_AT)
-    steps = max(log[-1]["step"] for log in killed.values()) + MORE
-    resumed = training.to_the_end(ranks, *OPTIONS, steps=steps)
+    killed = training.killed(2, *OPTIONS, at=KILLED_AT)
+    steps = last_step(killed) + MORE
+    resumed = training.to_the_end(2, *OPTIONS, steps=steps)
     whole = Training(module, tmp_path / "whole", through(cluster, f"{module}-whole"))
-    check(killed, resumed, whole.to_the_end(ranks, *OPTIONS, steps=steps))
+    check(killed, resumed, whole.to_the_end(2, *OPTIONS, steps=steps))
+
+
+def test_tensor_parallel(cluster: Cluster, tmp_path: Path) -> None:
+    """Two boxes of two ranks; then what they saved goes on with one box of two, and that with two of one."""
+    module = "integrations.tensor_parallel"
+    training = Training(module, tmp_path / "killed", through(cluster, "tp-killed"))
+    killed = training.killed(4, *OPTIONS, at=KILLED_AT)
+    steps = last_step(killed) + MORE
+    resumed = training.to_the_end(4, *OPTIONS, steps=steps)
+    one_box = training.to_the_end(2, *OPTIONS, "--tp", "2", steps=steps + 2)
+    two_boxes = training.to_the_end(2, *OPTIONS, "--tp", "1", steps=steps + 4)
+
+    whole = Training(module, tmp_path / "whole", through(cluster, "tp-whole")).to_the_end(4, *OPTIONS, steps=steps + 4)
+    for first, other in (("rank0.jsonl", "rank1.jsonl"), ("rank2.jsonl", "rank3.jsonl")):
+        assert whole[first] == whole[other], "the ranks of a group had other batches, or another loss"
+    assert whole["rank0.jsonl"] != whole["rank2.jsonl"]
+    check(killed, resumed, {rank: lines[:steps] for rank, lines in whole.items()})
+
+    expected = rows(whole["rank0.jsonl"], whole["rank2.jsonl"])[steps:]
+    assert rows(one_box["rank0.jsonl"]) == expected[:2]
+    assert rows(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == expected[2:]
+    assert losses(one_box["rank0.jsonl"]) + losses(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == pytest.approx(
+        losses(whole["rank0.jsonl"], whole["rank2.jsonl"])[steps:], rel=1e-4
+    )
+
+
+def rows(*boxes: list[dict[str, Any]]) -> list[list[int]]:
+    """The pieces of each global batch, in its order: boxes have its rows in turn."""
+    return [list(chain(*zip(*(line["pieces"] for line in step), strict=True))) for step in zip(*boxes, strict=True)]
+
+
+def losses(*boxes: list[dict[str, Any]]) -> list[float]:
+    """The mean over the boxes. Sums are made in another order on another shape, so it is not the same to the bit."""
+    return [sum(float.fromhex(line["loss"]) for line in step) / len(boxes) for step in zip(*boxes, strict=True)]

@@ -27,6 +27,7 @@ __all__ = ["ENDLESS", "Line", "Lines", "Training"]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 IMPORTED = (
+    "torch._dynamo",  # which FSDP2 imports when it is used, in each rank
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -50,7 +51,7 @@ class Training:
     def __init__(self, module: str, out: Path, environment: Mapping[str, str]) -> None:
         """`environment`: what it gets besides torchrun's variables."""
         self.module, self.out = module, out
-        self._environment = dict(environment)
+        self.environment = environment
         out.mkdir(parents=True)
 
     def to_the_end(self, ranks: int, *options: str, steps: int) -> Lines:
@@ -85,7 +86,7 @@ class Training:
         """As `to_the_end`, but started as a user would."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += ["-m", self.module, *options, "--steps", str(steps), "--out", str(self.out)]
-        environment = {**os.environ, **_paths(), **self._environment, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **_paths(), **self.environment, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
         assert done.returncode == 0, done.stderr
         return self._logged()
@@ -93,7 +94,7 @@ class Training:
     def _launch(self, ranks: int, *options: str) -> list[_Rank]:
         arguments = [*options, "--out", str(self.out)]
         shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo", **self._environment}
+        shared |= {"MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo", **self.environment}
         return [
             _fork(self.module, arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(ranks)
