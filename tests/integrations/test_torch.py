@@ -14,10 +14,10 @@ from kill_and_resume import EXAMPLES, Lines, Training
 
 pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
 
-KILLED_AT = 8
-MORE = 4
+KILLED_AT = 5
+MORE = 3
 """Steps that it goes on for."""
-OPTIONS = ("--checkpoint-every", "3")
+OPTIONS = ("--checkpoint-every", "2")
 SEED = {"PENSTOCK_SEED": "1"}
 """One for all, so that all runners are forked from one interpreter."""
 

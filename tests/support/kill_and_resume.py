@@ -8,6 +8,7 @@ logs a line of JSON for each step and rank, at the end of OUT/*.jsonl.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import runpy
@@ -103,7 +104,7 @@ class Training:
     @staticmethod
     def _kill(launched: Sequence[_Rank]) -> None:
         for one in launched:
-            if not one.is_over:
+            with contextlib.suppress(ProcessLookupError):  # it is over
                 os.killpg(one.pid, signal.SIGKILL)
 
     def _logged(self) -> Lines:
@@ -203,18 +204,19 @@ def _serve(control: socket.socket) -> None:
     for name in IMPORTED:
         __import__(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: they say themselves how it went
     while True:
         data, handles, _, _ = socket.recv_fds(control, 1 << 20, 1)
+        with contextlib.suppress(ChildProcessError):  # there is none; how they ended they say themselves
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if not data:
             return
         pid = os.fork()
         if pid == 0:
-            os.setpgid(0, 0)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             _work(json.loads(data), handles[0])
         os.close(handles[0])
+        os.setpgid(pid, pid)  # before anybody hears of it who may kill it
         control.send(str(pid).encode())
 
 
