@@ -47,8 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for number in range(6):
             with tarfile.open(folder / name / f"{number}.tar", "w") as tar:
                 for key in range(10):
-                    text = f"{name} {number} {key}".encode()
-                    for kind, content in (("txt", text), ("json", b"{}")):
+                    for kind, content in (("txt", f"{name} {number} {key}".encode()), ("json", b"{}")):
                         info = tarfile.TarInfo(f"{key:03}.{kind}")
                         info.size = len(content)
                         tar.addfile(info, io.BytesIO(content))

@@ -74,9 +74,10 @@ def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path)
         pytest.param("train_lm.train", id="DDP"),
         pytest.param("integrations.fsdp2", id="FSDP2"),
         pytest.param("integrations.titan_style", id="torchtitan-style"),
+        pytest.param("integrations.pipeline_parallel", id="pipeline parallel"),
     ],
 )
-def test_two_boxes(cluster: Cluster, tmp_path: Path, module: str) -> None:
+def test_two_ranks(cluster: Cluster, tmp_path: Path, module: str) -> None:
     training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
     killed = training.killed(2, *OPTIONS, at=KILLED_AT)
     steps = last_step(killed) + MORE
