@@ -65,7 +65,9 @@ def train(steps: int, checkpoint_every: int, out: Path) -> None:
             stack.enter_context(Appliance(box=mesh.get_local_rank("dp"), num_boxes=mesh["dp"].size()))
             state["loader"] = loader = DataLoader(input_fn, global_batch_size=32)
         done = checkpointer.restore(state) or 0
-        executor = loader and DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
+        executor = None
+        if loader is not None:
+            executor = DataExecutor(loader, num_steps=steps - done, checkpoint_steps=checkpoint_every)
         for step, batch in enumerate(from_first(executor, pipeline), start=done + 1):
             optimizer.zero_grad()
             losses: list[torch.Tensor] = []

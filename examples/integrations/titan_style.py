@@ -137,17 +137,14 @@ class Trainer(Stateful):
 
         self.appliance = Appliance(box=dims.dp_rank(mesh), num_boxes=dims.dp)
         self.loader = DataLoader(input_fn, global_batch_size=per_microbatch)
-        self.checkpoints = Checkpoints(
-            config.folder / "checkpoints",
-            config.checkpoint_interval,
-            {
-                "model": ModelState(self.model),
-                "optimizer": OptimizerState(self.model, self.optimizer),
-                "scheduler": self.scheduler,
-                "loader": self.loader,
-                "trainer": self,
-            },
-        )
+        states: dict[str, Stateful] = {
+            "model": ModelState(self.model),
+            "optimizer": OptimizerState(self.model, self.optimizer),
+            "scheduler": self.scheduler,
+            "loader": self.loader,
+            "trainer": self,
+        }
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", config.checkpoint_interval, states)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}

@@ -21,4 +21,5 @@ def test_every_block_is_of_an_example() -> None:
     examples = [*(ROOT / "examples/integrations").glob("*.py"), ROOT / "examples/train_lm/train.py"]
     texts = [part for example in examples for part in parts_of(example.read_text())]
     for block in blocks:
+        compile(textwrap.dedent(block), "a block", "exec")
         assert any(textwrap.dedent(block) in text for text in texts), block
