@@ -16,7 +16,7 @@ def parts_of(text: str, indents: int = 4) -> list[str]:
 
 def test_every_block_is_of_an_example() -> None:
     page = (ROOT / "docs/integrations.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
     examples = [*(ROOT / "examples/integrations").glob("*.py"), ROOT / "examples/train_lm/train.py"]
     texts = [part for example in examples for part in parts_of(example.read_text())]
