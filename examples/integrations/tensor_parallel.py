@@ -11,6 +11,7 @@ A checkpoint goes on with other numbers of both.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -32,18 +33,28 @@ from penstock.client.checkpoint import AsyncCheckpointer
 
 Batch = dict[str, torch.Tensor]
 
+HEADER = 1024
+"""Bytes for the names, dtypes and shapes of a batch."""
+
 
 def from_first(batches: Iterable[Batch] | None, group: dist.ProcessGroup) -> Iterator[Batch]:
     """The batches of a group's first rank, on all of its ranks, one at a time. The other ranks give None."""
     source = None if batches is None else iter(batches)
     while True:
         batch = None if source is None else next(source, None)
-        forms = [None if batch is None else {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}]
-        dist.broadcast_object_list(forms, group_src=0, group=group)
-        if forms[0] is None:
+        form: dict[str, list[Any]] | None = None
+        if batch is not None:
+            form = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in batch.items()}
+        header = torch.frombuffer(bytearray(json.dumps(form).encode().ljust(HEADER)), dtype=torch.uint8)
+        dist.broadcast(header, group_src=0, group=group)
+        form = json.loads(header.numpy().tobytes())
+        if form is None:
             return  # the end of the data, for all of them
         if batch is None:
-            batch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms[0].items()}
+            batch = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                for name, (dtype, *shape) in form.items()
+            }
         for tensor in batch.values():
             dist.broadcast(tensor, group_src=0, group=group)
         yield batch

@@ -47,9 +47,11 @@ def names_for(loader: DataLoader, rank: int, names: set[str], key: str) -> str:
     """
     if SHARED in names:
         return SHARED
+    if _own(rank) in names:
+        return _own(rank)
     saved = sorted(names)
-    if _own(rank) in names or len(names) == 1:
-        return _own(rank) if _own(rank) in names else saved[0]
+    if len(saved) == 1:
+        return saved[0]
     raise StateMismatchError(
         f"{key!r} was saved by {len(saved)} ranks with a run of its own each, and rank {rank} was none of them: load "
         f"it on {len(saved)} ranks, or save with one run for all (Appliance(box=rank, num_boxes=ranks))"
