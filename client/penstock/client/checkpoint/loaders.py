@@ -6,7 +6,8 @@ parts come and go, as a loader's may, can only be loaded into one that has the s
 
 Which rank saves it: the state of a run with several boxes is that of all of them, so the rank with box 0 asks for it
 and the others do not. Ranks with a run each (an embedded appliance each, say) have states of their own, under names
-with the rank in them, and those can only be given to as many ranks again.
+with the rank in them, and those can only be given to as many ranks again. A single one of them is that of a run with
+one box, whose model was split over several ranks; it goes onto any.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def names_for(loader: DataLoader, rank: int, names: set[str], key: str) -> str:
     """
     if SHARED in names:
         return SHARED
-    saved = sorted(names)
     if _own(rank) in names:
         return _own(rank)
+    saved = sorted(names)
+    if len(saved) == 1:
+        return saved[0]
     raise StateMismatchError(
         f"{key!r} was saved by {len(saved)} ranks with a run of its own each, and rank {rank} was none of them: load "
         f"it on {len(saved)} ranks, or save with one run for all (Appliance(box=rank, num_boxes=ranks))"

@@ -1,0 +1,43 @@
+"""The model of these examples: small, and made of parts that can be sharded and split."""
+
+from __future__ import annotations
+
+import torch
+from integrations.data import CONTEXT
+from torch import nn
+
+__all__ = ["Block", "ByteModel"]
+
+WIDTH = 16
+"""Numbers for each byte of the context."""
+
+
+class ByteModel(nn.Module):
+    """Guesses the next byte from those before it. 103,168 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(Block(CONTEXT * WIDTH) for _ in range(2))
+        self.head = nn.Linear(CONTEXT * WIDTH, 256)
+
+    def forward(self, context: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """context: int64, [rows, CONTEXT]; target: int64, [rows]. Returns the loss: nats a byte, the rows' mean."""
+        hidden = self.embedding(context).flatten(1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden), target)
+
+
+class Block(nn.Module):
+    """What is added to what came in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: float32, [rows, width]; returns the same."""
+        added: torch.Tensor = self.down(nn.functional.gelu(self.up(hidden)))
+        return hidden + added

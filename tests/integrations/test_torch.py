@@ -1,0 +1,120 @@
+"""The examples of plain torch are killed with SIGKILL and started again: every step is there, equal to the last bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import TOKEN, Cluster, running
+from kill_and_resume import EXAMPLES, Lines, Training
+
+pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
+
+KILLED_AT = 5
+MORE = 3
+"""Steps that it goes on for."""
+OPTIONS = ("--checkpoint-every", "2")
+SEED = {"PENSTOCK_SEED": "1"}
+"""One for all, so that all runners are forked from one interpreter."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    path = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with running(tmp_path_factory.mktemp("state"), PYTHONPATH=path) as cluster:
+        cluster.add_worker(8, "--allow", "train_lm", allow="integrations")
+        yield cluster
+
+
+def through(cluster: Cluster, job: str) -> dict[str, str]:
+    """What tells a training job of these daemons."""
+    return {"PENSTOCK_COORDINATOR": cluster.address, "PENSTOCK_TOKEN": TOKEN, "PENSTOCK_JOB": job, **SEED}
+
+
+def last_step(logs: Lines) -> int:
+    return max(int(log[-1]["step"]) for log in logs.values())
+
+
+def check(killed: Lines, resumed: Lines, whole: Lines) -> None:
+    """Both lives of a training are parts of the one that was not killed, and together all of it."""
+    assert killed.keys() == resumed.keys() == whole.keys()
+    for rank, lines in whole.items():
+        steps = [line["step"] for line in lines]
+        assert steps == list(range(1, len(steps) + 1))
+        first = resumed[rank][0]["step"]
+        assert 1 < first <= len(killed[rank]) + 1, "it goes on from a checkpoint, and leaves out nothing"
+        for life, at in ((killed[rank], 0), (resumed[rank], first - 1)):
+            assert [same(line) for line in life] == [same(line) for line in lines[at : at + len(life)]]
+        assert len(resumed[rank]) == len(lines) - first + 1
+
+
+def same(line: dict[str, Any]) -> dict[str, Any]:
+    """What of a line may not differ between two lives."""
+    return {name: value for name, value in line.items() if name not in ("time", "waited_s")}
+
+
+def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path) -> None:
+    """And it goes on through a coordinator elsewhere, which is not to be noticed."""
+    training = Training("integrations.plain", tmp_path / "killed", SEED)
+    killed = training.killed(1, *OPTIONS, at=KILLED_AT)
+    steps = last_step(killed) + MORE
+    training.environment = through(cluster, "plain-resumed")
+    resumed = training.to_the_end(1, *OPTIONS, steps=steps)
+    whole = Training("integrations.plain", tmp_path / "whole", through(cluster, "plain-whole"))
+    check(killed, resumed, whole.to_the_end(1, *OPTIONS, steps=steps))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("train_lm.train", id="DDP"),
+        pytest.param("integrations.fsdp2", id="FSDP2"),
+        pytest.param("integrations.titan_style", id="torchtitan-style"),
+        pytest.param("integrations.pipeline_parallel", id="pipeline parallel"),
+    ],
+)
+def test_two_ranks(cluster: Cluster, tmp_path: Path, module: str) -> None:
+    training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
+    killed = training.killed(2, *OPTIONS, at=KILLED_AT)
+    steps = last_step(killed) + MORE
+    resumed = training.to_the_end(2, *OPTIONS, steps=steps)
+    whole = Training(module, tmp_path / "whole", through(cluster, f"{module}-whole"))
+    check(killed, resumed, whole.to_the_end(2, *OPTIONS, steps=steps))
+
+
+def test_tensor_parallel(cluster: Cluster, tmp_path: Path) -> None:
+    """Two boxes of two ranks; then what they saved goes on with one box of two, and that with two of one."""
+    module = "integrations.tensor_parallel"
+    training = Training(module, tmp_path / "killed", through(cluster, "tp-killed"))
+    killed = training.killed(4, *OPTIONS, at=KILLED_AT)
+    steps = last_step(killed) + MORE
+    resumed = training.to_the_end(4, *OPTIONS, steps=steps)
+    one_box = training.to_the_end(2, *OPTIONS, "--tp", "2", steps=steps + 2)
+    two_boxes = training.to_the_end(2, *OPTIONS, "--tp", "1", steps=steps + 4)
+
+    whole = Training(module, tmp_path / "whole", through(cluster, "tp-whole")).to_the_end(4, *OPTIONS, steps=steps + 4)
+    for first, other in (("rank0.jsonl", "rank1.jsonl"), ("rank2.jsonl", "rank3.jsonl")):
+        assert whole[first] == whole[other], "the ranks of a group had other batches, or another loss"
+    assert whole["rank0.jsonl"] != whole["rank2.jsonl"]
+    check(killed, resumed, {rank: lines[:steps] for rank, lines in whole.items()})
+
+    expected = rows(whole["rank0.jsonl"], whole["rank2.jsonl"])[steps:]
+    assert rows(one_box["rank0.jsonl"]) == expected[:2]
+    assert rows(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == expected[2:]
+    assert losses(one_box["rank0.jsonl"]) + losses(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == pytest.approx(
+        losses(whole["rank0.jsonl"], whole["rank2.jsonl"])[steps:], rel=1e-4
+    )
+
+
+def rows(*boxes: list[dict[str, Any]]) -> list[list[int]]:
+    """The pieces of each global batch, in its order: boxes have its rows in turn."""
+    return [list(chain(*zip(*(line["pieces"] for line in step), strict=True))) for step in zip(*boxes, strict=True)]
+
+
+def losses(*boxes: list[dict[str, Any]]) -> list[float]:
+    """The mean over the boxes. Sums are made in another order on another shape, so it is not the same to the bit."""
+    return [sum(float.fromhex(line["loss"]) for line in step) / len(boxes) for step in zip(*boxes, strict=True)]
