@@ -69,19 +69,21 @@ def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "by_torchrun"),
     [
-        pytest.param("train_lm.train", id="DDP"),
-        pytest.param("integrations.fsdp2", id="FSDP2"),
-        pytest.param("integrations.titan_style", id="torchtitan-style"),
-        pytest.param("integrations.pipeline_parallel", id="pipeline parallel"),
+        pytest.param("train_lm.train", True, id="DDP"),
+        pytest.param("integrations.fsdp2", True, id="FSDP2"),
+        pytest.param("integrations.titan_style", False, id="torchtitan-style"),
+        pytest.param("integrations.pipeline_parallel", False, id="pipeline parallel"),
     ],
 )
-def test_two_ranks(cluster: Cluster, tmp_path: Path, module: str) -> None:
+def test_two_ranks(cluster: Cluster, tmp_path: Path, module: str, by_torchrun: bool) -> None:
+    """`by_torchrun`: it goes on under the real one, which takes seconds to start; the rest has its variables only."""
     training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
     killed = training.killed(2, *OPTIONS, at=KILLED_AT)
     steps = last_step(killed) + MORE
-    resumed = training.to_the_end(2, *OPTIONS, steps=steps)
+    go_on = training.by_torchrun if by_torchrun else training.to_the_end
+    resumed = go_on(2, *OPTIONS, steps=steps)
     whole = Training(module, tmp_path / "whole", through(cluster, f"{module}-whole"))
     check(killed, resumed, whole.to_the_end(2, *OPTIONS, steps=steps))
 
