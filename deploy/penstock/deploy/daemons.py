@@ -118,6 +118,7 @@ def run_worker(
                 listen=settings.listen,
                 name=settings.name,
                 runner_memory=bytes_of(settings.runner_memory),
+                pulse_file=settings.pulse_file,
                 tls=tls,
                 insecure=settings.insecure,
             ),

@@ -32,6 +32,7 @@ __all__ = [
     "Debug",
     "Lease",
     "Name",
+    "PulseFile",
     "ReadyFile",
     "RunnerMemory",
     "Slots",
@@ -68,6 +69,7 @@ Slots = Annotated[int | None, _option(WorkerSettings, "slots", "N")]
 Allow = Annotated[list[str] | None, _option(WorkerSettings, "allow", "PREFIX")]
 WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:PORT")]
 RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
+PulseFile = Annotated[str | None, _option(WorkerSettings, "pulse_file", "PATH")]
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
 

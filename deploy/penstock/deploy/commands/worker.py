@@ -11,6 +11,7 @@ from penstock.deploy.options import (
     Coordinator,
     Debug,
     Name,
+    PulseFile,
     ReadyFile,
     RunnerMemory,
     Slots,
@@ -44,6 +45,7 @@ def _worker(
     tls_name: TlsName = None,
     insecure: WorkerInsecure = None,
     ready_file: ReadyFile = None,
+    pulse_file: PulseFile = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
@@ -61,6 +63,7 @@ def _worker(
         "listen": listen,
         "runner_memory": runner_memory,
         "name": name,
+        "pulse_file": pulse_file,
         "insecure": insecure,
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
