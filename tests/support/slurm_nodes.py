@@ -1,7 +1,7 @@
-"""A Slurm of one machine: munged, slurmctld and slurmd with a configuration, keys and ports of their own.
+"""A Slurm of one machine with two nodes: its daemons, with a configuration, keys and ports of their own.
 
-Nothing of the machine's own Slurm is used or changed. Plugins that need cgroups or other root's work are off, so it says
-nothing on limits that a cluster sets. Jobs are real: sbatch, srun, scancel and scontrol are Slurm's.
+Nothing of the machine's own Slurm is used or changed. Plugins that need cgroups are off, so this says nothing about
+limits that a cluster sets. Jobs are real: sbatch, srun, scancel and scontrol are Slurm's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={control}
-SlurmdPort={node}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -41,22 +40,23 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=100000
 MpiDefault=none
+SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=30
 MinJobAge=600
-RequeueExit=
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+SlurmdLogFile={folder}/slurmd-%n.log
+NodeName=n1 Port={node1} NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000000 State=UNKNOWN
+NodeName=n2 Port={node2} NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=1000000 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def wait_for(what: str, true: Callable[[], bool], deadline_s: float = 60.0) -> None:
+def wait_for(what: str, true: Callable[[], bool], deadline_s: float = 30.0) -> None:
     """By asking again and again: what is asked is a process, and takes its time."""
     deadline = time.monotonic() + deadline_s
     while not true():
@@ -78,7 +78,8 @@ class Slurm:
             "user": pwd.getpwuid(os.geteuid()).pw_name,
             "cpus": cpus,
             "control": _free_port(),
-            "node": _free_port(),
+            "node1": _free_port(),
+            "node2": _free_port(),
         }
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**settings))
         (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
@@ -87,13 +88,22 @@ class Slurm:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start_daemons()
+        except BaseException:
+            self._end_daemons()
+            raise
+
+    def _start_daemons(self) -> None:
+        folder = self.folder
         munge = ("munged", "--foreground", "--force", "--num-threads=2", f"--socket={folder}/munge.socket")
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._start(*munge, *files)
         wait_for("munged listens", (folder / "munge.socket").exists)
         self._start("slurmctld", "-D")
-        self._start("slurmd", "-D", "-N", self.host)
-        wait_for("the node is idle", lambda: "idle" in self.run("sinfo", "--noheader", "--format=%T", check=False))
+        for node in ("n1", "n2"):
+            self._start("slurmd", "-D", "-N", node)
+        wait_for("the nodes are idle", lambda: self.run("sinfo", "--noheader", "--format=%D%T", check=False) == "2idle")
 
     def _start(self, *command: str) -> None:
         with (self.folder / f"{command[0]}.out").open("wb") as out:
@@ -127,13 +137,16 @@ class Slurm:
         try:
             wait_for("the queue is empty", lambda: not self.run("squeue", "--noheader", check=False), 45.0)
         finally:
-            for daemon in reversed(self._daemons):
-                daemon.send_signal(signal.SIGTERM)
-                try:
-                    daemon.wait(20)
-                except subprocess.TimeoutExpired:
-                    daemon.kill()
-                    daemon.wait()
+            self._end_daemons()
+
+    def _end_daemons(self) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
 
 def _free_port() -> int:
