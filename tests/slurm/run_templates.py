@@ -124,9 +124,9 @@ def test_a_service_workers_that_come_and_go_and_a_training_job_that_fails_once(s
 @pytest.mark.timeout(300)
 def test_a_service_for_one_command_ends_with_it_and_with_its_code(site: Site) -> None:
     good = site.submit("service.sbatch", "srun", "--overlap", "--ntasks=1", "--nodes=1", "penstock", "status")
-    bad = site.submit("service.sbatch", "sh", "-c", "exit 7")
+    bad = site.submit("service.sbatch", "sh", "-c", "exit 7", PENSTOCK_STATE_DIR=str(site.folder / "other"))
     assert site.slurm.wait(good, "COMPLETED", 90)
-    assert "Runs at " in site.log(good)
+    assert "No runs at " in site.log(good)
     assert site.log(good).count("ended as told") == 3
     assert site.slurm.wait(bad, "FAILED", 90)["ExitCode"] == "7:0"
 

@@ -119,7 +119,7 @@ class Slurm:
 
     def submit(self, *arguments: str, **environment: str) -> str:
         """sbatch; the job's number."""
-        return self.run("sbatch", "--parsable", *arguments, **environment)
+        return self.run("sbatch", "--parsable", *arguments, check=True, **environment)
 
     def facts(self, job: str) -> dict[str, str]:
         """What scontrol knows of it."""
