@@ -39,7 +39,7 @@ $(BIN)/python -m grpc_tools.protoc \
 endef
 
 .PHONY: help setup proto proto-check lint format format-check types pytest test simulate chaos fuzz demo
-.PHONY: demo-streaming bench bench-peers peers clean
+.PHONY: demo-streaming slurm helm bench bench-peers peers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -87,6 +87,13 @@ simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or S
 chaos: $(STAMP) ## faults of every kind at random times, a minute a run; SEED=1 RUNS=5
 	PYTHONPATH=tests/support:tests/inputs$${PYTHONPATH:+:$$PYTHONPATH} \
 		$(BIN)/python -m chaos --seed $(or $(SEED),1) --runs $(RUNS)
+
+slurm: $(STAMP) ## the templates of deploy/slurm on a Slurm of two nodes on this machine; needs Debian's slurmctld, slurmd, slurm-client, munge
+	$(BIN)/pytest -n 0 tests/slurm/run_templates.py
+
+helm: $(STAMP) ## the Helm chart by Helm's own code, which this installs (125 MB)
+	$(BIN)/python -m pip install helm-python-sdk==0.2.2
+	$(BIN)/pytest -n 0 tests/deploy/test_helm.py
 
 fuzz: $(FUZZ_VENV)/.setup-done ## fuzz all that peers can send for MINUTES=10; FUZZ_ARGS="--only state" or "--replay FILE"
 	$(FUZZ_VENV)/bin/python tests/fuzz/drive.py --minutes $(MINUTES) $(FUZZ_ARGS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,45 @@ def test_a_token_file_that_cannot_serve_is_fatal_and_named(tmp_path: Path, conte
     with pytest.raises((AuthenticationError, InvalidArgumentError), match=str(file)) as caught:
         read_token("client", file=file)
     assert not content or content not in caught.value.message or content == "\n"
+
+
+def read_as(uid: int, gid: int, file: Path) -> str:
+    """What read_tokens says to a user: the text, or the error."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.setgroups([])
+        os.setgid(gid)
+        os.setuid(uid)
+        try:
+            said = read_tokens(file)
+        except AuthenticationError as error:
+            said = error.message
+        os.write(write_end, said.encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_what_root_gives_to_our_group_is_ours() -> None:
+    """As Kubernetes mounts a Secret for a pod that has an fsGroup."""
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others
+        os.chmod(folder, 0o755)
+        file = secret_file(Path(folder), TEXT, 0o440)
+        os.chown(file, 0, 10001)
+        assert read_as(10001, 10001, file) == TEXT
+        for mode in (0o444, 0o460, 0o640):
+            file.chmod(mode)
+            assert (f"mode 0{mode:o}" in read_as(10001, 10001, file)) == (mode != 0o640)
+        file.chmod(0o440)
+        os.chown(file, 10001, 10001)
+        assert "can be read by others (mode 0440)" in read_as(10001, 10001, file), "that user could close it"
+        os.chown(file, 0, 10001)
+        assert "can be read by others (mode 0440)" in read_as(0, 0, file)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])

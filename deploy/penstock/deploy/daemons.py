@@ -120,6 +120,7 @@ def run_worker(
                 name=settings.name,
                 runner_memory=bytes_of(settings.runner_memory),
                 drain_s=settings.drain,
+                pulse_file=settings.pulse_file,
                 tls=tls,
                 insecure=settings.insecure,
             ),

@@ -37,6 +37,7 @@ __all__ = [
     "Drain",
     "Lease",
     "Name",
+    "PulseFile",
     "ReadyFile",
     "RunnerMemory",
     "Slots",
@@ -74,6 +75,7 @@ Slots = Annotated[int | None, _option(WorkerSettings, "slots", "N")]
 Allow = Annotated[list[str] | None, _option(WorkerSettings, "allow", "PREFIX")]
 WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:PORT")]
 RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
+PulseFile = Annotated[str | None, _option(WorkerSettings, "pulse_file", "PATH")]
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
 Drain = Annotated[float | None, _option(WorkerSettings, "drain", "SECONDS")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]

@@ -175,6 +175,11 @@ class WorkerSettings(Section):
         description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
         "above twice as much killed (default: any).",
     )
+    pulse_file: str = Field(
+        "",
+        description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` knows that this "
+        "worker makes progress (default: none).",
+    )
     name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
     drain: float = Field(
         10.0,

@@ -127,13 +127,17 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     name = f"the token file {os.fspath(file)}"
     try:
         with Path(file).open("rb") as opened:
-            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+            status = os.fstat(opened.fileno())
             raw = opened.read(MAX_FILE + 1)
         text = raw.decode("ascii")
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise AuthenticationError(f"{name} cannot be read: {reason}") from None
-    if mode & 0o077:
+    mode = stat.S_IMODE(status.st_mode)
+    # What root put there for a group of ours is as root wants it, and not ours to change: a Secret that Kubernetes
+    # mounts into a pod with an fsGroup is root's, with mode 0440.
+    from_root = status.st_uid == 0 != os.geteuid()
+    if mode & (0o037 if from_root else 0o077):
         raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
     if len(raw) > MAX_FILE:
         raise AuthenticationError(f"{name} is larger than {MAX_FILE} bytes: it is another file")

@@ -29,6 +29,7 @@ from penstock.proto.errors import (
     PenstockError,
     SupersededError,
 )
+from penstock.proto.pulse import PulseWriter
 from penstock.proto.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Zygote, end_orphans
@@ -80,6 +81,8 @@ class Settings:
     """Lanes may be listened for beyond this machine without TLS."""
     drain_s: float = 0.0
     """Seconds that it goes on for after it was told to stop, while other workers get ready for its slots."""
+    pulse_file: str = ""
+    """Where to tell of each heartbeat: see penstock.proto.pulse. "": nowhere."""
 
 
 class Daemon:
@@ -93,6 +96,7 @@ class Daemon:
         self.runner_memory = settings.runner_memory
         self._tempdirs = TempDirs()
         self._session = secrets.token_hex(8)
+        self._pulse = PulseWriter(settings.pulse_file)
         self._hold_s, self._lease_s = HOLD_S, 0.0
         self.share = Share(every_s=1.0, bytes_per_s=4 << 20)
         self._slots: dict[SlotKey, Slot] = {}
@@ -205,14 +209,17 @@ class Daemon:
                 reply = await self.coordinator.register(request)
                 self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
                 self._made = self._seen = 0  # one that does not know us may be another, with versions of its own
+                self._pulse.heard()
                 return
             except OverloadedError as error:
+                self._pulse.turned()
                 _log.info("the coordinator is busy: %s", error.message)
                 await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))  # not all at the same time again
             except AWAY as error:
                 if first:
                     _log.info("waiting for the coordinator: %s", error.message)
                     first = False
+                self._pulse.turned()
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self) -> None:
@@ -220,7 +227,9 @@ class Daemon:
         while True:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
+                self._pulse.heard()
             except AWAY as error:
+                self._pulse.turned()
                 now = asyncio.get_running_loop().time()
                 if not away_since:
                     away_since = told = now

@@ -17,6 +17,7 @@ from penstock.deploy.options import (
     Debug,
     Drain,
     Name,
+    PulseFile,
     ReadyFile,
     RunnerMemory,
     Slots,
@@ -52,6 +53,7 @@ def _worker(
     insecure: WorkerInsecure = None,
     ready_file: ReadyFile = None,
     config: ConfigFile = None,
+    pulse_file: PulseFile = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
@@ -77,6 +79,7 @@ def _worker(
         "runner_memory": runner_memory,
         "name": name,
         "drain": drain,
+        "pulse_file": pulse_file,
         "insecure": insecure,
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)

@@ -1,0 +1,89 @@
+"""`python -m penstock.deploy.probe ROLE live|ready`: is the daemon of this container well? For exec probes.
+
+An exec probe, because the gRPC probes of Kubernetes speak no TLS, and because a worker has no gRPC to ask. It reads the
+same PENSTOCK_* variables as the daemon beside it, and is quick to start, for it runs every few seconds: no torch, no
+Typer, no pydantic, and gRPC only for a coordinator.
+
+A coordinator is live if it answers at all, and ready if it says SERVING. The question goes the way that callers' go,
+with TLS and all: one that shows a certificate that has run out is not live, and is healed by a new start. A worker is
+live if rounds of its heartbeat end, and ready if the coordinator answers them: see penstock.proto.pulse.
+
+Exit status: 0 well, 1 not, 2 usage; 1 and 2 with a line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
+
+__all__ = ["main"]
+
+ANSWER_S = 4.0
+"""For a coordinator's answer: less than the 5 s that the manifests give a probe, so that this line is seen."""
+LIVE_S = 60.0
+"""A round of a worker's heartbeat: a hold of at most 5 s in the largest fleet, and the 10 s of a call's deadline."""
+READY_S = 30.0
+_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, ask, and turn the answer into an exit status."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.deploy.probe", description="Is this daemon well?")
+    parser.add_argument("role", choices=["coordinator", "worker"])
+    parser.add_argument("what", choices=["live", "ready"])
+    parser.add_argument("--address", help="of the coordinator [PENSTOCK_COORDINATOR_LISTEN]")
+    parser.add_argument("--pulse-file", help="of the worker [PENSTOCK_WORKER_PULSE_FILE]")
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="since a worker's last sign")
+    given = parser.parse_args(arguments)
+    try:
+        if given.role == "coordinator":
+            _ask_coordinator(_given(given.address, "--address", "PENSTOCK_COORDINATOR_LISTEN"), given.what == "ready")
+        else:
+            file = _given(given.pulse_file, "--pulse-file", "PENSTOCK_WORKER_PULSE_FILE")
+            _look_at_worker(file, given.what == "ready", given.within)
+    except PenstockError as error:
+        print(f"penstock probe: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _given(flag_value: str | None, flag: str, name: str) -> str:
+    value = flag_value or os.environ.get(name, "")
+    if not value:
+        raise InvalidArgumentError(f"{flag} is missing (or the variable {name})")
+    return value
+
+
+def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
+    from penstock.proto.pulse import read_pulse
+
+    pulse = read_pulse(file)
+    if ready and pulse.heard_s_ago > (within_s or READY_S):
+        since = "yet" if pulse.heard_s_ago == float("inf") else f"since {pulse.heard_s_ago:.0f} s"
+        raise DeadlineError(f"the worker has not been answered by its coordinator {since}")
+    if pulse.turned_s_ago > (within_s or LIVE_S):
+        raise DeadlineError(f"the worker's heartbeat stands still since {pulse.turned_s_ago:.0f} s")
+
+
+def _ask_coordinator(listen: str, ready: bool) -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+    from penstock.proto.channel import SERVICE, connect, load_tls, translating
+
+    host, _, port = listen.rpartition(":")
+    address = f"{_ANY.get(host, host)}:{port}"
+    tls = load_tls(*(os.environ.get(f"PENSTOCK_TLS_{what}", "") for what in ("CA", "CERT", "KEY", "NAME")))
+    with connect(address, tls) as channel, translating(address, "Check", ANSWER_S, lambda: False):
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=ANSWER_S)
+    if ready and reply.status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+        raise DeadlineError(f"the coordinator at {address} says {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""deploy/kubernetes: every overlay renders, is strictly valid, and means what it says; and its daemons really start so.
+
+No cluster is asked: see docs/deploy.md for what that leaves open.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml
+from jobset import JobSet
+from manifests import KUBERNETES, OVERLAYS, Pod, pods, rendered, settings_of
+from pki import Pki
+from typer.main import get_command
+
+from penstock.deploy.cli import app
+
+OLDEST, NEWEST = "1.30", "1.37"
+"""Versions of Kubernetes whose schemas the manifests are held to. 1.30 is the first with all that they use stable."""
+GIVEN = {"penstock-tls", "penstock-tokens-coordinator", "penstock-tokens-worker", "penstock-tokens-client"}
+"""Secrets that the user makes: docs/deploy.md."""
+DOWNWARD = {
+    "status.podIP": "127.0.0.1",
+    "metadata.name": "penstock-worker-0",
+    "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
+}
+SECONDS_TO_LEAVE = {"coordinator": 2.0, "worker": 35.0, "trainer": 0.0}
+"""What the daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 2 s to say
+good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for zygotes, some of it twice."""
+
+
+def all_pods() -> list[tuple[str, Pod]]:
+    return [(overlay, pod) for overlay in OVERLAYS for pod in pods(rendered(overlay))]
+
+
+def daemons() -> list[tuple[str, Pod]]:
+    return [(overlay, pod) for overlay, pod in all_pods() if pod.role != "trainer"]
+
+
+# -------------------------------------------------------------------------------------------------------------- schemas
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_every_document_is_strictly_valid(overlay: str, version: str) -> None:
+    documents = rendered(overlay)
+    assert documents
+    for document in documents:
+        if document["kind"] == "JobSet":
+            for job in JobSet.model_validate(document).jobs():
+                kubernetes_validate.validate(job, version, strict=True)
+        else:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_a_misspelt_field_is_found() -> None:
+    (deployment,) = (document for document in rendered("base") if document["kind"] == "Deployment")
+    broken = {**deployment, "spec": {**deployment["spec"], "replicass": 1}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, NEWEST, strict=True)
+    (jobset,) = (document for document in rendered("overlays/jobset") if document["kind"] == "JobSet")
+    with pytest.raises(ValueError, match="sucessPolicy"):
+        JobSet.model_validate({**jobset, "spec": {**jobset["spec"], "sucessPolicy": {}}})
+
+
+# ------------------------------------------------------------------------------------------------------- what they mean
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_find_pods_and_only_those_of_their_role(overlay: str) -> None:
+    documents = rendered(overlay)
+    here = pods(documents)
+    for document in documents:
+        name, spec = document["metadata"]["name"], document.get("spec", {})
+        for labels in _selectors(document["kind"], spec):
+            found = {pod.role for pod in here if labels.items() <= pod.labels.items()}
+            if labels == {"penstock-client": "true"}:
+                assert found <= {"trainer"}
+            else:
+                assert found == {name.removeprefix("penstock-")}, (document["kind"], name, labels)
+
+
+def _selectors(kind: str, spec: dict[str, Any]) -> list[dict[str, str]]:
+    match kind:
+        case "Service":
+            return [spec["selector"]]
+        case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
+            return [spec["selector"]["matchLabels"]]
+        case "NetworkPolicy":
+            return [spec["podSelector"]["matchLabels"]]
+    return []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(overlay: str) -> None:
+    documents = rendered(overlay)
+    ports = {pod.role: pod.container["ports"][0]["containerPort"] for pod in pods(documents) if pod.role != "trainer"}
+    for pod in pods(documents):
+        if pod.role == "trainer":
+            continue
+        settings = settings_of(pod, documents, DOWNWARD)
+        listens = settings["PENSTOCK_COORDINATOR_LISTEN" if pod.role == "coordinator" else "PENSTOCK_WORKER_LISTEN"]
+        assert int(listens.rpartition(":")[2]) == ports[pod.role]
+    policies = {doc["metadata"]["name"]: doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy"}
+    client = {"penstock-client": "true"}
+    worker = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/component": "worker"}
+    allowed = {"coordinator": [worker, client], "worker": [client]}
+    for role, port in ports.items():
+        (ingress,) = policies[f"penstock-{role}"]["ingress"]
+        assert ingress["ports"] == [{"port": port}]
+        assert [who["podSelector"]["matchLabels"] for who in ingress["from"]] == allowed[role]
+        assert sorted(policies[f"penstock-{role}"]["policyTypes"]) == ["Egress", "Ingress"]
+    to_coordinator = policies["penstock-worker"]["egress"][0]
+    assert to_coordinator["ports"] == [{"port": ports["coordinator"]}]
+    for document in documents:
+        if document["kind"] == "Service":
+            (port,) = document["spec"]["ports"]
+            assert port["port"] == ports["coordinator"]
+            assert port["targetPort"] == "grpc"
+
+
+def test_workers_and_boxes_look_for_the_coordinator_where_it_is() -> None:
+    for overlay, pod in all_pods():
+        documents = rendered(overlay)
+        if pod.role == "coordinator":
+            continue
+        host, _, port = settings_of(pod, documents, DOWNWARD)["PENSTOCK_COORDINATOR"].rpartition(":")
+        assert port == "7070"
+        if pod.owner["kind"] == "JobSet":  # JOBSET-JOB-REPLICA-INDEX.SUBDOMAIN
+            assert (
+                host == f"{pod.owner['metadata']['name']}-coordinator-0-0.{pod.owner['spec']['network']['subdomain']}"
+            )
+        else:
+            assert host in {doc["metadata"]["name"] for doc in documents if doc["kind"] == "Service"}
+
+
+def test_every_container_is_nobody_special_and_writes_only_where_there_is_a_volume() -> None:
+    for overlay, pod in all_pods():
+        where, container = (overlay, pod.name), pod.container
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True, where
+        assert pod.spec["securityContext"]["runAsUser"] >= 10000, where
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, where
+        assert pod.spec["automountServiceAccountToken"] is False, where
+        assert pod.spec["enableServiceLinks"] is False, where
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, where
+        assert container["resources"]["limits"]["memory"], where
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        for path in _written(settings_of(pod, rendered(overlay), DOWNWARD)):
+            assert any(path.is_relative_to(mount) and "readOnly" not in mounts[mount] for mount in mounts), (
+                where,
+                path,
+            )
+
+
+def _written(settings: dict[str, str]) -> list[Path]:
+    names = ("PENSTOCK_COORDINATOR_STATE_DIR", "PENSTOCK_WORKER_PULSE_FILE", "HOME")
+    return [Path("/tmp/any"), *(Path(settings[name]) for name in names if name in settings)]
+
+
+def test_what_is_mounted_is_there_or_the_users_to_make_and_read_where_it_is_mounted() -> None:
+    manual = (KUBERNETES.parents[1] / "docs" / "deploy.md").read_text()
+    for name in GIVEN:
+        assert name in manual
+    for overlay, pod in all_pods():
+        where = (overlay, pod.name)
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        claims = {claim["metadata"]["name"] for claim in pod.owner["spec"].get("volumeClaimTemplates", [])}
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod.container["volumeMounts"]}
+        assert set(mounts) == set(volumes) | claims, where
+        for volume in volumes.values():
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in GIVEN, where
+                assert volume["secret"]["defaultMode"] == 0o400, where
+        settings = settings_of(pod, rendered(overlay), DOWNWARD)
+        assert Path(settings["PENSTOCK_TOKEN_FILE"]).is_relative_to(mounts["tokens"]), where
+        for name in ("CA", "CERT", "KEY"):
+            if file := settings[f"PENSTOCK_TLS_{name}"]:
+                assert Path(file).is_relative_to(mounts["tls"]), where
+        assert ("tls" in mounts) == bool(settings["PENSTOCK_TLS_CA"]), where
+
+
+def test_a_coordinator_has_one_writer_and_one_volume() -> None:
+    for overlay in OVERLAYS:
+        (coordinator,) = (pod for pod in pods(rendered(overlay)) if pod.role == "coordinator")
+        if coordinator.owner["kind"] == "JobSet":
+            (job,) = (job for job in coordinator.owner["spec"]["replicatedJobs"] if job["name"] == "coordinator")
+            assert (job["replicas"], job["template"]["spec"]["parallelism"]) == (1, 1)
+            continue
+        assert coordinator.owner["kind"] == "StatefulSet"
+        assert coordinator.owner["spec"]["replicas"] == 1
+        (claim,) = coordinator.owner["spec"]["volumeClaimTemplates"]
+        assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
+
+
+def test_probes_ask_often_enough_and_there_is_time_to_leave() -> None:
+    for overlay, pod in daemons():
+        container = pod.container
+        for what, name in (("live", "startupProbe"), ("live", "livenessProbe"), ("ready", "readinessProbe")):
+            probe = container[name]
+            assert probe["exec"]["command"] == ["python", "-m", "penstock.deploy.probe", pod.role, what], overlay
+            assert probe["timeoutSeconds"] == 5, "more than the probe's own deadline, which says what is wrong"
+        assert pod.spec["terminationGracePeriodSeconds"] > SECONDS_TO_LEAVE[pod.role], overlay
+        assert "preStop" not in container.get("lifecycle", {}), "SIGTERM alone makes a daemon leave"
+
+
+def test_arguments_are_those_of_the_command() -> None:
+    command: Any = get_command(app)
+    for _overlay, pod in daemons():
+        assert "command" not in pod.container, "the image's entry point is `penstock`"
+        command.make_context("penstock", list(pod.container["args"]))
+        assert pod.container["args"] == [pod.role]
+
+
+def test_an_autoscaled_number_is_the_autoscalers() -> None:
+    for overlay in ("overlays/autoscaled", "overlays/autoscaled-by-demand"):
+        documents = rendered(overlay)
+        (scaler,) = (doc["spec"] for doc in documents if doc["kind"] == "HorizontalPodAutoscaler")
+        (worker,) = (doc for doc in documents if doc["kind"] == "Deployment")
+        assert scaler["scaleTargetRef"] == {
+            "apiVersion": worker["apiVersion"],
+            "kind": worker["kind"],
+            "name": worker["metadata"]["name"],
+        }
+        assert "replicas" not in worker["spec"]
+
+
+def test_a_job_runs_the_containers_of_the_base() -> None:
+    base = {pod.role: pod for pod in pods(rendered("base"))}
+    for pod in pods(rendered("overlays/jobset")):
+        if pod.role == "trainer":
+            continue
+        here, there = dict(pod.container), dict(base[pod.role].container)
+        for container in (here, there):
+            container["env"] = [entry for entry in container["env"] if entry["name"] != "PENSTOCK_COORDINATOR"]
+        assert here == there
+
+
+# ---------------------------------------------------------------------------------------------------- they really start
+
+
+class Node:
+    """Runs the containers of an overlay as processes of this machine, with folders for their volumes."""
+
+    def __init__(self, shell: Any, folder: Path, overlay: str) -> None:
+        self.shell, self.folder, self.documents = shell, folder, rendered(overlay)
+        self._port = socket.socket()  # nobody else is given it, and nobody listens on it, until the coordinator starts
+        self._port.bind(("127.0.0.1", 0))
+        self.port = self._port.getsockname()[1]
+        pki = Pki(folder / "pki")
+        pair = pki.issue("penstock", "DNS:penstock")
+        self.mounts = {"coordinator": folder / "coordinator", "worker": folder / "worker"}
+        for role, mount in self.mounts.items():
+            for name in ("etc/penstock/tls", "etc/penstock/tokens", "tmp", "var/lib/penstock"):
+                (mount / name).mkdir(parents=True)
+            for name, source in (("ca.crt", pki.ca), ("tls.crt", pair.cert), ("tls.key", pair.key)):
+                (mount / "etc/penstock/tls" / name).write_bytes(Path(source).read_bytes())
+            tokens = {"coordinator": "worker:w-secret\nadmin:a-secret\n", "worker": "worker:w-secret\n"}
+            (mount / "etc/penstock/tokens/tokens").write_text(tokens[role])
+            for file in mount.rglob("etc/penstock/*/*"):
+                file.chmod(0o400)
+
+    def close(self) -> None:
+        self._port.close()
+
+    def pod(self, role: str) -> Pod:
+        (pod,) = (pod for pod in pods(self.documents) if pod.role == role)
+        return pod
+
+    def environment(self, role: str) -> dict[str, str | None]:
+        """Its settings, with its paths below a folder, a port of this machine, and loopback for the Service's name."""
+        settings = settings_of(self.pod(role), self.documents, DOWNWARD)
+        mount = self.mounts[role]
+        inside = {
+            name: f"{mount}{value}" if value.startswith(("/etc/penstock", "/var/lib", "/tmp")) else value
+            for name, value in settings.items()
+        }
+        places = (("0.0.0.0:7070", f"0.0.0.0:{self.port}"), ("penstock-coordinator:7070", f"127.0.0.1:{self.port}"))
+        for cluster, machine in (*places, (":7071", ":0")):
+            inside = {name: value.replace(cluster, machine) for name, value in inside.items()}
+        return {**inside, "TMPDIR": str(mount / "tmp"), "PENSTOCK_TOKEN": None}
+
+    def start(self, role: str, **more: str) -> Any:
+        if role == "coordinator":
+            self._port.close()
+        return self.shell.begin(*self.pod(role).container["args"], **(self.environment(role) | more))
+
+    def probe(self, role: str, kind: Literal["startupProbe", "livenessProbe", "readinessProbe"]) -> int:
+        """The exit status of the probe's very command."""
+        command = [sys.executable, *self.pod(role).container[kind]["exec"]["command"][1:]]
+        environment = self.shell.env(self.environment(role))
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=30)
+        assert b"Traceback" not in done.stderr
+        return done.returncode
+
+
+def test_the_daemons_of_the_base_start_are_probed_and_leave(
+    shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    node = Node(shell, tmp_path, "base")
+    worker = node.start("worker", PENSTOCK_WORKER_ALLOW="streams")
+    until(lambda: node.probe("worker", "livenessProbe") == 0)  # and there is no coordinator yet
+    assert node.probe("worker", "readinessProbe") == 1
+    assert node.probe("coordinator", "startupProbe") == 1
+    coordinator = node.start("coordinator")
+    until(lambda: node.probe("coordinator", "startupProbe") == 0)
+    assert node.probe("coordinator", "readinessProbe") == 0
+    until(lambda: node.probe("worker", "readinessProbe") == 0)
+    log = worker.log.read_text()
+    assert "slots=4 (PENSTOCK_WORKER_SLOTS)" in log
+    assert "name=penstock-worker-0 (PENSTOCK_WORKER_NAME)" in log
+    os.kill(coordinator.process.pid, signal.SIGSTOP)
+    assert node.probe("coordinator", "livenessProbe") == 1, "it exists, and answers nobody"
+    os.kill(coordinator.process.pid, signal.SIGCONT)
+    for role, started in (("worker", worker), ("coordinator", coordinator)):
+        os.kill(started.process.pid, signal.SIGTERM)  # as a container's first process gets it
+        assert started.process.wait(node.pod(role).spec["terminationGracePeriodSeconds"]) == 0
+        assert started.log.read_text().endswith("ended as told\n")
+
+
+def test_a_base_without_what_may_run_there_says_so(shell: Any, tmp_path: Path) -> None:
+    node = Node(shell, tmp_path, "base")
+    done = shell.call("worker", **node.environment("worker"))
+    node.close()
+    assert done.returncode == 2
+    assert "--allow is missing (or the variable PENSTOCK_WORKER_ALLOW)" in done.error
+
+
+def test_certificates_are_for_the_name_that_the_daemons_expect() -> None:
+    made = {
+        document["spec"]["secretName"]: document["spec"]
+        for document in yaml.safe_load_all((KUBERNETES / "certificates" / "cert-manager.yaml").read_text())
+        if document["kind"] == "Certificate"
+    }
+    (base,) = (doc["data"] for doc in rendered("base") if "PENSTOCK_TLS_NAME" in doc.get("data", {}))
+    assert made["penstock-tls"]["dnsNames"] == [base["PENSTOCK_TLS_NAME"]]
+    assert {"server auth", "client auth"} <= set(made["penstock-tls"]["usages"])

@@ -1,0 +1,84 @@
+"""`python -m penstock.deploy.probe`: what it says of daemons that are well, that hang, and that are not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.probe import main
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.pulse import PulseWriter, read_pulse
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_WORKER_PULSE_FILE", "PENSTOCK_COORDINATOR_LISTEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The monotonic clock stands there."""
+    monkeypatch.setattr(time, "monotonic", lambda: seconds)
+
+
+def test_a_worker_without_its_coordinator_is_live_and_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "pulse"
+    monkeypatch.setenv("PENSTOCK_WORKER_PULSE_FILE", str(file))
+    at(monkeypatch, 1000.0)
+    pulse = PulseWriter(str(file))
+    pulse.turned()
+    assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 1)
+    assert "has not been answered by its coordinator yet" in capsys.readouterr().err
+    pulse.heard()
+    assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 0)
+    at(monkeypatch, 1050.0)  # the coordinator went away, and rounds go on
+    pulse.turned()
+    assert (main(["worker", "live"]), main(["worker", "ready"])) == (0, 1)
+    assert "by its coordinator since 50 s" in capsys.readouterr().err
+    assert main(["worker", "ready", "--within", "60"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["pulse"]
+
+
+def test_a_worker_whose_rounds_do_not_end_is_not_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "pulse"
+    at(monkeypatch, 1000.0)
+    PulseWriter(str(file)).heard()
+    at(monkeypatch, 1061.0)
+    assert main(["worker", "live", "--pulse-file", str(file)]) == 1
+    assert "heartbeat stands still since 61 s" in capsys.readouterr().err
+
+
+def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", "live"]) == 1
+    assert "--pulse-file is missing (or the variable PENSTOCK_WORKER_PULSE_FILE)" in capsys.readouterr().err
+    assert main(["worker", "live", "--pulse-file", str(tmp_path / "none")]) == 1
+    assert "does a worker run with this --pulse-file?" in capsys.readouterr().err
+    (tmp_path / "other").write_text("something else")
+    with pytest.raises(InvalidArgumentError, match="is no pulse file"):
+        read_pulse(str(tmp_path / "other"))
+    assert main(["coordinator", "live", "--address", "127.0.0.1:1"]) == 1
+    assert "127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+
+
+def test_a_pulse_that_cannot_be_written_is_said_once_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pulse = PulseWriter(str(tmp_path / "no" / "such" / "folder"))
+    pulse.heard()
+    pulse.heard()
+    assert len(caplog.records) == 1
+    PulseWriter("").heard()
+
+
+def test_it_is_quick_to_start() -> None:
+    code = "import penstock.deploy.probe, sys; print(sorted({'torch', 'typer', 'pydantic', 'grpc'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n"
