@@ -189,6 +189,9 @@ class SlotView(_message.Message):
     DOING_FIELD_NUMBER: _builtins.int
     STACK_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    BATCH_S_FIELD_NUMBER: _builtins.int
+    WAITED_SHARE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     generation: _builtins.int
     phase: Global___SlotPhase.ValueType
@@ -210,6 +213,12 @@ class SlotView(_message.Message):
     """of the runner: with `doing` now, else when it last died; "" = not known"""
     skipped: _builtins.int
     """batches left out in this attempt, for they killed their runners"""
+    successor: _builtins.str
+    """the worker that is getting ready to take it over; "" = none"""
+    batch_s: _builtins.float
+    """that a batch takes its runner, waits for room in the ring apart; 0 = not known"""
+    waited_share: _builtins.float
+    """of the box's time, that it waited for this slot lately"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
@@ -232,10 +241,13 @@ class SlotView(_message.Message):
         doing: _builtins.str = ...,
         stack: _builtins.str = ...,
         skipped: _builtins.int = ...,
+        successor: _builtins.str = ...,
+        batch_s: _builtins.float = ...,
+        waited_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "stack", b"stack", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_s", b"batch_s", "doing", b"doing", "error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "stack", b"stack", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "waited_share", b"waited_share", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,6 +269,7 @@ class WatchRunRequest(_message.Message):
     PASS_ENDED_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    SLOT_WAITED_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -281,6 +294,10 @@ class WatchRunRequest(_message.Message):
     def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
         """passes that the loop left by `break`, all of this attempt"""
 
+    @_builtins.property
+    def slot_waited_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """`waited_s` by slot; each executor counts from 0 again. None: not told"""
+
     def __init__(
         self,
         *,
@@ -296,10 +313,11 @@ class WatchRunRequest(_message.Message):
         pass_ended: _builtins.bool = ...,
         cuts: _abc.Iterable[Global___Cut] | None = ...,
         lease_s: _builtins.float = ...,
+        slot_waited_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "slot_waited_s", b"slot_waited_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -589,6 +607,7 @@ class RegisterWorkerRequest(_message.Message):
     LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
     ALLOW_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     worker: _builtins.str
     """name, unique and stable over restarts: "host:pid" by default"""
@@ -598,6 +617,8 @@ class RegisterWorkerRequest(_message.Message):
     slots: _builtins.int
     local_address: _builtins.str
     tcp_address: _builtins.str
+    draining: _builtins.bool
+    """as the last HeartbeatReply said: a coordinator that was started anew hears of it so"""
     @_builtins.property
     def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """prefixes of the modules that it may run; empty: not told, and it refuses by itself"""
@@ -613,10 +634,11 @@ class RegisterWorkerRequest(_message.Message):
         local_address: _builtins.str = ...,
         tcp_address: _builtins.str = ...,
         allow: _abc.Iterable[_builtins.str] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "host_id", b"host_id", "local_address", b"local_address", "session", b"session", "slots", b"slots", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "draining", b"draining", "host_id", b"host_id", "local_address", b"local_address", "session", b"session", "slots", b"slots", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -669,6 +691,8 @@ class SlotReport(_message.Message):
     RECYCLE_FIELD_NUMBER: _builtins.int
     MAKING_FIELD_NUMBER: _builtins.int
     OUTGROWN_FIELD_NUMBER: _builtins.int
+    BATCH_S_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -692,6 +716,10 @@ class SlotReport(_message.Message):
     """before; absent = it was making none
     with `recycle`: it held that much before its second batch
     """
+    batch_s: _builtins.float
+    """that a batch took the runner lately, waits for room in the ring apart; 0 = not known"""
+    handed_over: _builtins.bool
+    """what a successor needs is durable: see WorkerAssignment.hand_over"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
@@ -722,10 +750,12 @@ class SlotReport(_message.Message):
         recycle: _builtins.bool = ...,
         making: _records_pb2.Skip | None = ...,
         outgrown: _builtins.bool = ...,
+        batch_s: _builtins.float = ...,
+        handed_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "making", b"making", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "lost", b"lost", "making", b"making", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "traits", b"traits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "lost", b"lost", "making", b"making", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "traits", b"traits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -741,12 +771,15 @@ class HeartbeatRequest(_message.Message):
     HOLD_S_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     session: _builtins.str
     seen_version: _builtins.int
     hold_s: _builtins.float
     lease_s: _builtins.float
     """that the worker was last told"""
+    leaving: _builtins.bool
+    """it is to end and wants to be drained first"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotReport]: ...
     def __init__(
@@ -758,10 +791,11 @@ class HeartbeatRequest(_message.Message):
         hold_s: _builtins.float = ...,
         slots: _abc.Iterable[Global___SlotReport] | None = ...,
         lease_s: _builtins.float = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_s", b"hold_s", "lease_s", b"lease_s", "seen_version", b"seen_version", "session", b"session", "slots", b"slots", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_s", b"hold_s", "lease_s", b"lease_s", "leaving", b"leaving", "seen_version", b"seen_version", "session", b"session", "slots", b"slots", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -848,6 +882,8 @@ class HeartbeatReply(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_EVERY_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    STUCK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     register_again: _builtins.bool
     """the coordinator does not know this session"""
@@ -862,6 +898,10 @@ class HeartbeatReply(_message.Message):
     """a slot's share of the fleet's snapshots: one in so many seconds,"""
     snapshot_bytes_per_s: _builtins.float
     """and so many bytes a second. A slot's first one is exempt"""
+    draining: _builtins.bool
+    """this worker is being drained"""
+    stuck: _builtins.int
+    """with `draining`: slots of its own for which nobody else has a place"""
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.WorkerAssignment]:
         """all that this worker should run; others are to be stopped"""
@@ -883,10 +923,12 @@ class HeartbeatReply(_message.Message):
         lease_s: _builtins.float = ...,
         snapshot_every_s: _builtins.float = ...,
         snapshot_bytes_per_s: _builtins.float = ...,
+        draining: _builtins.bool = ...,
+        stuck: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beat_s", b"beat_s", "lease_s", b"lease_s", "register_again", b"register_again", "snapshot_bytes_per_s", b"snapshot_bytes_per_s", "snapshot_every_s", b"snapshot_every_s", "state_requests", b"state_requests", "unchanged", b"unchanged", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beat_s", b"beat_s", "draining", b"draining", "lease_s", b"lease_s", "register_again", b"register_again", "snapshot_bytes_per_s", b"snapshot_bytes_per_s", "snapshot_every_s", b"snapshot_every_s", "state_requests", b"state_requests", "stuck", b"stuck", "unchanged", b"unchanged", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1193,6 +1235,53 @@ class DeregisterWorkerReply(_message.Message):
 Global___DeregisterWorkerReply: _TypeAlias = DeregisterWorkerReply  # noqa: Y015
 
 @_typing.final
+class DrainWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    undo: _builtins.bool
+    """it is to take slots again"""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["undo", b"undo", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    STUCK_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    """that it still has"""
+    stuck: _builtins.int
+    """of these, for which nobody else has a place now"""
+    def __init__(
+        self,
+        *,
+        slots: _builtins.int = ...,
+        stuck: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "stuck", b"stuck"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerReply: _TypeAlias = DrainWorkerReply  # noqa: Y015
+
+@_typing.final
 class BlobPart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1285,8 +1374,11 @@ class StatusReply(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    RECOMMENDED_WORKERS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
+    recommended_workers: _builtins.int
+    """daemons like those that are there, for the open runs: see demand.py"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunStatus]: ...
     @_builtins.property
@@ -1298,10 +1390,11 @@ class StatusReply(_message.Message):
         uptime_s: _builtins.float = ...,
         runs: _abc.Iterable[Global___RunStatus] | None = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        recommended_workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["recommended_workers", b"recommended_workers", "runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1318,12 +1411,15 @@ class RunStatus(_message.Message):
     NUM_WORKERS_PER_BOX_FIELD_NUMBER: _builtins.int
     BOXES_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
+    RECOMMENDED_WORKERS_PER_BOX_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     input_fn: _builtins.str
     num_boxes: _builtins.int
     num_workers_per_box: _builtins.int
     open: _builtins.bool
+    recommended_workers_per_box: _builtins.int
+    """by measured demand and supply; 0 = not known yet"""
     @_builtins.property
     def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxStatus]: ...
     def __init__(
@@ -1336,10 +1432,11 @@ class RunStatus(_message.Message):
         num_workers_per_box: _builtins.int = ...,
         boxes: _abc.Iterable[Global___BoxStatus] | None = ...,
         open: _builtins.bool = ...,
+        recommended_workers_per_box: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boxes", b"boxes", "input_fn", b"input_fn", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boxes", b"boxes", "input_fn", b"input_fn", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "recommended_workers_per_box", b"recommended_workers_per_box", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

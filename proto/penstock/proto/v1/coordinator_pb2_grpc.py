@@ -84,6 +84,11 @@ class CoordinatorStub(object):
                 request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DeregisterWorkerRequest.SerializeToString,
                 response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DeregisterWorkerReply.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/penstock.proto.v1.Coordinator/DrainWorker',
+                request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DrainWorkerReply.FromString,
+                _registered_method=True)
         self.PutBlob = channel.stream_unary(
                 '/penstock.proto.v1.Coordinator/PutBlob',
                 request_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.BlobPart.SerializeToString,
@@ -186,6 +191,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
+        ready for it. A slot for which there is no place stays, and goes on. For operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PutBlob(self, request_iterator, context):
         """---- both: content-addressed bytes of a run (a state to resume from)
         """
@@ -266,6 +279,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.DeregisterWorker,
                     request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DeregisterWorkerRequest.FromString,
                     response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DeregisterWorkerReply.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=penstock_dot_proto_dot_v1_dot_coordinator__pb2.DrainWorkerReply.SerializeToString,
             ),
             'PutBlob': grpc.stream_unary_rpc_method_handler(
                     servicer.PutBlob,
@@ -558,6 +576,33 @@ class Coordinator(object):
             '/penstock.proto.v1.Coordinator/DeregisterWorker',
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.DeregisterWorkerRequest.SerializeToString,
             penstock_dot_proto_dot_v1_dot_coordinator__pb2.DeregisterWorkerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.proto.v1.Coordinator/DrainWorker',
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.DrainWorkerRequest.SerializeToString,
+            penstock_dot_proto_dot_v1_dot_coordinator__pb2.DrainWorkerReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -78,6 +78,10 @@ class CoordinatorStub:
     """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]
     """A worker that drains: takes no new slots, hands its own on."""
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerReply]
+    """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
+    ready for it. A slot for which there is no place stays, and goes on. For operators.
+    """
     PutBlob: _grpc.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]
     """---- both: content-addressed bytes of a run (a state to resume from)"""
     GetBlob: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]
@@ -124,6 +128,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Answers a state request: `answer` first, with data or before it."""
     DeregisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeregisterWorkerRequest, _coordinator_pb2.DeregisterWorkerReply]  # type: ignore[assignment]
     """A worker that drains: takes no new slots, hands its own on."""
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainWorkerRequest, _coordinator_pb2.DrainWorkerReply]  # type: ignore[assignment]
+    """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
+    ready for it. A slot for which there is no place stays, and goes on. For operators.
+    """
     PutBlob: _aio.StreamUnaryMultiCallable[_coordinator_pb2.BlobPart, _coordinator_pb2.PutBlobReply]  # type: ignore[assignment]
     """---- both: content-addressed bytes of a run (a state to resume from)"""
     GetBlob: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetBlobRequest, _coordinator_pb2.BlobPart]  # type: ignore[assignment]
@@ -227,6 +235,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeregisterWorkerReply, _abc.Awaitable[_coordinator_pb2.DeregisterWorkerReply]]:
         """A worker that drains: takes no new slots, hands its own on."""
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _coordinator_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DrainWorkerReply, _abc.Awaitable[_coordinator_pb2.DrainWorkerReply]]:
+        """A worker that is to be left: it gets no new slots, and its own are handed over one by one, each when another worker is
+        ready for it. A slot for which there is no place stays, and goes on. For operators.
+        """
 
     @_abc_1.abstractmethod
     def PutBlob(

@@ -310,6 +310,8 @@ class WorkerAssignment(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
     SKIPS_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """"job/ordinal" """
     attempt: _builtins.int
@@ -324,6 +326,12 @@ class WorkerAssignment(_message.Message):
     """of this slot and generation: what the tickets of its lane are checked with"""
     recovery: _builtins.bool
     """take over a stream that may have delivered batches: start from the newest usable"""
+    successor: _builtins.bool
+    """with `recovery`: another worker has the slot yet. Get ready; what it is to start from is"""
+    hand_over: _builtins.bool
+    """fetched again when the lane is opened
+    a successor is ready: make durable what it needs so as to replay least, and say so
+    """
     @_builtins.property
     def loader(self) -> Global___LoaderSpec: ...
     @_builtins.property
@@ -355,10 +363,12 @@ class WorkerAssignment(_message.Message):
         base: Global___BoxPosition | None = ...,
         recovery: _builtins.bool = ...,
         skips: _abc.Iterable[Global___Skip] | None = ...,
+        successor: _builtins.bool = ...,
+        hand_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "loader", b"loader", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "box", b"box", "generation", b"generation", "lane_key", b"lane_key", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "box", b"box", "generation", b"generation", "hand_over", b"hand_over", "lane_key", b"lane_key", "loader", b"loader", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "recovery", b"recovery", "resume", b"resume", "run", b"run", "seed", b"seed", "skips", b"skips", "slot", b"slot", "successor", b"successor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
