@@ -1,7 +1,7 @@
 """Every metric that Penstock exports: its name, type, unit, labels and meaning, and which process has it.
 
-The one place for them. What a process reads at a scrape is checked against this list (penstock.proto.metrics), the table
-of docs/metrics.md is made from it, and the Grafana dashboard and the alerts are tested against it.
+The one place for them. What a process reads at a scrape is checked against this list (penstock.proto.metrics); the
+table of docs/metrics.md, the Grafana dashboard and the alerts are tested against it.
 
 Rules. `penstock_<noun>_<unit>`, in base units; a counter ends in `_total`. A name belongs to one process, or a sum over
 all targets would count things twice: what the training job itself measures begins with `penstock_client_`. No label has
@@ -87,9 +87,7 @@ CATALOGUE: tuple[Metric, ...] = (
         _BOX,
         "Time that its training loop waited for data.",
     ),
-    _coordinator(
-        "penstock_box_wait_ratio", "gauge", "ratio", _BOX, "Share of its latest time that it waited, 0 to 1."
-    ),
+    _coordinator("penstock_box_wait_ratio", "gauge", "ratio", _BOX, "Share of its latest time that it waited, 0 to 1."),
     _coordinator(
         "penstock_box_waiting_for_slot", "gauge", "", _BOX, "Slot that it waits for right now; -1: it does not wait."
     ),
@@ -108,7 +106,11 @@ CATALOGUE: tuple[Metric, ...] = (
         "penstock_coordinator_snapshot_limit_bytes", "gauge", "bytes", (), "What it may hold of them: the budget."
     ),
     _coordinator(
-        "penstock_coordinator_commit_seconds", "histogram", "seconds", (), "Commits of the journal, flushed to the disk."
+        "penstock_coordinator_commit_seconds",
+        "histogram",
+        "seconds",
+        (),
+        "Commits of the journal, with the flush.",
     ),
     _coordinator(
         "penstock_coordinator_calls_total", "counter", "", ("method", "status"), "Calls answered, by gRPC status."
@@ -122,7 +124,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "last as long as their sender sends.",
     ),
     # ---- worker
-    _worker("penstock_worker_info", "gauge", "", ("worker",), "1, with the worker's name, as the coordinator knows it."),
+    _worker("penstock_worker_info", "gauge", "", ("worker",), "1, with the worker's name at the coordinator."),
     _worker("penstock_worker_uptime_seconds", "gauge", "seconds", (), "Time since it was started."),
     _worker("penstock_worker_capacity", "gauge", "", (), "Runners that it may run at a time (--slots)."),
     _worker("penstock_worker_slots", "gauge", "", ("phase",), "Slots that it runs, by phase."),
@@ -134,18 +136,22 @@ CATALOGUE: tuple[Metric, ...] = (
         "Time since the coordinator last answered; -1 before it did.",
     ),
     _worker(
-        "penstock_worker_lease_seconds", "gauge", "seconds", (), "Silence after which it is taken for dead; 0: none yet."
+        "penstock_worker_lease_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "Silence after which it is taken for dead; 0: none.",
     ),
-    _worker("penstock_worker_sent_bytes_total", "counter", "bytes", ("lane",), "Bytes that it sent over lanes, by kind."),
+    _worker("penstock_worker_sent_bytes_total", "counter", "bytes", ("lane",), "Bytes that it sent to other hosts."),
     _worker("penstock_worker_lanes", "gauge", "", ("lane",), "Lanes that it serves over TCP now."),
     _worker("penstock_worker_snapshots_total", "counter", "", (), "Snapshots that its runners handed over."),
     _worker("penstock_worker_snapshots_sent_total", "counter", "", (), "Of them, those made durable."),
-    _worker("penstock_worker_snapshots_refused_total", "counter", "", (), "Those that the coordinator had no room for."),
+    _worker("penstock_worker_snapshots_refused_total", "counter", "", (), "Those that there was no room for."),
     _worker("penstock_worker_snapshot_sent_bytes_total", "counter", "bytes", (), "Bytes of those made durable."),
     _worker("penstock_worker_recoveries_total", "counter", "", (), "Slots that it took over from another runner."),
     _worker("penstock_worker_losses_total", "counter", "", (), "Runners that it lost: killed, crashed, recycled."),
-    _worker("penstock_worker_state_answers_total", "counter", "", ("status",), "States asked of it: ok, error, dropped."),
-    _worker("penstock_slot_produced_batches_total", "counter", "batches", _SLOT, "Batches that the slot's runner made."),
+    _worker("penstock_worker_state_answers_total", "counter", "", ("status",), "Its answers: ok, error, or dropped."),
+    _worker("penstock_slot_produced_batches_total", "counter", "batches", _SLOT, "Batches that its runner made."),
     _worker(
         "penstock_slot_delivered_batches_total",
         "counter",
@@ -160,9 +166,7 @@ CATALOGUE: tuple[Metric, ...] = (
         _SLOT,
         "Batches made again in silence, to get to where the slot goes on.",
     ),
-    _worker(
-        "penstock_slot_queue_batches", "gauge", "batches", _SLOT, "Batches made and not yet handed to the loop."
-    ),
+    _worker("penstock_slot_queue_batches", "gauge", "batches", _SLOT, "Batches made and not yet handed to the loop."),
     _worker(
         "penstock_slot_waiting",
         "gauge",
@@ -171,7 +175,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "1 while the runner waits for the loop to take batches, 0 while user code runs: its average over time is "
         "what the slot could do more.",
     ),
-    _worker("penstock_runner_cpu_seconds_total", "counter", "seconds", _SLOT, "Processor time of the runner's processes."),
+    _worker("penstock_runner_cpu_seconds_total", "counter", "seconds", _SLOT, "Processor time of its processes."),
     _worker(
         "penstock_runner_memory_bytes",
         "gauge",
@@ -210,9 +214,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "penstock_client_skipped_batches_total", "counter", "batches", _BOX, "Batches that were left out as poisonous."
     ),
     _client("penstock_client_lanes", "gauge", "", ("run", "box", "lane"), "Lanes that are open, local or tcp."),
-    _client(
-        "penstock_client_held_batches", "gauge", "batches", _BOX, "Batches of which the loop still holds views."
-    ),
+    _client("penstock_client_held_batches", "gauge", "batches", _BOX, "Batches of which the loop still holds views."),
     _client(
         "penstock_client_coordinator_away_seconds",
         "gauge",
@@ -227,8 +229,8 @@ CATALOGUE: tuple[Metric, ...] = (
         (),
         "Processor time of the processes that receive from other hosts.",
     ),
-    _client("penstock_client_lander_memory_bytes", "gauge", "bytes", (), "Resident memory of the same, rings included."),
-    _client("penstock_checkpoint_saves_total", "counter", "", ("status",), "Checkpoints begun here, by status: ok, error."),
+    _client("penstock_client_lander_memory_bytes", "gauge", "bytes", (), "Their resident memory, rings included."),
+    _client("penstock_checkpoint_saves_total", "counter", "", ("status",), "Saves that ended: ok or error."),
     _client("penstock_checkpoint_in_flight", "gauge", "", (), "Checkpoints that are being written."),
     _client(
         "penstock_checkpoint_stall_seconds_total", "counter", "seconds", (), "Time that save() kept the training loop."
@@ -236,7 +238,7 @@ CATALOGUE: tuple[Metric, ...] = (
     _client("penstock_checkpoint_last_stall_seconds", "gauge", "seconds", (), "That of the last save."),
     _client("penstock_checkpoint_last_write_seconds", "gauge", "seconds", (), "Time from there to the commit."),
     _client("penstock_checkpoint_written_bytes_total", "counter", "bytes", (), "Bytes that this rank wrote."),
-    _client("penstock_checkpoint_last_step", "gauge", "", (), "Step of the newest checkpoint that is whole; -1: none yet."),
+    _client("penstock_checkpoint_last_step", "gauge", "", (), "Step of the last that is whole; -1: none."),
 )
 
 BY_NAME = {metric.name: metric for metric in CATALOGUE}

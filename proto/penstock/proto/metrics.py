@@ -22,8 +22,8 @@ from penstock.proto.version import VERSION
 from penstock.proto.web import Page, Route
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric as Family
     from prometheus_client import CollectorRegistry
+    from prometheus_client import Metric as Family
 
 __all__ = ["Collector", "Readings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
 
