@@ -17,8 +17,9 @@ import threading
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
+from penstock.client import watched
 from penstock.client.lanes import SlotLane
 from penstock.client.run import Run
 from penstock.client.schedule import Schedule
@@ -76,8 +77,12 @@ class Feed:
     def __init__(self, run: Run, position: Position, label: str, timeout_s: float) -> None:
         self.position = position
         self.stats = Stats()
+        self.first_step = position.step
+        """Before its first batch."""
         self.wait_s = 0.0
         """Seconds waited for the last batch."""
+        self.waited_by_slot = [0.0] * run.num_slots
+        """Seconds, by the slot whose batch was due."""
         self.thread = threading.get_ident()
         """The thread that reads; lanes know no other."""
         self._run = run
@@ -95,6 +100,7 @@ class Feed:
         self._cuts: list[tuple[int, int]] = []
         self._told_unsharded = False
         run.progress.position = self.snapshot
+        watched.feeds.add(self)
 
     # ---- the hot path
 
@@ -236,11 +242,12 @@ class Feed:
                     os.eventfd_read(fd)
         finally:
             progress.waiting_for = 0
-            self._waited(worker, time.monotonic() - now)
+            self._waited(lane.slot, worker, time.monotonic() - now)
 
-    def _waited(self, worker: str, seconds: float) -> None:
+    def _waited(self, slot: int, worker: str, seconds: float) -> None:
         """Enter a wait into the figures."""
         self.wait_s += seconds
+        self.waited_by_slot[slot] += seconds
         stats = self.stats
         stats.waited_s += seconds
         stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
@@ -432,6 +439,22 @@ class Feed:
     def copies(self) -> int:
         """Batches handed out as copies."""
         return sum(lane.copies for lane in self._lanes)
+
+    @property
+    def run(self) -> Run:
+        """Whose batches these are."""
+        return self._run
+
+    def open_lanes(self) -> list[Literal["local", "tcp"]]:
+        """The kind of each lane that is open; from any thread."""
+        views = self._run.views
+        lanes = [lane for lane in list(self._lanes) if lane.consumer is not None]
+        return ["tcp" if self._run.is_remote(views[lane.slot]) else "local" for lane in lanes]
+
+    @property
+    def held(self) -> int:
+        """Batches of which the loop holds views, as far as it is known by now; from any thread."""
+        return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
         """The position, also while the training thread moves it: for the watch thread."""

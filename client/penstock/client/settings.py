@@ -63,6 +63,10 @@ class Settings(BaseSettings):
     poison: Literal["fail", "skip"] = Field("fail", validation_alias=_named("poison"))
     """What becomes of a batch that kills its runner again and again."""
     progress: bool = Field(False, validation_alias=_named("progress"))
+    http: str = Field("", validation_alias=_named("http"))
+    """ "host:port" of this process's metrics; "" = none."""
+    otel: bool = Field(False, validation_alias=_named("otel"))
+    """Trace calls to the coordinator."""
     device: str = Field("", validation_alias=_named("device"))
     """Where batches arrive; "" = in the ring."""
 

@@ -107,7 +107,7 @@ def metrics_route(collector: Collector) -> Route:
     from prometheus_client.exposition import generate_latest
 
     registry: CollectorRegistry = CollectorRegistry()
-    registry.register(collector)  # type: ignore[arg-type]  # by its two methods, not by its base
+    registry.register(collector)
     ProcessCollector(registry=registry)
     return lambda: Page(_TEXT, generate_latest(registry))
 

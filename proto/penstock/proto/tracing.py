@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import socket
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -92,29 +91,34 @@ def _on_request(span: Any, request: Any) -> None:
     span.set_attributes(_attributes(request))
 
 
+def _theirs() -> Any:
+    """OpenTelemetry's instrumentation of gRPC, which is not typed."""
+    from opentelemetry.instrumentation import grpc as theirs
+    from opentelemetry.instrumentation.grpc import grpcext as _grpcext  # noqa: F401
+
+    return theirs
+
+
 def traced(channel: grpc.Channel) -> grpc.Channel:
     """The channel, with spans for its calls if this process traces them."""
     if _provider is None:
         return channel
-    from opentelemetry.instrumentation.grpc import client_interceptor
-    from opentelemetry.instrumentation.grpc.grpcext import intercept_channel
+    theirs = _theirs()
+    intercepted: grpc.Channel = theirs.grpcext.intercept_channel(
+        channel, theirs.client_interceptor(_provider, _is_traced, _on_request)
+    )
+    return intercepted
 
-    return intercept_channel(channel, client_interceptor(_provider, _is_traced, _on_request))
 
-
-def aio_client_interceptors() -> Sequence[grpc.aio.ClientInterceptor] | None:
+def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
     """For an asyncio channel; None if this process traces nothing."""
     if _provider is None:
         return None
-    from opentelemetry.instrumentation import grpc as theirs
-
-    return theirs.aio_client_interceptors(_provider, _is_traced, _on_request)
+    return list(_theirs().aio_client_interceptors(_provider, _is_traced, _on_request))
 
 
-def aio_server_interceptors() -> Sequence[grpc.aio.ServerInterceptor] | None:
+def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:
     """For an asyncio server; None if this process traces nothing."""
     if _provider is None:
         return None
-    from opentelemetry.instrumentation.grpc import aio_server_interceptor
-
-    return [aio_server_interceptor(_provider, _is_traced)]
+    return [_theirs().aio_server_interceptor(_provider, _is_traced)]
