@@ -16,6 +16,7 @@ from penstock.deploy.settings import (
     CoordinatorSettings,
     PeerSettings,
     Section,
+    TelemetrySettings,
     TlsSettings,
     WorkerSettings,
     flag,
@@ -31,7 +32,9 @@ __all__ = [
     "CoordinatorListen",
     "Debug",
     "Lease",
+    "LogFormat",
     "Name",
+    "Otel",
     "ReadyFile",
     "RunnerMemory",
     "Slots",
@@ -41,6 +44,7 @@ __all__ = [
     "TlsKey",
     "TlsName",
     "TokenFile",
+    "WorkerHttp",
     "WorkerInsecure",
     "WorkerListen",
 ]
@@ -69,7 +73,11 @@ Allow = Annotated[list[str] | None, _option(WorkerSettings, "allow", "PREFIX")]
 WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:PORT")]
 RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
+WorkerHttp = Annotated[str | None, _option(WorkerSettings, "http", "HOST:PORT")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
+
+LogFormat = Annotated[str | None, _option(TelemetrySettings, "log_format", "text|json")]
+Otel = Annotated[bool | None, _option(TelemetrySettings, "otel")]
 
 TlsCa = Annotated[str | None, _option(TlsSettings, "tls_ca", "FILE")]
 TlsCert = Annotated[str | None, _option(TlsSettings, "tls_cert", "FILE")]

@@ -16,7 +16,7 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -28,6 +28,7 @@ __all__ = [
     "CoordinatorSettings",
     "PeerSettings",
     "Section",
+    "TelemetrySettings",
     "TlsSettings",
     "WorkerSettings",
     "bytes_of",
@@ -50,6 +51,10 @@ def _listen_address(value: str) -> str:
             raise ValueError(f"an IPv6 address goes in brackets: [{host}]:{port}")
         return value
     raise ValueError('an address is "HOST:PORT"; port 0 takes a free one')
+
+
+def _page_address(value: str) -> str:
+    return "" if value.lower() in ("", "off") else _listen_address(value)
 
 
 def _peer_address(value: str) -> str:
@@ -126,6 +131,19 @@ class TlsSettings(Section):
         return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
 
 
+class TelemetrySettings(Section):
+    """Of both daemons: how they tell what they do. Training jobs have PENSTOCK_OTEL too."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+
+    log_format: Literal["text", "json"] = Field(
+        "text", description="text for people, or json: an object a line, with run, box, slot and step."
+    )
+    otel: bool = Field(
+        False, description="Trace calls with OpenTelemetry, as the OTEL_* variables say (docs/metrics.md)."
+    )
+
+
 class CoordinatorSettings(Section):
     """Of `penstock coordinator`."""
 
@@ -174,6 +192,9 @@ class WorkerSettings(Section):
         "",
         description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
         "above twice as much killed (default: any).",
+    )
+    http: Annotated[str, AfterValidator(_page_address)] = Field(
+        "", description="Address of /metrics and /healthz, HOST:PORT; port 0 takes a free one (default: none)."
     )
     name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")

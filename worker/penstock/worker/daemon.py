@@ -40,7 +40,7 @@ from penstock.worker.slot import Share, Slot, SlotKey, Tally, Trust, key_of
 from penstock.worker.tempdirs import TempDirs
 from penstock.worker.usercode import MAIN, check_allowed, check_plain
 
-__all__ = ["Settings", "serve"]
+__all__ = ["Settings", "own_name", "serve"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -85,12 +85,17 @@ class Settings:
     """What readers of those from other machines must show, as penstock.proto.tokens has it."""
 
 
+def own_name() -> str:
+    """Of a worker that was given none."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
 class Daemon:
     """One worker process. `run()` returns when it was told to stop."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.name = settings.name or f"{socket.gethostname()}:{os.getpid()}"
+        self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
         self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
         self.runner_memory = settings.runner_memory

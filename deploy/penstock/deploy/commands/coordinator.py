@@ -9,6 +9,8 @@ from penstock.deploy.options import (
     CoordinatorListen,
     Debug,
     Lease,
+    LogFormat,
+    Otel,
     ReadyFile,
     StateDir,
     TlsCa,
@@ -30,6 +32,8 @@ def coordinator(
     insecure: CoordinatorInsecure = None,
     lease: Lease = None,
     client_lease: ClientLease = None,
+    log_format: LogFormat = None,
+    otel: Otel = None,
     ready_file: ReadyFile = None,
     debug: Debug = False,
 ) -> None:
@@ -48,4 +52,5 @@ def coordinator(
         "lease": lease,
         "client_lease": client_lease,
     }
-    run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), token_file, ready_file, debug)
+    telemetry = {"log_format": log_format, "otel": otel}
+    run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), telemetry, token_file, ready_file, debug)

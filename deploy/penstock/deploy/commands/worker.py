@@ -10,7 +10,9 @@ from penstock.deploy.options import (
     Allow,
     Coordinator,
     Debug,
+    LogFormat,
     Name,
+    Otel,
     ReadyFile,
     RunnerMemory,
     Slots,
@@ -19,6 +21,7 @@ from penstock.deploy.options import (
     TlsKey,
     TlsName,
     TokenFile,
+    WorkerHttp,
     WorkerInsecure,
     WorkerListen,
 )
@@ -37,12 +40,15 @@ def _worker(
     listen: WorkerListen = None,
     runner_memory: RunnerMemory = None,
     name: Name = None,
+    http: WorkerHttp = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_name: TlsName = None,
     insecure: WorkerInsecure = None,
+    log_format: LogFormat = None,
+    otel: Otel = None,
     ready_file: ReadyFile = None,
     debug: Debug = False,
 ) -> None:
@@ -61,7 +67,9 @@ def _worker(
         "listen": listen,
         "runner_memory": runner_memory,
         "name": name,
+        "http": http,
         "insecure": insecure,
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
-    guarded(run_worker)(coordinator, flags, tls, token_file, ready_file, debug)
+    telemetry = {"log_format": log_format, "otel": otel}
+    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug)
