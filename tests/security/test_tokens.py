@@ -125,6 +125,7 @@ CALLS: dict[str, Call] = {
     "GetSnapshots": lambda c: c.get_snapshots(pb.GetSnapshotsRequest()),
     "PutState": lambda c: c.put_state(pb.StateAnswer()),
     "DeregisterWorker": lambda c: c.deregister(pb.DeregisterWorkerRequest()),
+    "DrainWorker": lambda c: c.drain("nobody"),
     "PutBlob": lambda c: c.put_blob(b"x"),
     "GetBlob": lambda c: c.get_blob("x"),
     "Status": lambda c: c.status(),

@@ -23,6 +23,7 @@ from penstock.appliance.model import (
     Run,
     Slot,
     SlotKey,
+    Successor,
     Worker,
 )
 from penstock.appliance.pace import Pace, Share, of_boxes, of_workers, share
@@ -55,6 +56,8 @@ class Books:
         """As counted by the last tick, and those opened since."""
         self.placed = 0
         """Slots that workers have."""
+        self.appointed: dict[SlotKey, Slot] = {}
+        """Slots that have a successor."""
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
         self.touched: set[tuple[str, int, int]] = set()
@@ -215,15 +218,16 @@ class Books:
         run.current = None
         for box in attempt.boxes.values():
             for slot in box.slots:
+                self.dismiss(slot)
                 self._detach(slot)
                 self.waiting.pop(slot.key, None)
-                run.generation = max(run.generation, slot.generation)
+                run.generation = max(run.generation, slot.generation, slot.reserved)
             self.save_box(attempt, box)
             self.save_track(attempt, box)
             self.bump_box(attempt, box)
         clients = {box.number: box.client_id for box in attempt.boxes.values()}
         run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
-        for table in ("slots", "skips", "cuts"):
+        for table in ("slots", "skips", "cuts", "reserved"):
             self.journal.drop(table, run=attempt.run, attempt=attempt.number)
         self.save_attempt(attempt)
         self.save_run(run)
@@ -242,8 +246,9 @@ class Books:
             self.save_track(attempt, box)
         for slot in box.slots:
             self.waiting.pop(slot.key, None)
+            self.dismiss(slot)
             if self._detach(slot):
-                slot.generation += 1
+                slot.generation = slot.next_generation
                 if slot.phase != pb.FAILED:
                     slot.phase, slot.note = pb.WAITING, note
                     slot.restarts += 1
@@ -288,7 +293,7 @@ class Books:
             self.save_slot(slot)
             self.bump_box(attempt, box)
             return
-        slot.generation += 1
+        slot.generation = slot.next_generation
         slot.phase, slot.note, slot.doing = pb.WAITING, note, ""
         slot.restarts += 1
         if loss_at is not None:
@@ -297,8 +302,12 @@ class Books:
             slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
-        if slot.phase == pb.WAITING:
+        if slot.phase == pb.WAITING and slot.successor is not None:
+            self._succeed(slot)
+        elif slot.phase == pb.WAITING:
             self.waiting[slot.key] = slot
+        else:
+            self.dismiss(slot)
         self.save_slot(slot)
         self.bump_box(attempt, box)
 
@@ -317,6 +326,7 @@ class Books:
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
         """For good. The worker keeps the slot: the batches before the error are in its ring, to be delivered first."""
         attempt, box = self.box_of(slot)
+        self.dismiss(slot)
         slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))  # cut to size: it goes into every view
         self.save_slot(slot)
         self.bump_box(attempt, box)
@@ -350,6 +360,58 @@ class Books:
         """The worker's slots go back; the worker itself stays where it is in `workers`."""
         for key in sorted(worker.slots):
             slot = self.slot(key)
-            if slot is not None:
+            if slot is not None and slot.worker == worker.name:
                 self.move(slot, note, loss_at)
+            elif slot is not None:
+                self.dismiss(slot)
         worker.slots.clear()
+
+    # -------------------------------------------------------------------------------------------------- successors
+
+    def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
+        """The worker is to get ready for the slot, which stays where it is until then: see handover.py."""
+        slot.reserved = slot.next_generation
+        slot.successor = Successor(worker.name, worker.session, slot.reserved, why, now)
+        self.appointed[slot.key] = slot
+        self.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
+        worker.slots.add(slot.key)
+        self.placed += 1
+        self.bump_worker(worker)
+        self.bump_box(*self.box_of(slot))
+
+    def dismiss(self, slot: Slot) -> None:
+        """There is no successor any more, if there was one: the slot stays where it is."""
+        successor, slot.successor = slot.successor, None
+        if successor is None:
+            return
+        del self.appointed[slot.key]
+        self.placed -= 1
+        for name in (successor.worker, slot.worker):
+            worker = self.workers.get(name)
+            if worker is not None:
+                if name != slot.worker:
+                    worker.slots.discard(slot.key)
+                self.bump_worker(worker)
+
+    def take_over(self, slot: Slot, note: str, now: float) -> None:
+        """The slot goes from its worker to its successor."""
+        self._detach(slot)
+        self._succeed(slot)
+        slot.note, slot.doing, slot.moved_at = note, "", now
+        slot.restarts += 1
+        self.save_slot(slot)
+        self.bump_box(*self.box_of(slot))
+
+    def _succeed(self, slot: Slot) -> None:
+        """The slot, which no worker has, is its successor's."""
+        successor, slot.successor = slot.successor, None
+        assert successor is not None
+        del self.appointed[slot.key]
+        slot.generation, slot.worker, slot.session = successor.generation, successor.worker, successor.session
+        slot.phase = pb.READY if successor.ready_at else pb.STARTING
+        slot.recovery, slot.waited_share, slot.batch_s = True, 0.0, 0.0
+        slot.moved_at = successor.ready_at or successor.since
+        slot.traits = successor.traits or slot.traits
+        worker = self.workers.get(successor.worker)
+        if worker is not None:
+            self.bump_worker(worker)

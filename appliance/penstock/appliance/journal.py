@@ -38,11 +38,13 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note", "traits", "error"),
     ),
     "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
+    # The highest generation that a successor of a slot was given: see handover.py.
+    "reserved": (("run", "attempt", "box", "slot"), ("generation",)),
     "cuts": (("run", "attempt", "box", "epoch"), ("step",)),
     # For `penstock replay` alone: see history.py. An attempt that is over has no other rows but these of its boxes.
     "tracks": (("run", "attempt", "box"), ("over", "history")),
 }
-_LATER = ("skips", "cuts", "tracks")
+_LATER = ("skips", "cuts", "tracks", "reserved")
 """Tables that the first release did not have: made where they are missing, and no harm to a release without them."""
 
 _NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}

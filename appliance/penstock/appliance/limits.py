@@ -57,6 +57,19 @@ class Limits:
     abandoned_s: float = 3600.0
     """An attempt without a live box for so long is closed, and its snapshots go. Until then it may come back."""
 
+    successor_s: float = 300.0
+    """A worker that was asked to get ready for a slot may take so long: it may have to import torch and read the index
+    of a dataset. The slot goes on where it is meanwhile."""
+    hand_over_s: float = 5.0
+    """The slot's worker may take so long to make durable what a successor that is ready needs."""
+    left_alone_s: float = 30.0
+    """A slot whose hand-over failed is left where it is for so long."""
+    balance_after_s: float = 30.0
+    """A slot stays so long where it is before it is moved for the sake of balance; 0 = it is never. Also how long ago
+    counts for what loops waited for. Long against a move, which costs a second or so."""
+    balance_every_s: float = 5.0
+    """Between two looks at the balance."""
+
     losses: int = 3
     loss_window_s: float = 60.0
     """A slot may be lost so often within the window without a batch delivered in between. A machine that reboots or a

@@ -45,6 +45,7 @@ def readings(status: pb.StatusReply, vitals: Vitals) -> Readings:
     workers = Counter("lost" if not w.live else "draining" if w.draining else "live" for w in status.workers)
     for phase in ("live", "draining", "lost"):
         found.add("penstock_workers", workers[phase], phase=phase)
+    found.add("penstock_workers_recommended", status.recommended_workers)
     found.add("penstock_slots_capacity", sum(w.slots for w in status.workers if w.live and not w.draining))
     found.add("penstock_slots_used", sum(w.slots_used for w in status.workers))
     found.add("penstock_coordinator_uptime_seconds", status.uptime_s)
@@ -61,6 +62,7 @@ def readings(status: pb.StatusReply, vitals: Vitals) -> Readings:
 def _read_run(found: Readings, run: pb.RunStatus, vitals: Vitals) -> None:
     found.add("penstock_run_attempt", run.attempt, run=run.run)
     found.add("penstock_run_boxes", run.num_boxes, run=run.run)
+    found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box, run=run.run)
     slots = [slot for box in run.boxes for slot in box.slots]
     phases = Counter(pb.SlotPhase.Name(slot.phase).lower() for slot in slots)
     for phase in _PHASES:

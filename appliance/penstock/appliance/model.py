@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from penstock.proto.allow import under
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -54,6 +55,20 @@ class Loss:
 
 
 @dataclass
+class Successor:
+    """A worker that is getting ready to take a slot over from another: see handover.py."""
+
+    worker: str
+    session: str
+    generation: int
+    why: str
+    since: float
+    ready_at: float = 0.0
+    """0 = not yet."""
+    traits: records_pb2.LoaderTraits | None = None
+
+
+@dataclass
 class Slot:
     key: SlotKey
     generation: int
@@ -68,7 +83,19 @@ class Slot:
     traits: records_pb2.LoaderTraits | None = None
     error: records_pb2.ErrorDetail | None = None
     losses: list[Loss] = field(default_factory=list)
+    successor: Successor | None = None
+    reserved: int = 0
+    """The highest generation that a successor was ever given, journaled, so that no other gets it."""
+    moved_at: float = 0.0
+    """When its worker was last another one."""
+    left_alone_until: float = 0.0
+    nudges: int = 0
+    """Times that it was moved for it was waited for."""
     batches_per_s: float = 0.0
+    batch_s: float = 0.0
+    """Seconds of work a batch, as its worker says; 0 = not known."""
+    waited_share: float = 0.0
+    """Of the box's time, that its loop waited for this slot, of late."""
     doing: str = ""
     """What its runner is in for long; "" = nothing unusual."""
     stack: str = ""
@@ -79,6 +106,16 @@ class Slot:
     """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     """The same, of this attempt alone."""
+
+    def is_succeeded_by(self, worker: str, generation: int) -> bool:
+        """That worker, under that generation, is getting ready to take it over."""
+        successor = self.successor
+        return successor is not None and (successor.worker, successor.generation) == (worker, generation)
+
+    @property
+    def next_generation(self) -> int:
+        """One that nobody has had."""
+        return max(self.generation, self.reserved) + 1
 
     def __str__(self) -> str:
         return f"box {self.key.box} slot {self.key.slot}"
@@ -116,9 +153,13 @@ class Box:
     steps_per_s: float = 0.0
     waited_share: float = 0.0
     """Of the time that steps_per_s speaks of."""
+    usual_steps_per_s: float = 0.0
+    usual_waited_share: float = 0.0
+    """The same of late, and not just now."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
+    rate_slot_waited_s: tuple[float, ...] = ()
     reported_at: float = 0.0
     lingers_until: float = 0.0
     """A closed box keeps its workers until then, for the others' state queries; 0 = it does not, or no longer."""
@@ -278,6 +319,15 @@ class Worker:
     allow: tuple[str, ...] = ()
     """Prefixes of the modules that it may run."""
     slots: set[SlotKey] = field(default_factory=set)
+
+    @property
+    def load(self) -> float:
+        """Share of its capacity that is taken."""
+        return len(self.slots) / self.capacity if self.capacity else 1.0
+
+    def may_run(self, module: str) -> bool:
+        """One that did not tell what it may run refuses by itself."""
+        return not self.allow or under(module, self.allow)
 
     @property
     def free(self) -> int:

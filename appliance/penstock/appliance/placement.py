@@ -19,7 +19,7 @@ is free are such workers compared, and there are few.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from penstock.appliance.model import Slot, Worker
 from penstock.proto.allow import module_of, under
@@ -30,26 +30,18 @@ _Entry = tuple[float, str]
 
 def cost(slot: Slot, host_id: str, worker: Worker) -> tuple[int, bool, float, str]:
     """The least is the best."""
-    return (max(0, _lost_at(slot, worker.name) - 1), worker.host_id != host_id, _load(worker), worker.name)
+    return (max(0, _lost_at(slot, worker.name) - 1), worker.host_id != host_id, worker.load, worker.name)
 
 
 def _lost_at(slot: Slot, worker: str) -> int:
     return sum(loss.worker == worker for loss in slot.losses)
 
 
-def _load(worker: Worker) -> float:
-    return len(worker.slots) / worker.capacity
-
-
-def _may_run(allow: tuple[str, ...], module: str) -> bool:
-    return not allow or under(module, allow)
-
-
 def nobody_may(input_fn: str, workers: Iterable[Worker]) -> str:
     """Why no worker that is there may ever run the input_fn; "" if one may, or if there is none to ask."""
     module = module_of(input_fn)
     present = [worker for worker in workers if worker.registered and not worker.draining]
-    if not present or any(_may_run(worker.allow, module) for worker in present):
+    if not present or any(worker.may_run(module) for worker in present):
         return ""
     allowed = sorted({prefix for worker in present for prefix in worker.allow})
     return (
@@ -83,7 +75,7 @@ class Room:
         """To be called whenever something has changed about the worker."""
         if worker.free <= 0:
             return
-        entry, heaps = (_load(worker), worker.name), self._heaps.setdefault(worker.allow, _Heaps())
+        entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
         heapq.heappush(heaps.everywhere, entry)
         heapq.heappush(heaps.by_host.setdefault(worker.host_id, []), entry)
         self._entries += 1
@@ -95,7 +87,7 @@ class Room:
         self._heaps, self._entries = {}, 0
         for worker in self._workers.values():
             if worker.free > 0:
-                entry, heaps = (_load(worker), worker.name), self._heaps.setdefault(worker.allow, _Heaps())
+                entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
                 heaps.everywhere.append(entry)
                 heaps.by_host.setdefault(worker.host_id, []).append(entry)
         for heaps in self._heaps.values():
@@ -106,22 +98,24 @@ class Room:
     def is_full(self) -> bool:
         return all(self._best(heaps.everywhere, allow, None, set()) is None for allow, heaps in self._heaps.items())
 
-    def choose(self, slot: Slot, host_id: str, input_fn: str) -> Worker | None:
-        """The worker for `slot`, whose box is on `host_id`; None when no worker that may run it has a free place."""
+    def choose(self, slot: Slot, host_id: str, input_fn: str, barred: Set[str] = frozenset()) -> Worker | None:
+        """The worker for `slot`, whose box is on `host_id`; None when no worker that may run it has a free place.
+        `barred`: names of workers that it shall not go to."""
         module = module_of(input_fn)
-        fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if _may_run(allow, module)]
-        avoided = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
+        fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if not allow or under(module, allow)]
+        lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
+        avoided = lost_at | barred
         best = [self._best(heaps.by_host.get(host_id, []), allow, host_id, avoided) for allow, heaps in fitting]
         if not any(best):
             best = [self._best(heaps.everywhere, allow, None, avoided) for allow, heaps in fitting]
         if not any(best):
-            among = [self._workers[name] for name in avoided if name in self._workers]
-            best = [worker for worker in among if worker.free > 0 and _may_run(worker.allow, module)]
+            among = [self._workers[name] for name in lost_at - barred if name in self._workers]
+            best = [worker for worker in among if worker.free > 0 and worker.may_run(module)]
         found = [worker for worker in best if worker is not None]
         return min(found, key=lambda worker: cost(slot, host_id, worker), default=None)
 
     def _best(
-        self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: set[str]
+        self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: Set[str]
     ) -> Worker | None:
         """The first worker in the heap that is not to be avoided. Entries that are not true any more leave it."""
         passed: list[_Entry] = []
@@ -129,7 +123,7 @@ class Room:
         while heap and found is None:
             load, name = heap[0]
             worker = self._workers.get(name)
-            true = worker is not None and worker.free > 0 and _load(worker) == load and worker.allow == allow
+            true = worker is not None and worker.free > 0 and worker.load == load and worker.allow == allow
             if worker is not None and true and host_id in (None, worker.host_id):
                 if name not in avoided:
                     found = worker

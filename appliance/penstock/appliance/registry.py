@@ -22,12 +22,14 @@ from penstock.appliance import opening, quarantine, views
 from penstock.appliance.books import Books, Topic
 from penstock.appliance.checks import check_counts, check_measures
 from penstock.appliance.desk import Desk
+from penstock.appliance.handover import HandOvers
 from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
 from penstock.appliance.pace import Promise, strained
 from penstock.appliance.placement import nobody_may
+from penstock.appliance.progress import advance
 from penstock.appliance.restore import restore
 from penstock.appliance.states import Gathering
 from penstock.proto.channel import VERSION, detail_of
@@ -40,7 +42,6 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.position import Position
 from penstock.proto.tickets import expiry
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -79,6 +80,7 @@ class Registry:
         self._wall = wall
         self._fresh_seed = fresh_seed
         self._desk = Desk(self.books)
+        self._hand_overs = HandOvers(self.books)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = now = clock()
         self.books.tickets_expire = expiry(wall())
@@ -195,6 +197,8 @@ class Registry:
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
         check_measures(hold_s=request.hold_s, waited_s=request.waited_s)
+        for waited_s in request.slot_waited_s:
+            check_measures(slot_waited_s=waited_s)
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for cut in request.cuts:
             check_counts(epoch=cut.epoch, step=cut.step)
@@ -205,6 +209,8 @@ class Registry:
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
+        if len(request.slot_waited_s) not in (0, attempt.num_workers):
+            raise InvalidArgumentError(f"waits for {len(request.slot_waited_s)} slots of {attempt.num_workers} workers")
         for cut in request.cuts:
             if cut.epoch not in box.cuts:
                 if len(box.cuts) >= self.limits.cuts_max:
@@ -221,41 +227,9 @@ class Registry:
             attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
             if delivered.slots:
-                self._progress(attempt, box, request, now)
+                advance(self.books, attempt, box, request, now)
         self._settle()
         return attempt, box
-
-    def _progress(self, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
-        position = Position.from_proto(request.delivered)
-        steps, box.delivered = position.step - box.step, request.delivered
-        for number in set(range(attempt.num_workers)) - set(position.live):
-            box.ends[number, position.epoch] = position.total[number]
-        if len(box.ends) > self.limits.ends_max:
-            epochs = sorted({epoch for _, epoch in box.ends})
-            newer = epochs[len(epochs) // 2]
-            box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}
-        if position.epoch > box.base.epoch:  # where this pass began, the one before had ended or was left
-            begun = zip(position.total, position.delivered, strict=True)
-            box.ends |= {(k, position.epoch - 1): total - delivered for k, (total, delivered) in enumerate(begun)}
-        if box.rate_from == 0.0:
-            box.rate_from, box.rate_waited_s = now, box.waited_s
-        elif now - box.rate_from >= 0.5:
-            span_s, waited_s = now - box.rate_from, box.waited_s - box.rate_waited_s
-            box.steps_per_s = (box.rate_steps + steps) / span_s
-            box.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
-            box.rate_from, box.rate_steps, box.rate_waited_s = now, 0, box.waited_s
-        else:
-            box.rate_steps += steps
-        # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
-        history, edge = box.history, box.step - box.retention
-        if box.step - history[-1].step >= max(1, box.retention // self.limits.history_entries):
-            history.append(position)
-        while len(history) > 1 and history[1].step <= edge:
-            history.popleft()
-            box.ends = {end: total for end, total in box.ends.items() if end[1] >= history[0].epoch}
-        if history[0].step <= edge:
-            for slot in box.slots:
-                self.books.ledger.trim(slot.key, history[0].total[slot.key.slot])
 
     def close_run(self, request: pb.CloseRunRequest) -> None:
         """Closing what is fenced or closed already is no error: it has been given back."""
@@ -295,9 +269,9 @@ class Registry:
             raise OverloadedError(f"{len(books.workers)} workers are registered, which is the limit")
         old = books.workers.get(request.worker)
         keeps: set[SlotKey] = set()
-        draining = False
+        draining = request.draining
         if old is not None and old.session == request.session:
-            keeps, draining = old.slots, old.draining
+            keeps, draining = old.slots, old.draining or request.draining
         elif old is not None:
             books.drop_worker(old, f"worker {old.name} was started anew", now)
             self._old_sessions[old.name, old.session] = None
@@ -326,8 +300,10 @@ class Registry:
         books.room.offer(worker)
         for key in sorted(worker.slots)[worker.capacity :]:
             slot = books.slot(key)
-            if slot is not None:
+            if slot is not None and slot.worker == worker.name:
                 books.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
+            elif slot is not None:
+                books.dismiss(slot)
         for key in sorted(worker.slots):  # its addresses may be new
             slot = books.slot(key)
             if slot is not None:
@@ -344,13 +320,15 @@ class Registry:
         now = self._clock()
         check_measures(hold_s=request.hold_s)
         for report in request.slots:
-            check_measures(batches_per_s=report.batches_per_s)
+            check_measures(batches_per_s=report.batches_per_s, batch_s=report.batch_s)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
             worker.lease_until = now + self.books.worker_pace().promised(request.lease_s, self.limits.lease_max_s)
             for report in request.slots:
                 self._slot_report(worker, report, now)
+            if request.leaving and not worker.draining:
+                self._hand_overs.set_draining(worker, True, now)
             self._settle()
 
     def worker_hung_up(self, name: str, session: str) -> None:
@@ -370,7 +348,8 @@ class Registry:
         worker.lease_until = max(worker.lease_until, worker.seen_at + pace.lease_s)
         self.books.journal.commit()
         wants = self._desk.wants(worker.name, self._clock())
-        return views.heartbeat_reply(self.books, worker, request.seen_version, pace, self._wall(), wants)
+        stuck = self._hand_overs.stuck(worker) if worker.draining else 0
+        return views.heartbeat_reply(self.books, worker, request.seen_version, pace, self._wall(), wants, stuck)
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
         """Seconds that a heartbeat with nothing to tell is held."""
@@ -387,9 +366,12 @@ class Registry:
 
     def _slot_report(self, worker: Worker, report: pb.SlotReport, now: float) -> None:
         slot = self.books.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
+        if slot is not None and slot.is_succeeded_by(worker.name, report.generation):
+            self._hand_overs.heard(slot, report, now)
+            return
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
             return  # fenced: the worker sees from its assignments that it has nothing to do there
-        slot.batches_per_s = report.batches_per_s
+        slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         if report.doing != slot.doing:
             slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
             self.books.bump_box(*self.books.box_of(slot))
@@ -406,9 +388,12 @@ class Registry:
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
             traits = report.traits if report.HasField("traits") else slot.traits
             if slot.phase != pb.READY or traits != slot.traits:
+                slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
                 slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
                 self.books.save_slot(slot)
                 self.books.bump_box(*self.books.box_of(slot))
+            if report.handed_over:
+                self._hand_overs.handed_over(slot, now)
 
     def _recycle(self, slot: Slot, report: pb.SlotReport) -> None:
         """Its runner held too much memory and ended at a snapshot: another one goes on, unless that gained nothing."""
@@ -429,7 +414,20 @@ class Registry:
             self.books.drop_worker(worker, f"worker {worker.name} drains", None)
         self._settle()
 
+    def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
+        """An operator's order, or its end."""
+        reply = self._hand_overs.order(request, self._clock())
+        self._settle()
+        return reply
+
     # ----------------------------------------------------------------------------------------------- snapshots, blobs
+
+    def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
+        """The slot, if `generation` is its present one or that of its successor. SupersededError if not."""
+        slot = self.books.slot(key)
+        if slot is not None and slot.successor is not None and slot.successor.generation == generation:
+            return slot
+        return self.slot_of_generation(key, generation)
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
         """The slot, if `generation` is its present one. SupersededError if not."""
@@ -552,6 +550,7 @@ class Registry:
                 )
                 books.end(attempt, AttemptState.ENDED, why)
         books.ledger.drop_idle_blobs(named, now)
+        self._hand_overs.tick(now)
         self._renew_tickets()
         self._fail_what_nobody_may_run(now)
         self._to_workers.take_back(books.worker_pace().lease_s, now)

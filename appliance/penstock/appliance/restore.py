@@ -59,6 +59,10 @@ def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float
         assert slot is not None
         slot.skips[row["epoch"], row["total"]] = row["count"]
         slot.skipped[row["epoch"], row["total"]] = row["own"]
+    for row in journal.rows("reserved"):
+        slot = books.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
+        if slot is not None:  # else a release that does not know them ended the attempt
+            slot.reserved = row["generation"]
     for row in journal.rows("cuts"):
         attempt = books.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:  # else a release that does not know them ended it
@@ -96,7 +100,7 @@ def _slot(books: Books, row: Mapping[str, Any], now: float) -> None:
     assert attempt is not None  # rows of slots go with their attempt, in one transaction
     box = attempt.boxes[row["box"]]
     slot = Slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]), row["generation"], row["phase"])
-    slot.worker, slot.session, slot.note = row["worker"], row["session"], row["note"]
+    slot.worker, slot.session, slot.note, slot.moved_at = row["worker"], row["session"], row["note"], now
     slot.ever_ready, slot.recovery, slot.restarts = bool(row["ever_ready"]), bool(row["recovery"]), row["restarts"]
     slot.traits = None if row["traits"] is None else records_pb2.LoaderTraits.FromString(row["traits"])
     slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])

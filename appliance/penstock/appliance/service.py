@@ -292,6 +292,10 @@ class Service(CoordinatorServicer):
             self._registry.deregister_worker(request)
         return pb.DeregisterWorkerReply()
 
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> pb.DrainWorkerReply:
+        async with self._journal.synced():
+            return self._registry.drain_worker(request)
+
     async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
         async with self._journal.synced():
             first = await anext(parts, pb.SnapshotPart())
@@ -317,7 +321,7 @@ class Service(CoordinatorServicer):
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
         key = SlotKey(request.run, request.attempt, request.box, request.slot)
         async with self._journal.synced():
-            self._registry.slot_of_generation(key, request.generation)
+            self._registry.slot_to_recover(key, request.generation)
         for kept in self._ledger.snapshots(key):
             found = await self._disk.run(self._store.snapshot, key, kept)
             if found is None:

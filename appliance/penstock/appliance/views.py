@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from penstock.appliance import demand
 from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
 from penstock.appliance.pace import Pace
@@ -29,6 +30,9 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
         doing=slot.doing,
         stack=slot.stack,
         skipped=sum(slot.skipped.values()),
+        successor=slot.successor.worker if slot.successor is not None else "",
+        batch_s=slot.batch_s,
+        waited_share=slot.waited_share,
     )
     worker = books.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
@@ -53,26 +57,38 @@ def watch_reply(
     )
 
 
-def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot) -> records_pb2.WorkerAssignment:
+def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot, worker: Worker) -> records_pb2.WorkerAssignment:
+    """What the worker is told of the slot: it has it, or is to get ready for it."""
+    successor = slot.successor if slot.worker != worker.name else None
+    generation = slot.generation if successor is None else successor.generation
     return records_pb2.WorkerAssignment(
         **slot.key._asdict(),
-        generation=slot.generation,
+        generation=generation,
         num_boxes=attempt.num_boxes,
         num_workers_per_box=attempt.num_workers,
         seed=attempt.seed,
         loader=box.opening.loader,
-        lane_key=books.lane_key(slot.key, slot.generation),
+        lane_key=books.lane_key(slot.key, generation),
         resume=box.opening.resume,
         base=box.base.to_proto(),
-        recovery=slot.recovery,
+        recovery=slot.recovery or successor is not None,
+        successor=successor is not None,
+        hand_over=slot.successor is not None and successor is None and slot.successor.ready_at > 0,
         skips=[records_pb2.Skip(epoch=epoch, total=total, count=count) for (epoch, total), count in slot.skips.items()],
     )
 
 
 def heartbeat_reply(
-    books: Books, worker: Worker, seen_version: int, pace: Pace, wall_s: float, wants: Iterable[tuple[Want, float]]
+    books: Books,
+    worker: Worker,
+    seen_version: int,
+    pace: Pace,
+    wall_s: float,
+    wants: Iterable[tuple[Want, float]],
+    stuck: int,
 ) -> pb.HeartbeatReply:
-    """`wants`: the worker's open state requests, with the seconds that their most patient asker still has."""
+    """`wants`: the worker's open state requests, with the seconds that their most patient asker still has. `stuck`: of
+    a worker that drains, the slots for which there is no other place."""
     part = books.snapshot_share()
     reply = pb.HeartbeatReply(
         version=worker.version,
@@ -81,6 +97,8 @@ def heartbeat_reply(
         lease_s=pace.lease_s,
         snapshot_every_s=part.every_s,
         snapshot_bytes_per_s=part.bytes_per_s,
+        draining=worker.draining,
+        stuck=stuck,
     )
     if worker.version == seen_version:
         reply.unchanged = True
@@ -89,7 +107,7 @@ def heartbeat_reply(
         slot = books.slot(key)
         assert slot is not None
         attempt, box = books.box_of(slot)
-        reply.assignments.append(assignment(books, attempt, box, slot))
+        reply.assignments.append(assignment(books, attempt, box, slot, worker))
     reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
     return reply
 
@@ -125,12 +143,14 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
             open=run.current is not None,
         )
         if run.current is not None:
+            status.recommended_workers_per_box = demand.workers_per_box(run.current)
             for _, box in sorted(run.current.boxes.items()):
                 status.input_fn = box.opening.loader.input_fn
                 status.boxes.append(_box_status(books, box))
                 for slot in status.boxes[-1].slots:
                     slot.ClearField("ticket")  # an operator may look, not open lanes
                 yield
+    reply.recommended_workers = demand.daemons(books)
     for number, worker in enumerate(list(books.workers.values())):
         slots = [books.slot(key) for key in worker.slots]
         reply.workers.add(
@@ -141,7 +161,7 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
             live=worker.registered,
             seen_s_ago=max(0.0, now - worker.seen_at),
             tcp_address=worker.tcp_address,
-            batches_per_s=sum(slot.batches_per_s for slot in slots if slot is not None),
+            batches_per_s=sum(slot.batches_per_s for slot in slots if slot is not None and slot.worker == worker.name),
             draining=worker.draining,
         )
         if number % STEP == STEP - 1:

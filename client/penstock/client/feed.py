@@ -81,8 +81,6 @@ class Feed:
         """Before its first batch."""
         self.wait_s = 0.0
         """Seconds waited for the last batch."""
-        self.waited_by_slot = [0.0] * run.num_slots
-        """Seconds, by the slot whose batch was due."""
         self.thread = threading.get_ident()
         """The thread that reads; lanes know no other."""
         self._run = run
@@ -93,6 +91,7 @@ class Feed:
         self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
+        self._slot_waited_s = [0.0] * run.num_slots
         self._slow = [""] * run.num_slots
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
@@ -247,11 +246,12 @@ class Feed:
     def _waited(self, slot: int, worker: str, seconds: float) -> None:
         """Enter a wait into the figures."""
         self.wait_s += seconds
-        self.waited_by_slot[slot] += seconds
         stats = self.stats
         stats.waited_s += seconds
         stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
-        self._run.progress.waited_s = stats.waited_s
+        self._slot_waited_s[slot] += seconds
+        progress = self._run.progress
+        progress.waited_s, progress.slot_waited_s = stats.waited_s, tuple(self._slot_waited_s)
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
         """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""

@@ -71,6 +71,8 @@ class Progress:
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
     waited_s: float = 0.0
+    slot_waited_s: tuple[float, ...] = ()
+    """The same by slot."""
     waiting_for: int = 0
     """Slot + 1; 0 = none."""
     pass_ended: bool = False
@@ -148,6 +150,7 @@ class Run:
             delivered=progress.position(),
             waiting_for=progress.waiting_for,
             waited_s=progress.waited_s,
+            slot_waited_s=progress.slot_waited_s,
             pass_ended=progress.pass_ended,
             cuts=[pb.Cut(epoch=epoch, step=step) for epoch, step in progress.cuts],
             lease_s=self._lease_s,

@@ -66,6 +66,7 @@ def run_coordinator(
         tracing.start("penstock-coordinator")
     tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
     limits = replace(Limits(), worker_lease_s=settings.lease, client_lease_s=settings.client_lease)
+    limits = replace(limits, balance_after_s=settings.balance_after)
     if in_memory:
         limits = replace(limits, budget=MEMORY_BUDGET)
 
@@ -138,6 +139,7 @@ def run_worker(
                 listen=settings.listen,
                 name=name,
                 runner_memory=bytes_of(settings.runner_memory),
+                drain_s=settings.drain,
                 tls=tls,
                 insecure=settings.insecure,
                 http=settings.http,

@@ -69,8 +69,8 @@ CODES = (
     Code(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
     Code(
         18,
-        "no such run, or it is not what was asked for",
-        ("UnknownRunError", "SupersededError", "BoxTakenError", "RunShapeError"),
+        "no such run or worker, or it is not what was asked for",
+        ("UnknownRunError", "UnknownWorkerError", "SupersededError", "BoxTakenError", "RunShapeError"),
     ),
     Code(19, "a worker or lane was lost", ("WorkerLostError", "LaneLostError", "LaneClosedError")),
     Code(20, "no state can be had for this step", ("StateUnavailableError",)),

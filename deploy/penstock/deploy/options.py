@@ -26,11 +26,13 @@ from penstock.deploy.settings import (
 __all__ = [
     "Allow",
     "AsJson",
+    "BalanceAfter",
     "ClientLease",
     "Coordinator",
     "CoordinatorInsecure",
     "CoordinatorListen",
     "Debug",
+    "Drain",
     "Lease",
     "LogFormat",
     "Name",
@@ -65,6 +67,7 @@ CoordinatorListen = Annotated[str | None, _option(CoordinatorSettings, "listen",
 StateDir = Annotated[Path | None, _option(CoordinatorSettings, "state_dir", "DIR")]
 CoordinatorInsecure = Annotated[bool | None, _option(CoordinatorSettings, "insecure")]
 Lease = Annotated[float | None, _option(CoordinatorSettings, "lease", "SECONDS")]
+BalanceAfter = Annotated[float | None, _option(CoordinatorSettings, "balance_after", "SECONDS")]
 ClientLease = Annotated[float | None, _option(CoordinatorSettings, "client_lease", "SECONDS")]
 
 Coordinator = Annotated[str | None, _option(PeerSettings, "coordinator", "HOST:PORT")]
@@ -74,6 +77,7 @@ WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:POR
 RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
 WorkerHttp = Annotated[str | None, _option(WorkerSettings, "http", "HOST:PORT")]
+Drain = Annotated[float | None, _option(WorkerSettings, "drain", "SECONDS")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
 
 LogFormat = Annotated[str | None, _option(TelemetrySettings, "log_format", "text|json")]

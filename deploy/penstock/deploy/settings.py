@@ -171,6 +171,14 @@ class CoordinatorSettings(Section):
         allow_inf_nan=False,
         description="Seconds of silence after which a training process is taken for dead and its workers are freed.",
     )
+    balance_after: float = Field(
+        30.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds that a slot stays where it is before it may be moved away from a worker that is slow or "
+        "full; 0: slots move only when they must.",
+    )
 
 
 class WorkerSettings(Section):
@@ -197,6 +205,13 @@ class WorkerSettings(Section):
         "", description="Address of /metrics and /healthz, HOST:PORT; port 0 takes a free one (default: none)."
     )
     name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
+    drain: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Seconds that this worker goes on when it is told to end, while others get ready for its slots.",
+    )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 
     @property

@@ -293,6 +293,12 @@ class CoordinatorClient(_Base):
         with self._guarded("Status", deadline_s):
             return self._stub.Status(pb.StatusRequest(), timeout=deadline_s, metadata=self._metadata)
 
+    def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
+        """Have a worker drained, or take slots again. The same order again only tells how far it is."""
+        request = pb.DrainWorkerRequest(worker=worker, undo=undo)
+        with self._guarded("DrainWorker", self.deadline_s):
+            return self._stub.DrainWorker(request, timeout=self.deadline_s, metadata=self._metadata)
+
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
         """Of all attempts that are remembered, oldest first; empty for a run or box that is not known."""
         request = pb.FetchHistoryRequest(run=run, box=box)
@@ -352,6 +358,12 @@ class AsyncCoordinatorClient(_Base):
         limit = self.deadline_s
         call = self._stub.DeregisterWorker
         await self._wait("DeregisterWorker", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+
+    async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
+        """Have a worker drained, or take slots again."""
+        limit = self.deadline_s
+        call, request = self._stub.DrainWorker, pb.DrainWorkerRequest(worker=worker, undo=undo)
+        return await self._wait("DrainWorker", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
 
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S

@@ -31,6 +31,7 @@
     │   └── InputFnNotAllowedError             the module is under none of the worker's allowed prefixes
     ├── run
     │   ├── UnknownRunError, BoxOutOfRangeError (ValueError), BoxTakenError, SupersededError
+    │   ├── UnknownWorkerError                 no worker of that name is there
     │   ├── RunShapeError                      re-opened with another shape and no state for it
     │   ├── VersionSkewError                   the two ends speak different protocol versions
     │   ├── AuthenticationError                token missing or wrong
@@ -95,6 +96,7 @@ __all__ = [
     "SupersededError",
     "TlsError",
     "UnknownRunError",
+    "UnknownWorkerError",
     "UnsafeBindError",
     "UnsupportedLeafError",
     "UnsupportedStateError",
@@ -224,6 +226,10 @@ class UnknownRunError(PenstockError):
     """The coordinator knows no such run."""
 
 
+class UnknownWorkerError(PenstockError):
+    """The coordinator knows no worker of that name."""
+
+
 class BoxOutOfRangeError(PenstockError, ValueError):
     """The box number does not lie in [0, num_boxes)."""
 
@@ -333,6 +339,7 @@ CATALOGUE: dict[str, Entry] = {
         Entry(InputFnNotFoundError, "NOT_FOUND"),
         Entry(InputFnNotAllowedError, "PERMISSION_DENIED"),
         Entry(UnknownRunError, "NOT_FOUND"),
+        Entry(UnknownWorkerError, "NOT_FOUND"),
         Entry(BoxOutOfRangeError, "INVALID_ARGUMENT"),
         Entry(BoxTakenError, "ALREADY_EXISTS"),
         Entry(SupersededError, "ABORTED"),

@@ -59,6 +59,9 @@ CATALOGUE: tuple[Metric, ...] = (
         "penstock_run_attempt", "gauge", "", ("run",), "The attempt that is open: higher each time the job is started."
     ),
     _coordinator("penstock_run_boxes", "gauge", "", ("run",), "Boxes that the run has in all."),
+    _coordinator(
+        "penstock_run_recommended_workers_per_box", "gauge", "", ("run",), "Slots a box that would do; 0: not known."
+    ),
     _coordinator("penstock_run_slots", "gauge", "", ("run", "phase"), "Slots of the open attempt, by phase."),
     _coordinator(
         "penstock_run_recoveries_total",
@@ -94,6 +97,13 @@ CATALOGUE: tuple[Metric, ...] = (
     # ---- coordinator: the fleet
     _coordinator(
         "penstock_workers", "gauge", "", ("phase",), "Worker daemons, by phase: live, draining, or lost (silent)."
+    ),
+    _coordinator(
+        "penstock_workers_recommended",
+        "gauge",
+        "",
+        (),
+        "Daemons like those that are there that the open runs need, by measured demand and supply; 0: not known.",
     ),
     _coordinator("penstock_slots_capacity", "gauge", "", (), "Runners that the live workers may run together."),
     _coordinator("penstock_slots_used", "gauge", "", (), "Of them, those that are given to runs."),
@@ -168,12 +178,12 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _worker("penstock_slot_queue_batches", "gauge", "batches", _SLOT, "Batches made and not yet handed to the loop."),
     _worker(
-        "penstock_slot_waiting",
-        "gauge",
-        "",
+        "penstock_slot_busy_seconds_total",
+        "counter",
+        "seconds",
         _SLOT,
-        "1 while the runner waits for the loop to take batches, 0 while user code runs: its average over time is "
-        "what the slot could do more.",
+        "Time that the runner worked on batches, and did not wait for the loop to take them: rate() of it is the share "
+        "of the slot that is used up.",
     ),
     _worker("penstock_runner_cpu_seconds_total", "counter", "seconds", _SLOT, "Processor time of its processes."),
     _worker(

@@ -1,8 +1,8 @@
 """Who may call what: the three roles, and the one map from each method of the coordinator to those that may call it.
 
 A role is what a token is good for. A token in the hands of a training job cannot register a worker, and so be handed
-other jobs' loaders; a worker's cannot open a run, and so have code run elsewhere; an operator's only looks. Roles are
-not tenants: who may open runs may open, read and supersede all of them.
+other jobs' loaders; a worker's cannot open a run, and so have code run elsewhere; an operator's looks, and
+drains workers. Roles are not tenants: who may open runs may open, read and supersede all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ METHODS: dict[str, frozenset[Role]] = {
     "GetSnapshots": _WORKER,
     "PutState": _WORKER,
     "DeregisterWorker": _WORKER,
+    "DrainWorker": frozenset(("admin",)),
     "PutBlob": _BOTH,
     "GetBlob": frozenset(("client", "worker", "admin")),
     "Status": frozenset(("admin",)),

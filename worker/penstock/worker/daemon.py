@@ -79,6 +79,8 @@ class Settings:
     """For the coordinator, and for lanes from other hosts."""
     insecure: bool = False
     """Lanes and metrics may be listened for beyond this machine without TLS."""
+    drain_s: float = 0.0
+    """Seconds that it goes on for after it was told to stop, while other workers get ready for its slots."""
     http: str = ""
     """ "host:port" of metrics and health, see metrics.py; "" = none."""
     http_tokens: str = field(default="", repr=False)
@@ -125,9 +127,21 @@ class Daemon:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         """Slots that are being stopped: never cancelled, so that their runners are reaped."""
+        self._draining = self._leaving = False
+        """No new slots come, for the coordinator was told to drain this worker, or for it is to end."""
+        self._stuck = 0
+        """Slots of this worker's that nobody else has a place for, as the coordinator said while it drains."""
+        self._told = asyncio.Event()
         self.stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     # ---- its life
+
+    def stop(self) -> None:
+        """End, by handing the slots over first. Told twice: at once."""
+        if self.stopping.is_set():
+            self._at_once.set()
+        self.stopping.set()
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Register and serve until `stopping` is set; then hand the slots on and leave nothing behind."""
@@ -144,13 +158,31 @@ class Daemon:
             if ready is not None:
                 ready(self.name)
             loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes())]
-            done, _ = await asyncio.wait([*loops, stop], return_when="FIRST_COMPLETED")
-            for task in [*loops, stop]:
+            handing = asyncio.ensure_future(self._hand_over())
+            done, _ = await asyncio.wait([*loops, handing], return_when="FIRST_COMPLETED")
+            for task in [*loops, handing, stop]:
                 task.cancel()
             for task in done:
                 task.result()
         finally:
             await self._leave()
+
+    async def _hand_over(self) -> None:
+        """Told to stop: goes on until each slot has another worker, while there is time and somebody to take it."""
+        await self.stopping.wait()
+        self._leaving = True
+        self._dirty.set()
+        until = time.monotonic() + self.settings.drain_s
+        at_once = asyncio.ensure_future(self._at_once.wait())
+        while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
+            if self._draining and self._stuck >= len(self._slots):
+                _log.info("worker %s: nobody else has a place for its %d slots", self.name, len(self._slots))
+                break
+            self._told.clear()
+            told = asyncio.ensure_future(self._told.wait())
+            await asyncio.wait([told, at_once], timeout=left_s, return_when="FIRST_COMPLETED")
+            told.cancel()
+        at_once.cancel()
 
     async def _leave(self) -> None:
         with contextlib.suppress(PenstockError, TimeoutError):
@@ -182,6 +214,7 @@ class Daemon:
             local_address=self._doors.local_address,
             tcp_address=self._doors.tcp_address,
             allow=self.settings.allow,
+            draining=self._draining,
         )
         while True:
             try:
@@ -240,12 +273,15 @@ class Daemon:
         self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
         self.answered_at = time.monotonic()
         self._coordinators_clock = reply.wall_s - time.monotonic()
+        if reply.draining != self._draining:
+            _log.info("worker %s: %s", self.name, "drains" if reply.draining else "takes slots again")
+        self._draining, self._stuck = reply.draining, reply.stuck
         if reply.snapshot_every_s:
             self.share = Share(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
-        if reply.unchanged or reply.version < self._made:
-            return  # or it was overtaken by the reply to a later heartbeat
-        self._made = self._seen = reply.version
-        self._make_it_so(reply)
+        if not reply.unchanged and reply.version >= self._made:  # else overtaken by the reply to a later heartbeat
+            self._made = self._seen = reply.version
+            self._make_it_so(reply)
+        self._told.set()
 
     def _heartbeat(self, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
         return coordinator_pb2.HeartbeatRequest(
@@ -254,6 +290,7 @@ class Daemon:
             seen_version=self._seen,
             hold_s=hold_s,
             lease_s=self._lease_s,
+            leaving=self._leaving,
             slots=[slot.report() for slot in self._slots.values()],
         )
 
@@ -264,7 +301,9 @@ class Daemon:
         for key in [key for key in self._slots if key not in wanted]:
             self._stop_slot(key)
         for key, assignment in wanted.items():
-            if key not in self._slots:
+            if key in self._slots:
+                self._slots[key].assigned(assignment)
+            else:
                 self._start_slot(key, assignment)
         self._assigned.set()
         self._assigned = asyncio.Event()
@@ -416,7 +455,7 @@ async def serve(settings: Settings, ready: Callable[[str], None] | None = None) 
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, daemon.stopping.set)
+        loop.add_signal_handler(number, daemon.stop)
     if settings.lifeline_pid is not None:
         try:
             lifeline = os.pidfd_open(settings.lifeline_pid)

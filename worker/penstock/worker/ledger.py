@@ -25,7 +25,7 @@ EARLY = 256
 """Batches that are kept besides, the first: for the check of the early snapshots, however fast the runner is."""
 ENDS = 1024
 """Ends of passes that are kept, the newest."""
-_HEAD = struct.Struct("<QQQQQQdQ")  # total, epoch, delivered, ends, activity, looked, since, samples
+_HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
 _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
 _HERE = struct.Struct("<QQ")  # the pass that is under way, and batches left out since the last one
@@ -37,6 +37,8 @@ _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
 _EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
 _SIZE = _EARLY_AT + EARLY * _ENTRY.size
 
+IDLE = ("starting", "waiting", "sending")
+"""Activities that are no work on a batch: where a slot begins, and waits for the loop or for room in the ring."""
 ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
 
 
@@ -58,6 +60,8 @@ class Ledger:
         self._map = mmap.mmap(fd, _SIZE)
         self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
         self._since = 0.0
+        self.worked_s = 0.0
+        """Seconds spent on batches so far, up to when the runner last turned to something else."""
         self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
@@ -125,7 +129,10 @@ class Ledger:
 
     def doing(self, activity: str, delivered: int) -> None:
         """What the runner turns to now."""
-        self._activity, self._since, self.delivered = ACTIVITIES.index(activity), time.monotonic(), delivered
+        now = time.monotonic()
+        if ACTIVITIES[self._activity] not in IDLE:
+            self.worked_s += now - self._since
+        self._activity, self._since, self.delivered = ACTIVITIES.index(activity), now, delivered
         self._write_head()
 
     def here(self, epoch: int, skipped: int) -> None:
@@ -149,6 +156,7 @@ class Ledger:
             self.looked,
             self._since,
             self.samples,
+            self.worked_s,
         )
 
     # ---- the daemon reads
@@ -160,16 +168,29 @@ class Ledger:
         return max(0, made + self.total - last), max(0, self.delivered - first), replayed
 
     def refresh(self) -> None:
-        """Read the head: total, epoch, delivered, looked, samples."""
-        head = _HEAD.unpack_from(self._map)
-        self.total, self.epoch, self.delivered, self._ends, self._activity, self.looked, self._since, self.samples = (
-            head
-        )
+        """Read the head: total, epoch, delivered, looked, samples, worked_s."""
+        (
+            self.total,
+            self.epoch,
+            self.delivered,
+            self._ends,
+            self._activity,
+            self.looked,
+            self._since,
+            self.samples,
+            self.worked_s,
+        ) = _HEAD.unpack_from(self._map)
 
     @property
     def activity(self) -> tuple[str, float]:
         """What the runner does, and for how many seconds."""
         return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
+
+    @property
+    def working_s(self) -> float:
+        """`worked_s` up to now."""
+        activity, for_s = self.activity
+        return self.worked_s + (0.0 if activity in IDLE else for_s)
 
     @property
     def making(self) -> tuple[int, int] | None:

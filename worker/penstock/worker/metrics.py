@@ -25,7 +25,6 @@ __all__ = ["health", "open_web"]
 MANY = 1 << 62
 """More than any runner holds: the plain sums will do, shares of pages take the kernel long."""
 _PLAIN = "text/plain; charset=utf-8"
-_IDLE = ("waiting", "sending")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class _SlotNow:
     delivered: int
     replayed: int
     queue: int
-    waiting: bool
+    busy_s: float
     runner: int
 
 
@@ -65,7 +64,7 @@ def _look(daemon: Daemon) -> _Now:
                 delivered,
                 replayed,
                 max(0, slot.ledger.total - slot.ledger.delivered),
-                slot.ledger.activity[0] in _IDLE,
+                slot.ledger.working_s,
                 slot.runner,
             )
         )
@@ -107,7 +106,7 @@ def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> Readings:
         found.add("penstock_slot_delivered_batches_total", slot.delivered, **slot.place)
         found.add("penstock_slot_replayed_batches_total", slot.replayed, **slot.place)
         found.add("penstock_slot_queue_batches", slot.queue, **slot.place)
-        found.add("penstock_slot_waiting", int(slot.waiting), **slot.place)
+        found.add("penstock_slot_busy_seconds_total", slot.busy_s, **slot.place)
         if slot.runner:
             found.add("penstock_runner_cpu_seconds_total", cpu_seconds(family(slot.runner)), **slot.place)
             found.add("penstock_runner_memory_bytes", held_by(slot.runner, MANY), **slot.place)

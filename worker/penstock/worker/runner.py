@@ -106,6 +106,8 @@ class _Runner:
         """Pass -> the slot's batches when the loop left it."""
         self._trusted = False
         self._hello: lane_pb2.Hello | None = None
+        self._bases: list[Base] = []
+        """That came after the start: of a successor, whose predecessor has gone on meanwhile."""
         self._looked = False
         self._begun = False
         self._last_look = 0.0
@@ -158,7 +160,7 @@ class _Runner:
         self._doing("waiting")
         while self._hello is None:
             self._serve(None)
-        hello = self._hello
+        hello, bases = self._hello, bases + self._bases
         delivered, epoch = hello.next_total - 1, hello.epoch
         left = self._left = {pass_left.epoch: pass_left.total for pass_left in hello.left}
         usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
@@ -517,6 +519,8 @@ class _Runner:
                 raise _StopError
             if message.kind == "trust":
                 self._trusted = True
+            elif message.kind == "base":
+                self._bases.append(Base.decode(message.payload))
             elif message.kind == "attach":
                 hello = lane_pb2.Hello.FromString(message.payload)
                 self._hello = hello

@@ -35,6 +35,7 @@ from penstock.worker.control import Message, counts
 from penstock.worker.endings import descriptors_closed, how_it_ended
 from penstock.worker.ledger import Ledger
 from penstock.worker.memory import held_by
+from penstock.worker.rates import Rates
 from penstock.worker.scratches import DEADLINE_S, ScratchHost, run_task
 from penstock.worker.snapshots import Kept, SnapshotStore
 from penstock.worker.stacks import state_of
@@ -154,8 +155,9 @@ class Slot:
         self._begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._rate_from = (time.monotonic(), 0)
-        self._rate = 0.0
+        self._rates = Rates(time.monotonic())
+        self._handing_over: asyncio.Task[None] | None = None
+        self._handed_over = False
         base = assignment.base.slots
         self._first_total = base[assignment.slot].total if len(base) > assignment.slot else 0
 
@@ -195,18 +197,27 @@ class Slot:
         host, a = self.host, self.assignment
         blob = await host.coordinator.get_blob(a.resume.blob) if a.resume.blob else b""
         a.loader.arguments = await host.coordinator.loader_arguments(a.loader)
-        kept: list[tuple[coordinator_pb2.SnapshotHeader, bytes]] = []
-        if a.recovery:
-            run, attempt, box, slot, generation = key_of(a)
-            kept = await host.coordinator.get_snapshots(
-                coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
-            )
         zygote = await host.zygote(a)
         child = self._child = await zygote.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
         await child.send("assign", a.SerializeToString())
         if blob and not a.recovery:
             await child.send("resume", blob)
+        if a.recovery:
+            await self._fetch_bases(child)
+        if host.trust(a).exact:
+            await child.send("trust")
+        await child.send("go")
+
+    async def _fetch_bases(self, child: Child) -> None:
+        """What the coordinator keeps of the slot for its recovery, and the runner has not been sent."""
+        run, attempt, box, slot, generation = key_of(self.assignment)
+        kept = await self.host.coordinator.get_snapshots(
+            coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
+        )
+        known = {(base.epoch, base.total) for base in self.store}
         for header, data in kept:
+            if (header.epoch, header.total) in known:
+                continue
             await child.send("base", data)
             self.store.add(
                 Kept(
@@ -222,9 +233,16 @@ class Slot:
                 ),
                 0,
             )
-        if host.trust(a).exact:
-            await child.send("trust")
-        await child.send("go")
+
+    def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
+        """The same slot and generation, as the coordinator says now."""
+        if assignment.hand_over and self._handing_over is None:
+            self._handing_over = self._spawn(self._make_room_for_successor())
+
+    async def _make_room_for_successor(self) -> None:
+        await self._hand_over()
+        self._handed_over = True
+        self.host.slot_changed()
 
     async def stop(self) -> None:
         """End it: the runner, its process group, and whatever is under way here."""
@@ -323,10 +341,7 @@ class Slot:
     def report(self) -> coordinator_pb2.SlotReport:
         """For the heartbeat."""
         self.ledger.refresh()
-        now, (since, before) = time.monotonic(), self._rate_from
-        if now - since >= 1.0:
-            self._rate = max(0, self.ledger.total - before) / (now - since)
-            self._rate_from = (now, self.ledger.total)
+        self._rates.look(time.monotonic(), self.ledger.total, self.ledger.working_s)
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
         self.traits.looked_at_assignment = bool(self.ledger.looked) or not self._begun.is_set()
@@ -342,7 +357,9 @@ class Slot:
             lost=self.lost,
             produced=self.ledger.total,
             delivered=self.ledger.delivered,
-            batches_per_s=self._rate,
+            batches_per_s=self._rates.batches_per_s,
+            batch_s=self._rates.batch_s,
+            handed_over=self._handed_over,
             doing=self._doing,
             stack=self._stack,
             recycle=self._recycle,
@@ -400,6 +417,9 @@ class Slot:
         try:
             await asyncio.wait_for(self.ready.wait(), deadline_s)
             assert self._child is not None
+            if self.assignment.successor and not self.attached:  # its predecessor went on until now
+                with contextlib.suppress(*NOT_OURS):  # then from what was there when it began
+                    await asyncio.wait_for(self._fetch_bases(self._child), deadline_s)
             self.attached = True
             await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
         except TimeoutError:

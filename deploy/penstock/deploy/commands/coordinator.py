@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.deploy.commands.base import quiet_grpc, tls_flags
 from penstock.deploy.options import (
+    BalanceAfter,
     ClientLease,
     CoordinatorInsecure,
     CoordinatorListen,
@@ -34,6 +35,7 @@ def coordinator(
     client_lease: ClientLease = None,
     log_format: LogFormat = None,
     otel: Otel = None,
+    balance_after: BalanceAfter = None,
     ready_file: ReadyFile = None,
     debug: Debug = False,
 ) -> None:
@@ -51,6 +53,7 @@ def coordinator(
         "insecure": insecure,
         "lease": lease,
         "client_lease": client_lease,
+        "balance_after": balance_after,
     }
     telemetry = {"log_format": log_format, "otel": otel}
     run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), telemetry, token_file, ready_file, debug)

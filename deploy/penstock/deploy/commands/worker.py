@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from penstock.deploy.commands.base import subcommands, tls_flags
+from penstock.deploy.commands.base import EPILOG, quiet_grpc, subcommands, tls_flags
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
     Allow,
+    AsJson,
     Coordinator,
     Debug,
+    Drain,
     LogFormat,
     Name,
     Otel,
@@ -41,6 +45,7 @@ def _worker(
     runner_memory: RunnerMemory = None,
     name: Name = None,
     http: WorkerHttp = None,
+    drain: Drain = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -55,7 +60,8 @@ def _worker(
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
 
     Prints its name as one line once the coordinator knows it. Waits for a coordinator that is not there yet. On
-    SIGTERM or Ctrl-C it hands its slots on and ends.
+    SIGTERM or Ctrl-C it hands its slots over, one by one, each when another worker is ready for it, and ends; the
+    second time at once.
     """
     if context.invoked_subcommand is not None:
         return  # and not guarded: that ends the command
@@ -68,8 +74,38 @@ def _worker(
         "runner_memory": runner_memory,
         "name": name,
         "http": http,
+        "drain": drain,
         "insecure": insecure,
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
     telemetry = {"log_format": log_format, "otel": otel}
     guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug)
+
+
+@worker.command("drain", epilog=EPILOG)
+@guarded
+def drain_worker(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="It is to take slots again.")] = False,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0, help="Wait so long until it has no slots; 0: only order."),
+    ] = 120.0,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Have a worker hand its slots over to others, so that it can be stopped without anybody noticing.
+
+    It gets no new slots. Each of its own goes on until another worker is ready to take it; one for which there is no
+    place stays where it is, until workers join. The daemon itself goes on: stop it when this command has ended well.
+    """
+    quiet_grpc()
+    from penstock.deploy.drain import drain
+
+    drain(name, undo, timeout, coordinator, tls_flags(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)

@@ -1,0 +1,124 @@
+"""Which slots should be elsewhere: a function of what is measured.
+
+A move costs a runner's start on another worker and a short replay, so it is made for two reasons only.
+
+Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do. The
+client tells how long it waited for each slot. A slot that the loop waits for through a tenth of its time, and twice as
+long as for the usual other slot of the run, goes to another worker, on another machine if there is one with room: what
+is slow is a machine, its neighbours, or the network. It may also be the slot's own data; so the wait before the next
+such move doubles each time.
+
+Load. When workers join, slots go from those that are fullest to those that are emptiest, as long as that makes a
+difference of a quarter of a worker. Not for a loader that would replay its whole pass, and not away from the box's own
+host, where a batch costs one memcpy.
+
+Pure: books are looked at, never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.appliance.books import Books
+from penstock.appliance.model import Place, Slot, Worker
+from penstock.proto.allow import module_of
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+ONE_IN = 100
+"""Of all slots so many may be on their way for the sake of balance, and one in any case."""
+STRAGGLES = 0.10
+"""Share of its time that a loop waits for a slot before that counts as straggling."""
+TIMES_USUAL = 2.0
+"""So many times the usual wait for a slot of the run it must be, too."""
+WORTH = 0.25
+"""Of a worker's capacity: a smaller difference in load is no reason to move."""
+
+
+@dataclass(frozen=True)
+class Move:
+    slot: Slot
+    worker: Worker
+    why: str
+    nudge: bool = False
+    """For the loop waits for it: its own data may be the reason, and then no place helps."""
+
+
+def plan(books: Books, now: float, room: int) -> list[Move]:
+    """At most `room` moves, each slot and each worker in one of them at most."""
+    moves: list[Move] = []
+    taken: set[str] = set()
+    for move in (*_stragglers(books, now), *_levelled(books, now)):
+        if len(moves) >= room:
+            break
+        if move.worker.name not in taken and move.slot not in [other.slot for other in moves]:
+            moves.append(move)
+            taken |= {move.worker.name, move.slot.worker}
+    return moves
+
+
+def _settled(books: Books, slot: Slot, now: float, times: int = 1) -> bool:
+    """It runs well where it is, and has done so for long enough."""
+    return (
+        slot.phase == pb.READY
+        and slot.successor is None
+        and now >= slot.left_alone_until
+        and now - slot.moved_at >= books.limits.balance_after_s * times
+    )
+
+
+def _stragglers(books: Books, now: float) -> Iterator[Move]:
+    for attempt in books.open_attempts():
+        boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE and not box.pass_ended]
+        slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY]
+        if len(slots) < 2:
+            continue
+        usual = median(slot.waited_share for slot in slots)
+        slow = [slot for slot in slots if slot.waited_share >= max(STRAGGLES, TIMES_USUAL * usual)]
+        for slot in sorted(slow, key=lambda slot: (-slot.waited_share, slot.key)):
+            if not _settled(books, slot, now, 1 << min(slot.nudges, 10)):
+                continue
+            worker = _elsewhere(books, slot, {other.worker for other in slow})
+            if worker is not None:
+                share, box = f"{slot.waited_share:.0%}", slot.key.box
+                why = f"box {box} waited {share} of its time for it on worker {slot.worker}"
+                yield Move(slot, worker, why, nudge=True)
+
+
+def _elsewhere(books: Books, slot: Slot, slow: set[str]) -> Worker | None:
+    """A place for a straggler: on another machine if there is one, on no worker with stragglers of its own."""
+    _, box = books.box_of(slot)
+    opening = box.opening
+    owner = books.workers.get(slot.worker)
+    here = {worker.name for worker in books.workers.values() if owner and worker.host_id == owner.host_id}
+    for barred in (slow | here, slow | {slot.worker}):
+        worker = books.room.choose(slot, opening.host_id, opening.loader.input_fn, barred)
+        if worker is not None:
+            return worker
+    return None
+
+
+def _levelled(books: Books, now: float) -> Iterator[Move]:
+    there = [worker for worker in books.workers.values() if worker.registered and not worker.draining]
+    fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
+    emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
+    for full, empty in zip(fullest, emptiest, strict=False):
+        if full.load - (len(empty.slots) + 1) / empty.capacity < WORTH:
+            return
+        slots = [books.slot(key) for key in full.slots]
+        fitting = [slot for slot in slots if slot is not None and _may_go(books, slot, full, empty, now)]
+        slot = min(fitting, key=lambda slot: (-slot.waited_share, slot.key), default=None)
+        if slot is not None:
+            why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
+            yield Move(slot, empty, why)
+
+
+def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
+    if slot.worker != full.name or not _settled(books, slot, now):
+        return False
+    _, box = books.box_of(slot)
+    traits, opening = slot.traits, box.opening
+    near = full.host_id == opening.host_id != empty.host_id
+    cheap = traits is not None and traits.state_methods >= 2 and not traits.not_restartable
+    return cheap and not near and empty.may_run(module_of(opening.loader.input_fn))
