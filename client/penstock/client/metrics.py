@@ -77,7 +77,7 @@ def _read_feed(found: Readings, feed: Feed) -> None:
             found.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **of)
     # Copied in one go: the loop may enter another worker meanwhile.
     for worker, seconds in stats.waited_by_worker.copy().items():
-        found.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker, **of)
+        found.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **of)
     found.add("penstock_client_copied_batches_total", feed.copies, **of)
     found.add("penstock_client_staged_batches_total", stats.ahead, **of)
     found.add("penstock_client_recoveries_total", stats.recoveries, **of)
