@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.appliance import opening, quarantine, views
+from penstock.appliance import opening, progress, quarantine, views
 from penstock.appliance.books import Books, Topic
 from penstock.appliance.checks import check_counts, check_measures
 from penstock.appliance.desk import Desk
@@ -29,7 +29,6 @@ from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
 from penstock.appliance.pace import Promise, strained
 from penstock.appliance.placement import nobody_may
-from penstock.appliance.progress import advance
 from penstock.appliance.restore import restore
 from penstock.appliance.states import Gathering
 from penstock.proto.channel import VERSION, detail_of
@@ -227,7 +226,7 @@ class Registry:
             attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
             if delivered.slots:
-                advance(self.books, attempt, box, request, now)
+                progress.advance(self.books, attempt, box, request, now)
         self._settle()
         return attempt, box
 

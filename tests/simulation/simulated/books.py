@@ -31,6 +31,8 @@ class Before:
 
     slots: dict[SlotKey, tuple[int, str, str, bool]] = field(default_factory=dict)
     """-> generation, worker, session, whether its box was live."""
+    successors: dict[SlotKey, tuple[str, int]] = field(default_factory=dict)
+    """-> worker, generation."""
     workers: dict[str, str] = field(default_factory=dict)
     live: dict[tuple[str, int, int], str] = field(default_factory=dict)
     """(run, attempt, box) -> client, of boxes with a live client."""
@@ -51,19 +53,18 @@ class Before:
         self.workers.clear()
         self.live.clear()
         self.slots.clear()
+        self.successors.clear()
 
 
 def check_books(fail: Fail, registry: Registry) -> None:
     """The books in themselves."""
     books = registry.books
-    held: dict[SlotKey, str] = {}
+    held: dict[SlotKey, set[str]] = {}
     for name, worker in books.workers.items():
         if worker.registered and len(worker.slots) > worker.capacity:
             fail("nobody holds more than it has room for", f"{name} holds {len(worker.slots)} of {worker.capacity}")
         for key in worker.slots:
-            if key in held:
-                fail("one owner per slot and generation", f"{key} is with {held[key]} and {name}")
-            held[key] = name
+            held.setdefault(key, set()).add(name)
             if books.slot(key) is None:
                 fail("who is superseded owns nothing", f"{name} holds {key}")
     for attempt in books.open_attempts():
@@ -71,8 +72,14 @@ def check_books(fail: Fail, registry: Registry) -> None:
             fail("who is superseded owns nothing", f"attempt {attempt.number} of {attempt.run} is open")
         for box in attempt.boxes.values():
             for slot in box.slots:
-                if held.get(slot.key, "") != slot.worker:
-                    fail("one owner per slot and generation", f"{slot.key}: {slot.worker}, {held.get(slot.key)}")
+                successor = slot.successor
+                named = {slot.worker, successor.worker if successor is not None else ""} - {""}
+                if held.get(slot.key, set()) != named:
+                    fail("one owner per slot and generation", f"{slot.key}: {named}, {held.get(slot.key)}")
+                if successor is not None and (slot.phase != pb.READY or successor.worker == slot.worker):
+                    fail("one owner per slot and generation", f"{slot} has {successor}, and is with {slot.worker}")
+                if (slot.key in books.appointed) != (successor is not None):
+                    fail(_WAITS, f"{slot} has the successor {successor}, which nobody waits for")
                 if slot.phase in (pb.STARTING, pb.READY) and not slot.worker:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
                 if box.lingers_until > 0:
@@ -113,6 +120,9 @@ def _check_slot(fail: Fail, slot: Slot, disk: Disk) -> None:
     here = (slot.generation, slot.phase, slot.worker, slot.session, slot.recovery, slot.restarts)
     if on_disk != here:
         fail(_JOURNAL, f"{slot.key} is {here}, on disk {on_disk}")
+    reserved = disk.tables["reserved"].get(tuple(slot.key), {}).get("generation", 0)
+    if reserved != slot.reserved:
+        fail(_JOURNAL, f"{slot.key} has reserved {slot.reserved}, on disk {reserved}")
 
 
 def check_moves(
@@ -143,7 +153,9 @@ def check_moves(
                 if now[0] == was[0] and was[1] not in ("", now[1]):
                     fail("one owner per slot and generation", f"{slot.key} went from {was} to {now}")
                 moved = now[0] > was[0] and was[3] and is_live and not before.blurred
-                if moved and (*slot.key, was[0]) not in lost and _keeps(books.workers.get(was[1]), was[2]):
+                succeeded = before.successors.get(slot.key) == (slot.worker, slot.generation)
+                kept = _keeps(books.workers.get(was[1]), was[2])
+                if moved and not succeeded and (*slot.key, was[0]) not in lost and kept:
                     fail("a slot moves only for a cause", f"{slot.key} from {was} to {now}")
     for name, session in before.workers.items():
         if name not in books.workers:
@@ -159,6 +171,8 @@ def check_moves(
                 fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")
     before.blurred = False
     before.slots, before.live = slots, live
+    heirs = [(slot.key, slot.successor) for slot in books.appointed.values()]
+    before.successors = {key: (heir.worker, heir.generation) for key, heir in heirs if heir is not None}
     before.workers = {worker.name: worker.session for worker in books.workers.values()}
 
 

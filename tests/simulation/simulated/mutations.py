@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.appliance import restore
+from penstock.appliance import progress, restore
 from penstock.appliance.books import Books
+from penstock.appliance.handover import HandOvers
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service
@@ -36,7 +37,7 @@ class Mutation:
 
 
 MUTATIONS = (
-    Mutation("a move does not raise the generation", Books, "move", "slot.generation += 1", "pass"),
+    Mutation("a move does not raise the generation", Books, "move", "slot.generation = slot.next_generation", "pass"),
     Mutation("a slot that was moved is forgotten", Books, "move", "self.waiting[slot.key] = slot", "pass"),
     Mutation("a slot is given out twice", Books, "place_waiting", "del self.waiting[slot.key]", "pass"),
     Mutation("a slot is given out and not written down", Books, "place_waiting", "self.save_slot(slot)", "pass"),
@@ -72,8 +73,8 @@ MUTATIONS = (
     Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[first:]", "kept[:first]"),
     Mutation(
         "the window of states is not kept",
-        Registry,
-        "_progress",
+        progress,
+        "advance",
         "history[0].total[slot.key.slot]",
         "position.total[slot.key.slot]",
     ),
@@ -91,6 +92,11 @@ MUTATIONS = (
         "(have.want.epoch, have.want.delivered, have.want.total) == place",
         "True",
     ),
+    Mutation("a successor takes over before it is ready", HandOvers, "heard", "report.phase == pb.READY", "True"),
+    Mutation(
+        "a successor keeps its place when it is dismissed", Books, "dismiss", "worker.slots.discard(slot.key)", "pass"
+    ),
+    Mutation("a successor's generation is not written down", Books, "appoint", "self.journal.put(", "dict("),
     Mutation("a restarted coordinator forgets who waits", restore, "_slot", "books.waiting[slot.key] = slot", "pass"),
 )
 

@@ -8,6 +8,7 @@ within PATIENCE_S. If one does not, the result says what everybody waits for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from simulated.virtual import Process, World
 from simulated.worker import Daemon
 
 from penstock.appliance.limits import Limits
+from penstock.proto.errors import PenstockError
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["Outcome", "simulate"]
 
@@ -30,7 +33,17 @@ HEAL_S = 14.0
 PATIENCE_S = 150.0
 """Of virtual time: leases, a linger, and a few launches that must still find out that they are superseded."""
 
-LIMITS = Limits(linger_s=8.0, abandoned_s=30.0, past_attempts=3, losses=5)
+LIMITS = Limits(
+    linger_s=8.0,
+    abandoned_s=30.0,
+    past_attempts=3,
+    losses=5,
+    successor_s=5.0,
+    hand_over_s=1.0,
+    left_alone_s=3.0,
+    balance_after_s=2.0,
+    balance_every_s=0.5,
+)
 """Shorter than in life where life has minutes, so that a history sees their ends too."""
 
 
@@ -164,6 +177,8 @@ class History:
             if not daemon.process.alive:
                 self._start_worker(daemon.name, daemon.slots)
         self._more_workers()
+        for daemon in self.daemons:
+            world.fate.spawn(self._take_back(daemon))
         self.truth.heal()
 
     # ---- faults
@@ -184,6 +199,7 @@ class History:
             self._worker_dies,
             self._worker_dies,
             self._worker_stops,
+            self._worker_leaves,
             self._worker_drains,
             self._runner_dies,
             self._runner_dies,
@@ -235,10 +251,46 @@ class History:
             await self._stop(rng.choice(living).name, rng.choice((0.5, 2.0, 6.0)))
 
     async def _worker_drains(self) -> None:
+        """By an operator's order, which is taken back later."""
+        rng, living = self.world.rng, self._living()
+        if living:
+            name = rng.choice(living).name
+            self.world.fault("worker drained", name)
+            await self._order(name, undo=False)
+            await asyncio.sleep(rng.uniform(0.5, 5.0))
+            await self._order(name, undo=True)
+
+    async def _take_back(self, daemon: Daemon) -> None:
+        """The operator sees to it that it does not drain for ever."""
+        await asyncio.sleep(1.0)
+        while daemon.process.alive and (daemon.drains or not await self._order(daemon.name, undo=True)):
+            await asyncio.sleep(0.5)
+            await self._order(daemon.name, undo=True)
+
+    async def _order(self, worker: str, *, undo: bool) -> bool:
+        """Whether it was heard."""
+        operator = self.world.process("operator")
+        request = pb.DrainWorkerRequest(worker=worker, undo=undo)
+        heard = False
+
+        async def order() -> None:
+            nonlocal heard
+            with contextlib.suppress(PenstockError):
+                await self.network.call(operator, NAME, "DrainWorker", request, 2.0)
+                heard = True
+            operator.kill()
+
+        done = asyncio.Event()
+        operator.on_death.append(lambda: done.set())
+        operator.spawn(order())
+        await done.wait()
+        return heard
+
+    async def _worker_leaves(self) -> None:
         rng, living = self.world.rng, self._living()
         if living:
             daemon = rng.choice(living)
-            self.world.fault("worker drained", daemon.name)
+            self.world.fault("worker leaves", daemon.name)
             await self._in(daemon, daemon.leave())
             await asyncio.sleep(rng.random())
             if daemon in self.daemons and not daemon.process.alive:

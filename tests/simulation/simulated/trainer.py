@@ -57,6 +57,7 @@ class Box:
         self._record: Position | None = None
         self._cuts: list[tuple[int, int]] = []
         self._waiting_for = 0
+        self._waited_s = [0.0] * job.plan.workers
         self._pass_ended = False
         self._lease_s = 0.0
         self._views: dict[int, pb.SlotView] = {}
@@ -134,6 +135,8 @@ class Box:
             request.delivered.CopyFrom(self._record.to_proto())
         request.lease_s = self._lease_s
         request.waiting_for, request.pass_ended = self._waiting_for, self._pass_ended
+        request.waited_s = sum(self._waited_s)
+        request.slot_waited_s.extend(self._waited_s)
         for epoch, step in self._cuts:
             request.cuts.add(epoch=epoch, step=step)
         return request
@@ -254,7 +257,7 @@ class Box:
 
     async def _take(self, at: Position) -> bool:
         """The batch of this turn; False if the pass has ended for its slot."""
-        job, slot = self.job, at.turn
+        job, slot, since = self.job, at.turn, self.job.world.now
         self._waiting_for = slot + 1
         where = (job.plan.name, self.attempt, self.plan.number, slot)
         while True:
@@ -279,6 +282,7 @@ class Box:
                 continue
             job.truth.delivered(where, view.generation, self.plan, at.step + 1, batch)
             self._waiting_for = 0
+            self._waited_s[slot] += job.world.now - since
             return batch is not None
 
     # ---- saving, leaving

@@ -144,7 +144,7 @@ class Truth:
                     if slot.phase == pb.READY and (*slot.key, slot.generation) not in self._ready:
                         fail("a slot is ready when its runner is", f"generation {slot.generation} of {slot.key} is not")
                     told = self._generations.get((slot.key.run, slot.key.box, slot.key.slot), 0)
-                    if slot.generation < told:
+                    if max(slot.generation, slot.reserved) < told:
                         fail("generations and attempts only rise", f"{slot.key}: {slot.generation} after {told}")
 
     def written(self) -> None:
@@ -224,7 +224,11 @@ class Truth:
         elif method == "Heartbeat":
             for a in reply.assignments:
                 self._not_superseded(a.run, a.attempt, f"worker {request.worker} is given work")
-                self._said(SlotKey(a.run, a.attempt, a.box, a.slot), a.generation, pb.STARTING, request.worker)
+                key = SlotKey(a.run, a.attempt, a.box, a.slot)
+                if a.successor:
+                    self._reserved(key, a.generation)
+                else:
+                    self._said(key, a.generation, pb.STARTING, request.worker)
                 self._told(a.run, a.box, a.slot, a.generation)
         elif method == "RegisterWorker":
             self.before.heard[request.worker] = self._came[request.worker, request.session]
@@ -250,6 +254,13 @@ class Truth:
         if not holds:
             said = f"generation {generation}, {pb.SlotPhase.Name(phase)}, {worker!r}"
             self.world.violated("what is said is on disk", f"{key} as {said}; there is {there}")
+
+    def _reserved(self, key: SlotKey, generation: int) -> None:
+        """A generation was given to a successor: no other gets it, or the attempt is over by now."""
+        row, there = self.disk.tables["reserved"].get(tuple(key)), self.disk.tables["attempts"]
+        over = there.get((key.run, key.attempt), {}).get("state") not in (None, "open")
+        on_disk = row is not None and row["generation"] >= generation
+        self._must(on_disk or over, "what is said is on disk", f"{key} reserves {generation}; there is {row}")
 
     def _told(self, run: str, box: int, slot: int, generation: int) -> None:
         where = (run, box, slot)

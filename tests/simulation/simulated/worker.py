@@ -83,6 +83,10 @@ class Runner:
     """It stands where the loop does: at once when it begins, on recovery after the first demand."""
     opening: bool = False
     """The beginning of this pass is not durable yet."""
+    refreshed: bool = False
+    """Of a successor: it has fetched what became durable while it got ready."""
+    handing: bool = False
+    handed_over: bool = False
     alive: bool = True
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -127,15 +131,7 @@ class Runner:
         a, rng = self.assignment, self.daemon.world.rng
         await asyncio.sleep(rng.uniform(0.01, 0.4))
         if a.recovery:
-            parts = await self.daemon.patiently("GetSnapshots", self._request_snapshots())
-            gather: Gather[pb.SnapshotHeader] = Gather("GetSnapshots", lambda header: header.size)
-            for part in parts:
-                gather.add(part.header if part.HasField("header") else None, part.data)
-            for header, data in gather.all():
-                base = Base(header.epoch, header.total, header.delivered)
-                self.daemon.truth.loads(self.key, base, data)
-                self.bases.append(base)
-                self.durable.add(base)
+            self._load(await self.daemon.patiently("GetSnapshots", self._request_snapshots()))
             return
         slots = a.base.slots
         at = slots[a.slot] if slots else records_pb2.SlotPosition()
@@ -144,6 +140,33 @@ class Runner:
         base = Base(self.epoch, self.total, self.index)
         self.bases.append(base)
         await self._make_durable(base)  # before any batch can be fetched
+
+    def _load(self, parts: list[pb.SnapshotPart]) -> None:
+        gather: Gather[pb.SnapshotHeader] = Gather("GetSnapshots", lambda header: header.size)
+        for part in parts:
+            gather.add(part.header if part.HasField("header") else None, part.data)
+        for header, data in gather.all():
+            base = Base(header.epoch, header.total, header.delivered)
+            self.daemon.truth.loads(self.key, base, data)
+            if base not in self.durable:
+                self.bases.append(base)
+                self.durable.add(base)
+
+    async def _refresh(self) -> None:
+        """A successor's first demand: its predecessor went on until now."""
+        self.refreshed = True
+        try:
+            self._load(await self.daemon.call("GetSnapshots", self._request_snapshots()))
+        except AWAY:
+            pass  # then from what was there when it began
+
+    async def hand_over(self) -> None:
+        self.handing = True
+        newest = max((base for base in self.bases if base.total <= self.wanted), default=None)
+        if newest is not None and newest not in self.durable:
+            await self._make_durable(newest)
+        self.handed_over = True
+        self.daemon.dirty.set()
 
     def _request_snapshots(self) -> pb.GetSnapshotsRequest:
         run, attempt, box, slot, generation = self.key
@@ -186,6 +209,8 @@ class Runner:
         """The next batch, or None where the pass has ended."""
         while self.phase != pb.READY:
             await self._change()
+        if self.assignment.successor and not self.refreshed:
+            await self._refresh()
         if not self.sought:
             self._seek(wish)
         if wish.epoch > self.epoch:
@@ -329,7 +354,9 @@ class Daemon:
         self.process = world.process(name)
         self.process.serve = self._serve
         self.dirty = asyncio.Event()
-        self.leaving = False
+        self.leaving = self.draining = False
+        self.drains = False
+        """As the coordinator said last."""
         self.superseded = False
         self.runners: dict[Key, Runner] = {}
         self._network = network
@@ -376,6 +403,7 @@ class Daemon:
     async def _register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host, slots=self.slots)
         request.local_address, request.tcp_address = f"@{self.name}", f"{self.name}:1"
+        request.draining = self.drains
         try:
             reply = await self.patiently("RegisterWorker", request)
             self._registrations += 1
@@ -413,11 +441,14 @@ class Daemon:
                 phase=runner.phase,
                 error=runner.error,
                 lost=runner.lost,
+                handed_over=runner.handed_over,
             )
+        request.leaving = self.draining
         return request
 
     def _take(self, reply: pb.HeartbeatReply, registration: int) -> None:
         self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
+        self.drains = reply.draining
         stale = registration != self._registrations or reply.version < self._made
         if not (self.leaving or stale or reply.unchanged):
             self._made = self._seen = reply.version
@@ -432,6 +463,8 @@ class Daemon:
                 plan = self.truth.starts(key, self.owner, assignment)
                 runner = self.runners[key] = Runner(self.process, self, assignment, plan)
                 runner.spawn(runner.live())
+            elif assignment.hand_over and not self.runners[key].handing:
+                self.runners[key].spawn(self.runners[key].hand_over())
         self._answered &= {request.request for request in reply.state_requests}
         for request in reply.state_requests:
             if request.request not in self._answered:
@@ -481,7 +514,12 @@ class Daemon:
         self.runners[key].fail(WorkerLostError("killed by SIGKILL"), lost=True)
 
     async def leave(self) -> None:
-        """It drains."""
+        """It hands over what it has, as long as it cares to wait, and ends."""
+        until = self.world.now + self.world.rng.choice((0.0, 1.0, 4.0))
+        self.draining = True
+        self.dirty.set()
+        while self.runners and self.world.now < until:
+            await asyncio.sleep(0.2)
         self.leaving = True
         request = pb.DeregisterWorkerRequest(worker=self.name, session=self.session)
         try:
