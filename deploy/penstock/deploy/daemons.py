@@ -50,6 +50,8 @@ def run_coordinator(
     tls_settings = resolve(TlsSettings, **tls_flags)
     tls = tls_settings.load()
     refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
+    if settings.http:
+        refuse_unsafe(settings.http, encrypted=tls is not None, insecure=settings.insecure)
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
     about = f"{describe(settings, **flags)}, {describe(tls_settings, **tls_flags)}"
     _log.info("coordinator %s: %s", VERSION, about)
@@ -71,6 +73,8 @@ def run_coordinator(
             insecure=settings.insecure,
             ready=ready,
             limits=limits,
+            http=settings.http,
+            http_any_port="http" not in settings.model_fields_set,
         )
     )
     _log.info("ended as told")
