@@ -31,6 +31,7 @@ def test_all_of_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.model_dump() == {
         "listen": "[::1]:0",
         "state_dir": Path("/var/lib/penstock"),
+        "http": "127.0.0.1:7071",
         "insecure": False,
         "lease": 5.0,
         "client_lease": 10.0,

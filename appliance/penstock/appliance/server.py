@@ -26,6 +26,7 @@ from penstock.appliance.collecting import paced
 from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
+from penstock.appliance.pages import Pages, open_web
 from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
@@ -48,6 +49,8 @@ async def serve(
     ready: Callable[[str], None] = lambda address: None,
     limits: Limits | None = None,
     stop: asyncio.Event | None = None,
+    http: str = "",
+    http_any_port: bool = False,
 ) -> None:
     """Runs a coordinator until it is told to stop.
 
@@ -61,6 +64,8 @@ async def serve(
         ready: told the address that it listens on, once calls are taken.
         limits: leases, budgets and so on.
         stop: set it to stop; None: the process is the coordinator's own, and signals stop it.
+        http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
+        http_any_port: takes a free port if that one is in use.
 
     Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
     """
@@ -98,6 +103,10 @@ async def serve(
         )
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
+        if http:
+            pages = Pages(service, loop)
+            web = open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)
+            closing.callback(web.close)
         served = await server_aio(
             listen,
             tokens,

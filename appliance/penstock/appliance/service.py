@@ -424,6 +424,10 @@ class Service(CoordinatorServicer):
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
 
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
+        return await self.snapshot()
+
+    async def snapshot(self) -> pb.StatusReply:
+        """Everything that an operator may see, as it is now."""
         reply = pb.StatusReply()
         for _ in self._registry.status_steps(reply):
             await asyncio.sleep(0)  # thousands of slots are told in steps, between which others have their turn

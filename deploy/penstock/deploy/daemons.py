@@ -55,6 +55,8 @@ def run_coordinator(
     _start_log(debug, telemetry, process="coordinator")
     tls = tls_settings.load()
     refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
+    if settings.http:
+        refuse_unsafe(settings.http, encrypted=tls is not None, insecure=settings.insecure)
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
     about = [
         describe(settings, **flags),
@@ -83,6 +85,8 @@ def run_coordinator(
             insecure=settings.insecure,
             ready=ready,
             limits=limits,
+            http=settings.http,
+            http_any_port="http" not in settings.model_fields_set,
         )
     )
     _log.info("ended as told")

@@ -29,6 +29,7 @@ __all__ = [
     "BalanceAfter",
     "ClientLease",
     "Coordinator",
+    "CoordinatorHttp",
     "CoordinatorInsecure",
     "CoordinatorListen",
     "Debug",
@@ -64,6 +65,7 @@ def _option(section: type[Section], field: str, metavar: str | None = None) -> A
 
 
 CoordinatorListen = Annotated[str | None, _option(CoordinatorSettings, "listen", "HOST:PORT")]
+CoordinatorHttp = Annotated[str | None, _option(CoordinatorSettings, "http", "HOST:PORT")]
 StateDir = Annotated[Path | None, _option(CoordinatorSettings, "state_dir", "DIR")]
 CoordinatorInsecure = Annotated[bool | None, _option(CoordinatorSettings, "insecure")]
 Lease = Annotated[float | None, _option(CoordinatorSettings, "lease", "SECONDS")]

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 DEFAULT_COORDINATOR = "127.0.0.1:7070"
+DEFAULT_HTTP = "127.0.0.1:7071"
 IN_MEMORY = ":memory:"
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
@@ -155,6 +156,11 @@ class CoordinatorSettings(Section):
     )
     state_dir: Path = Field(
         description=f"Directory of the journal, on a local disk; made if it is not there. {IN_MEMORY}: keep nothing."
+    )
+    http: Annotated[str, AfterValidator(_page_address)] = Field(
+        DEFAULT_HTTP,
+        description="Address of the dashboard and of its data, HOST:PORT; port 0 takes a free one, off: none. If the "
+        "default is in use, another port is taken.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
     lease: float = Field(

@@ -6,6 +6,7 @@ from penstock.deploy.commands.base import quiet_grpc, tls_flags
 from penstock.deploy.options import (
     BalanceAfter,
     ClientLease,
+    CoordinatorHttp,
     CoordinatorInsecure,
     CoordinatorListen,
     Debug,
@@ -26,6 +27,7 @@ __all__ = ["coordinator"]
 def coordinator(
     listen: CoordinatorListen = None,
     state_dir: StateDir = None,
+    http: CoordinatorHttp = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -42,7 +44,8 @@ def coordinator(
     """Run the coordinator: it hands out the work and keeps the books.
 
     Prints the address that it listens on as one line once it is ready. Without a token it makes one, in
-    STATE_DIR/token. Ends on SIGTERM or Ctrl-C; started again on the same directory it goes on where it was.
+    STATE_DIR/token. A dashboard for browsers is at http://127.0.0.1:7071 (see --http). Ends on SIGTERM or Ctrl-C;
+    started again on the same directory it goes on where it was.
     """
     quiet_grpc()
     from penstock.deploy.daemons import run_coordinator
@@ -50,6 +53,7 @@ def coordinator(
     flags = {
         "listen": listen,
         "state_dir": state_dir,
+        "http": http,
         "insecure": insecure,
         "lease": lease,
         "client_lease": client_lease,
