@@ -129,7 +129,10 @@ def cluster(module_shell: Any) -> Iterator[Cluster]:
         loopback = "127.0.0.1:0"
         first = shell.start("coordinator", "--listen", loopback, "--state-dir", "state", "--http", loopback)
         shell.environment["PENSTOCK_COORDINATOR"] = first.line
-        second = shell.start("worker", "--slots", "4", "--allow", "observed", "--name", "w1", "--http", loopback)
+        second = shell.start(
+            *("worker", "--slots", "4", "--allow", "observed", "--name", "w1", "--http", loopback),
+            PYTHONWARNINGS=None,  # children write theirs to standard error by themselves, and not as JSON
+        )
         urls: dict[Process, str] = {
             "coordinator": url_in(first.log, "dashboard at"),
             "worker": url_in(second.log, "metrics at"),
@@ -169,14 +172,14 @@ def test_a_process_exports_just_what_the_catalogue_says(cluster: Cluster, proces
 def test_a_collector_in_a_registry_of_the_users_shows_the_same(cluster: Cluster) -> None:
     ours = {name for name in cluster.own_registry.types if name.startswith("penstock_")}
     assert ours == {metric.name for metric in CATALOGUE if "client" in metric.processes}
-    assert cluster.own_registry.get("penstock_client_steps_total", run="lm/0", box="0") == 60
+    assert cluster.own_registry.get("penstock_client_steps_total", run="lm/0", box="0") == 200
 
 
 def test_the_figures_are_those_of_the_job(cluster: Cluster) -> None:
-    """60 steps over TCP from two slots, one of whose runners died in its 21st batch; a checkpoint at step 30."""
+    """200 steps over TCP from two slots, one of whose runners dies behind step 50; a checkpoint at step 30."""
     client, worker, coordinator = (cluster.scrapes[process] for process in ("client", "worker", "coordinator"))
     box = {"run": "lm/0", "box": "0"}
-    assert client.get("penstock_client_step", **box) == 60
+    assert client.get("penstock_client_step", **box) == 200
     assert client.get("penstock_client_lanes", lane="tcp", **box) == 2
     assert client.get("penstock_client_recoveries_total", **box) == 1
     assert client.get("penstock_client_lander_memory_bytes") > 1 << 20
@@ -192,22 +195,22 @@ def test_the_figures_are_those_of_the_job(cluster: Cluster) -> None:
     assert worker.get("penstock_worker_losses_total") == 1
     assert worker.get("penstock_worker_recoveries_total") == 1
     assert worker.get("penstock_worker_state_answers_total", status="ok") == 2
-    assert worker.get("penstock_worker_sent_bytes_total", lane="tcp") > 60 * 2048
+    assert worker.get("penstock_worker_sent_bytes_total", lane="tcp") > 200 * 2048
     assert 0 <= worker.get("penstock_worker_heartbeat_age_seconds") < DEADLINE_S
-    assert worker.get("penstock_slot_delivered_batches_total", slot="0", **box) == 30
+    assert worker.get("penstock_slot_delivered_batches_total", slot="0", **box) == 100
     for slot in ("0", "1"):
         made = worker.get("penstock_slot_produced_batches_total", slot=slot, **box)
         taken = worker.get("penstock_slot_delivered_batches_total", slot=slot, **box)
         assert made - taken == worker.get("penstock_slot_queue_batches", slot=slot, **box)
         assert worker.get("penstock_runner_memory_bytes", slot=slot, **box) > 1 << 20
     assert worker.get("penstock_slot_replayed_batches_total", slot="0", **box) == 0
-    assert worker.get("penstock_slot_replayed_batches_total", slot="1", **box) > 0
+    assert worker.get("penstock_slot_replayed_batches_total", slot="1", **box) >= 25
 
     assert coordinator.get("penstock_run_attempt", run="lm/0") == 1
     assert coordinator.get("penstock_run_slots", run="lm/0", phase="ready") == 2
     assert coordinator.get("penstock_run_recoveries_total", run="lm/0") == 1
     assert coordinator.get("penstock_box_live", **box) == 1
-    assert coordinator.get("penstock_box_steps_total", **box) == 60
+    assert coordinator.get("penstock_box_steps_total", **box) == 200
     assert coordinator.get("penstock_workers", phase="live") == 1
     assert coordinator.get("penstock_slots_used") == 2
     assert coordinator.get("penstock_coordinator_commit_seconds_count") > 0

@@ -20,14 +20,14 @@ class Numbers:
     def __iter__(self) -> Iterator[torch.Tensor]:
         me = current_assignment()
         for number in range(me.global_worker_id, self._count, me.total_num_workers):
-            if me.slot == 1 and number > 40 and self._mortal.exists():
+            if me.slot == 1 and self._mortal.exists():
                 self._mortal.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             yield torch.full((256,), number)
 
 
 def input_fn(count: int, mortal: str) -> Numbers:
-    """mortal: a file; while it is there, slot 1 dies in its 21st batch, once."""
+    """mortal: a file; once it is there, slot 1 dies in its next batch, and takes it along."""
     traced = [name for name in sys.modules if name.startswith("opentelemetry")]
     print(f"loaded {len(traced)} modules of OpenTelemetry \x1b[2J")
     return Numbers(count, mortal)

@@ -19,9 +19,11 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from secrets import randbits
 
+from penstock.appliance import metrics
 from penstock.appliance.collecting import paced
 from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.ledger import Ledger
@@ -32,6 +34,8 @@ from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
 from penstock.proto.channel import Tls, server_aio
 from penstock.proto.errors import JournalError
+from penstock.proto.metrics import in_loop
+from penstock.proto.tallies import CallTally
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 
 IN_MEMORY = ":memory:"
@@ -103,8 +107,12 @@ async def serve(
         )
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
+        calls = CallTally()
         if http:
             pages = Pages(service, loop)
+            pages.routes["/metrics"] = metrics.route(
+                lambda: metrics.readings(pages.snapshot(), in_loop(loop, partial(service.vitals, calls)))
+            )
             web = open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)
             closing.callback(web.close)
         served = await server_aio(
@@ -113,6 +121,7 @@ async def serve(
             lambda server: add_CoordinatorServicer_to_server(service, server),
             tls=tls,
             insecure=insecure,
+            calls=calls,
         )
         ticker = loop.create_task(service.run_ticker())
         ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly
