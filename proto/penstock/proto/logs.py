@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -53,6 +54,11 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _says(message: str, name: str, value: str) -> bool:
+    """A run is told by its name alone, the others as in "slot 3"."""
+    return value in message if name == "run" else re.search(rf"\b{name} {re.escape(value)}\b", message) is not None
+
+
 def printable(text: str) -> str:
     """The text with everything escaped that is no printable character of one line."""
     if text.isprintable():
@@ -81,9 +87,7 @@ class TextLines(OneLine):
         text, said = super().formatMessage(record), record.message
         fields = _fields(record)
         more = [
-            f"{name}={fields[name]}"
-            for name in _IN_TEXT
-            if name in fields and f"{name} {fields[name]}" not in said and (name != "run" or fields[name] not in said)
+            f"{name}={fields[name]}" for name in _IN_TEXT if name in fields and not _says(said, name, str(fields[name]))
         ]
         if not more:
             return text
