@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--http", default="", help="host:port of the dashboard (default: none)")
     parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
     parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
+    parser.add_argument("--balance-after-s", type=float, default=defaults.balance_after_s)
     given = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(format="penstock coordinator: %(message)s")
@@ -48,6 +49,7 @@ def main() -> int:
         defaults,
         worker_lease_s=given.worker_lease_s,
         client_lease_s=given.client_lease_s,
+        balance_after_s=given.balance_after_s,
         budget=MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget,
     )
     try:

@@ -294,7 +294,7 @@ class Books:
             self.bump_box(attempt, box)
             return
         slot.generation = slot.next_generation
-        slot.phase, slot.note, slot.doing = pb.WAITING, note, ""
+        slot.phase, slot.note, slot.doing, slot.handed_over = pb.WAITING, note, "", False
         slot.restarts += 1
         if loss_at is not None:
             loss = Loss(loss_at, loser, note, box.total(slot.key.slot), making)
@@ -397,7 +397,7 @@ class Books:
         """The slot goes from its worker to its successor."""
         self._detach(slot)
         self._succeed(slot)
-        slot.note, slot.doing, slot.moved_at = note, "", now
+        slot.note, slot.doing, slot.moved_at, slot.handed_over = note, "", now, True
         slot.restarts += 1
         self.save_slot(slot)
         self.bump_box(*self.box_of(slot))

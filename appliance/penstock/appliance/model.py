@@ -89,6 +89,8 @@ class Slot:
     moved_at: float = 0.0
     """When its worker was last another one."""
     left_alone_until: float = 0.0
+    handed_over: bool = False
+    """It moved last in good order."""
     nudges: int = 0
     """Times that it was moved for it was waited for."""
     batches_per_s: float = 0.0

@@ -32,6 +32,7 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
         skipped=sum(slot.skipped.values()),
         successor=slot.successor.worker if slot.successor is not None else "",
         batch_s=slot.batch_s,
+        handed_over=slot.handed_over,
         waited_share=slot.waited_share,
     )
     worker = books.workers.get(slot.worker)

@@ -11,6 +11,7 @@ twice after a reconnect is given back unseen.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -47,6 +48,8 @@ RETRY_FLUSH_S = 0.02
 LAZY_S = 0.002
 """Seconds of a wait after which acks go out whose group is not full. At once would be one system call and one wake-up
 of the producer for each batch of a loop that is faster than its workers."""
+
+_log = logging.getLogger("penstock.client")
 
 _BATCH, _END, _ERROR, _CLOSE = lane_pb2.BATCH, lane_pb2.END, lane_pb2.ERROR, lane_pb2.CLOSE
 
@@ -330,9 +333,15 @@ class Feed:
                 self._restarts[slot] = view.restarts
                 stack = f"\nIts stack when it died:\n{view.stack}\n" if view.stack and not view.doing else ""
                 why = f"{view.note or f'moved to worker {view.worker}'}{stack}"
-                notes.append(
-                    f"slot {slot} of box {run.box} was recovered: {why}; the stream goes on as if nothing had happened"
-                )
+                if view.handed_over:
+                    _log.info(
+                        "%s: slot %d of box %d is now on worker %s: %s", self._label, slot, run.box, view.worker, why
+                    )
+                else:
+                    notes.append(
+                        f"slot {slot} of box {run.box} was recovered: {why}; the stream goes on as if nothing had "
+                        "happened"
+                    )
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing

@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--name", default="")
     parser.add_argument("--runner-memory", type=int, default=0)
+    parser.add_argument("--drain-s", type=float, default=0.0)
     parser.add_argument("--lifeline-pid", type=int)
     parser.add_argument("--insecure", action="store_true")
     for what in ("ca", "cert", "key", "name"):
@@ -55,6 +56,7 @@ def main() -> int:
             embedded=options.embedded,
             tls=load_tls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name),
             insecure=options.insecure,
+            drain_s=options.drain_s,
             runner_memory=options.runner_memory,
         )
         asyncio.run(serve(settings, ready))

@@ -192,6 +192,7 @@ class SlotView(_message.Message):
     SUCCESSOR_FIELD_NUMBER: _builtins.int
     BATCH_S_FIELD_NUMBER: _builtins.int
     WAITED_SHARE_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     generation: _builtins.int
     phase: Global___SlotPhase.ValueType
@@ -219,6 +220,8 @@ class SlotView(_message.Message):
     """that a batch takes its runner, waits for room in the ring apart; 0 = not known"""
     waited_share: _builtins.float
     """of the box's time, that it waited for this slot lately"""
+    handed_over: _builtins.bool
+    """it moved last in good order, and `note` is no reason to warn"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
@@ -244,10 +247,11 @@ class SlotView(_message.Message):
         successor: _builtins.str = ...,
         batch_s: _builtins.float = ...,
         waited_share: _builtins.float = ...,
+        handed_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_s", b"batch_s", "doing", b"doing", "error", b"error", "generation", b"generation", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "stack", b"stack", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "waited_share", b"waited_share", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_s", b"batch_s", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "stack", b"stack", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "waited_share", b"waited_share", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

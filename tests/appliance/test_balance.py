@@ -1,0 +1,171 @@
+"""Which slots are moved for the sake of balance, and which are not; how many workers are recommended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.appliance import balance
+from penstock.appliance.limits import Limits
+from penstock.appliance.model import Slot
+from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+LIMITS = replace(Limits(), balance_after_s=10.0, balance_every_s=1.0)
+SAVES, REPLAYS = records_pb2.LoaderTraits(state_methods=4), records_pb2.LoaderTraits(state_methods=0)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(LIMITS)
+
+
+def ready(worker: FakeWorker, traits: records_pb2.LoaderTraits = SAVES) -> None:
+    reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+    for report in reports:
+        report.traits.CopyFrom(traits)
+    worker.beat(*reports)
+
+
+def planned(world: World, room: int = 10) -> list[tuple[int, str]]:
+    """(slot, to worker)."""
+    return [(move.slot.key.slot, move.worker.name) for move in balance.plan(world.registry.books, world.now, room)]
+
+
+def slots_of(world: World) -> list[Slot]:
+    return world.slots()
+
+
+def crowded(world: World, traits: records_pb2.LoaderTraits = SAVES, host: str = "host-b") -> FakeBox:
+    """Four slots on a worker with four places; then another such worker joins. The box is on host-a."""
+    full = world.worker("full", 4, host=host)
+    box = world.open(num_workers_per_box=4)
+    ready(full, traits)
+    world.worker("empty", 4, host="host-c")
+    world.now += LIMITS.balance_after_s
+    return box
+
+
+def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_difference(world: World) -> None:
+    crowded(world)
+    books = world.registry.books
+    went = 0
+    while moves := balance.plan(books, world.now, 10):
+        assert [(move.slot.worker, move.worker.name) for move in moves] == [("full", "empty")]
+        books.appoint(moves[0].slot, moves[0].worker, moves[0].why, world.now)
+        books.take_over(moves[0].slot, moves[0].why, world.now - LIMITS.balance_after_s)
+        went += 1
+    assert went == 2
+
+
+def test_a_slot_that_came_lately_is_left_where_it_is(world: World) -> None:
+    crowded(world)
+    world.now -= 0.5
+    assert planned(world) == []
+
+
+def test_a_loader_that_would_replay_its_whole_pass_is_left_where_it_is(world: World) -> None:
+    crowded(world, REPLAYS)
+    assert planned(world) == []
+
+
+def test_a_slot_on_the_box_s_own_host_is_left_there(world: World) -> None:
+    crowded(world, host="host-a")
+    assert planned(world) == []
+
+
+def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: World) -> None:
+    crowded(world)
+    empty = world.registry.books.workers["empty"]
+    empty.draining = True
+    assert planned(world) == []
+    empty.draining, empty.allow = False, ("another",)
+    assert planned(world) == []
+
+
+def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doubles(world: World) -> None:
+    slow, fast = world.worker("slow", 1, host="host-b"), world.worker("fast", 1, host="host-c")
+    world.open()
+    ready(slow)
+    ready(fast)
+    world.worker("near-slow", 1, host="host-b")
+    world.worker("spare", 1, host="host-d")
+    world.now += LIMITS.balance_after_s
+    (straggler,) = [slot for slot in slots_of(world) if slot.worker == "slow"]
+    assert planned(world) == []
+    straggler.waited_share = 0.4
+    assert planned(world) == [(straggler.key.slot, "spare")]
+    straggler.nudges = 1
+    assert planned(world) == []
+    world.now += LIMITS.balance_after_s
+    assert planned(world) == [(straggler.key.slot, "spare")]
+
+
+@pytest.mark.parametrize("shares", [(0.05, 0.0), (0.3, 0.25)])
+def test_a_little_wait_and_one_that_all_have_move_nothing(world: World, shares: tuple[float, float]) -> None:
+    one, two = world.worker("one", 1, host="host-b"), world.worker("two", 1, host="host-c")
+    world.open()
+    ready(one)
+    ready(two)
+    world.worker("spare", 1, host="host-d")
+    world.now += LIMITS.balance_after_s
+    for slot, share in zip(slots_of(world), shares, strict=True):
+        slot.waited_share = share
+    assert planned(world) == []
+
+
+def test_as_many_moves_as_there_is_room_for(world: World) -> None:
+    crowded(world)
+    assert planned(world, room=0) == []
+
+
+def test_the_coordinator_moves_by_itself_and_never_if_told_so() -> None:
+    for after_s, moved in ((10.0, 1), (0.0, 0)):
+        world = World(replace(LIMITS, balance_after_s=after_s))
+        box = crowded(world)
+        everybody = [FakeWorker(world, name, f"{name}-1", "", 4) for name in ("full", "empty")]
+        world.run_for(1.5, [box, *everybody])
+        assert len(world.registry.books.appointed) == moved
+
+
+def test_what_a_loop_waited_for_is_known_by_slot(world: World) -> None:
+    worker, box = world.worker("w"), world.open()
+    ready(worker)
+    box.deliver(1)
+    assert box.position is not None
+    for second in range(60):
+        world.now += 1.0
+        box.position.deliver()
+        request = box.progress()
+        request.waited_s, request.slot_waited_s[:] = 0.6 * (second + 1), [0.5 * (second + 1), 0.1 * (second + 1)]
+        world.registry.watch_run(request)
+    one, two = slots_of(world)
+    assert one.waited_share == pytest.approx(0.5, abs=0.05)
+    assert two.waited_share == pytest.approx(0.1, abs=0.05)
+
+
+# ------------------------------------------------------------------------------------------------------------- demand
+
+
+def test_recommended_workers_follow_demand_and_supply(world: World) -> None:
+    worker, box = world.worker("w", 4), world.open()
+    ready(worker)
+    status = world.registry.status()
+    assert status.runs[0].recommended_workers_per_box == 0  # nothing is known yet
+    assert status.recommended_workers == 1  # two slots, four places
+    reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+    for report in reports:
+        report.batch_s = 0.1
+    worker.beat(*reports)
+    (at,) = world.registry.books.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
+    # 20 steps a second and half of the time waited: 40 would be taken, of which a slot gives 10; a quarter more.
+    at.usual_steps_per_s, at.usual_waited_share = 20.0, 0.5
+    status = world.registry.status()
+    assert status.runs[0].recommended_workers_per_box == 5
+    assert status.recommended_workers == 2
+    at.usual_waited_share = 0.0
+    assert world.registry.status().runs[0].recommended_workers_per_box == 3
+    box.close()
+    assert world.registry.status().recommended_workers == 0

@@ -1,0 +1,212 @@
+"""Slots that go to another worker in good order, on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.appliance.journal import StateDir
+from penstock.appliance.limits import Limits
+from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.proto.errors import SupersededError, UnknownWorkerError
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+LIMITS = replace(Limits(), successor_s=4.0, hand_over_s=5.0, left_alone_s=3.0, balance_after_s=0.0)
+FOUR = records_pb2.LoaderTraits(state_methods=4)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(LIMITS)
+
+
+def two(world: World, slots: int = 2) -> tuple[FakeWorker, FakeBox, FakeWorker]:
+    """A box whose slots are all with `old`, and another worker with room for them."""
+    old, box = world.worker("old", slots), world.open()
+    old.ready()
+    return old, box, world.worker("new", slots)
+
+
+def drain(world: World, worker: str, *, undo: bool = False) -> tuple[int, int]:
+    reply = world.registry.drain_worker(pb.DrainWorkerRequest(worker=worker, undo=undo))
+    return reply.slots, reply.stuck
+
+
+def hand_over(worker: FakeWorker, slot: int) -> None:
+    """What a successor needs is durable, the worker says."""
+    report = worker.tell(worker.of(slot), pb.READY)
+    report.handed_over = True
+    worker.beat(report)
+
+
+def test_a_slot_stays_where_it_is_until_its_successor_is_ready_and_all_is_durable(world: World) -> None:
+    old, box, new = two(world)
+    assert drain(world, "old") == (2, 0)
+    waits = new.of(0)
+    assert (waits.generation, waits.recovery, waits.successor, waits.hand_over) == (2, True, True, False)
+    has = old.of(0)
+    assert (has.generation, has.successor, has.hand_over) == (1, False, False)
+    assert box.phases() == ["READY", "READY"]
+    assert {view.successor for view in box.watch().slots} == {"new"}
+
+    new.beat(new.tell(waits, pb.READY))
+    assert old.of(0).hand_over
+    assert box.watch().slots[0].generation == 1
+    hand_over(old, 0)
+    view = box.watch().slots[0]
+    assert (view.generation, view.worker, view.phase, view.note) == (2, "new", pb.READY, "worker old drains")
+    assert view.handed_over
+    assert [assignment.slot for assignment in old.beat().assignments] == [1]
+    now = new.of(0)
+    assert (now.generation, now.recovery, now.successor) == (2, True, False)
+
+
+def test_old_and_new_have_lanes_of_their_own(world: World) -> None:
+    old, _box, new = two(world)
+    drain(world, "old")
+    assert old.of(0).lane_key != new.of(0).lane_key
+    for worker in (old, new):
+        world.registry.slot_to_recover(world.slots()[0].key, worker.of(0).generation)
+    with pytest.raises(SupersededError):
+        world.registry.slot_to_recover(world.slots()[0].key, 3)
+    with pytest.raises(SupersededError):  # it may read, and write nothing yet
+        world.registry.slot_of_generation(world.slots()[0].key, 2)
+
+
+def test_what_takes_too_long_to_become_durable_is_replayed(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    new.beat(new.tell(new.of(0), pb.READY))
+    world.run_for(4.5, (old, box, new))
+    assert box.watch().slots[0].worker == "old"
+    world.run_for(1.0, (old, box, new))
+    assert box.watch().slots[0].worker == "new"
+
+
+def test_a_worker_that_dies_meanwhile_is_succeeded_at_once(world: World) -> None:
+    _old, box, new = two(world)
+    drain(world, "old")
+    new.beat(new.tell(new.of(0), pb.READY))
+    world.run_for(4.0, (box, new))
+    views = box.watch().slots
+    assert [(view.worker, view.generation, view.phase) for view in views] == [
+        ("new", 2, pb.READY),
+        ("new", 2, pb.STARTING),
+    ]
+    assert not views[0].handed_over
+    assert [assignment.recovery for assignment in new.beat().assignments] == [True, True]
+
+
+def test_a_runner_that_dies_meanwhile_is_succeeded_and_counts_as_a_loss(world: World) -> None:
+    old, box, _new = two(world)
+    drain(world, "old")
+    old.lose(old.of(1))
+    assert [(view.worker, view.generation) for view in box.watch().slots] == [("old", 1), ("new", 2)]
+    assert len(world.slots()[1].losses) == 1
+
+
+@pytest.mark.parametrize("how", ["dies", "fails", "is never ready"])
+def test_a_successor_that_comes_to_nothing_leaves_the_slot_where_it_is(world: World, how: str) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    if how == "dies":
+        world.run_for(4.0, (old, box))
+    elif how == "fails":
+        for slot in (0, 1):
+            report = new.tell(new.of(slot), pb.FAILED)
+            report.error.message = "no such module"
+            new.beat(report)
+    else:
+        world.run_for(4.5, (old, box, new))
+    assert [(view.worker, view.generation, view.successor) for view in box.watch().slots] == [("old", 1, "")] * 2
+    if how != "dies":
+        assert new.beat().assignments == []
+        world.run_for(3.5, (old, box, new))  # and then it is tried again, under a generation that nobody had
+        assert [new.of(slot).generation for slot in (0, 1)] == [3, 3]
+
+
+def test_a_slot_without_a_place_elsewhere_stays_and_goes_when_there_is_one(world: World) -> None:
+    old, box = world.worker("old", 2), world.open()
+    old.ready()
+    assert drain(world, "old") == (2, 2)
+    reply = old.beat()
+    assert (reply.draining, reply.stuck) == (True, 2)
+    new = world.worker("new", 1)
+    world.run_for(0.25, (old, box, new))
+    assert len(new.beat().assignments) == 1
+    assert old.beat().stuck == 1
+
+
+def test_a_drained_worker_gets_nothing_and_takes_slots_again_when_it_is_taken_back(world: World) -> None:
+    old, box, _new = two(world)
+    drain(world, "old")
+    other = world.open(job="other", client_id="other")
+    assert {view.worker for view in other.watch().slots} == {""}  # new has no place left, old takes none
+    assert drain(world, "old", undo=True) == (2, 2)
+    assert {view.successor for view in box.watch().slots} == {""}
+    assert {view.worker for view in other.watch().slots} == {"new"}
+    assert not old.beat().draining
+
+
+def test_a_worker_asks_to_be_drained_by_itself(world: World) -> None:
+    _old, _box, new = two(world)
+    request = pb.HeartbeatRequest(worker="old", session="old-1", leaving=True)
+    assert world.registry.heartbeat(request).draining
+    assert len(new.beat().assignments) == 2
+
+
+def test_a_slot_that_has_given_out_nothing_is_just_started_elsewhere(world: World) -> None:
+    _old, box, _new = world.worker("old", 2), world.open(), world.worker("new", 2)
+    drain(world, "old")
+    assert [(view.worker, view.phase, view.generation) for view in box.watch().slots] == [("new", pb.STARTING, 2)] * 2
+
+
+def test_successors_are_dismissed_when_the_run_ends_or_its_box_is_gone(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    world.run_for(LIMITS.client_lease_s + 1, (old, new))
+    assert not world.registry.books.appointed
+    assert new.beat().assignments == []
+    box.close()
+    assert world.registry.books.placed == 0
+
+
+def test_a_failed_slot_keeps_its_worker_and_loses_its_successor(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    report = old.tell(old.of(0), pb.FAILED)
+    report.error.message = "the loader raised"
+    old.beat(report)
+    assert (box.watch().slots[0].phase, box.watch().slots[0].successor) == (pb.FAILED, "")
+    assert [assignment.slot for assignment in new.beat().assignments] == [1]
+
+
+def test_a_generation_given_to_a_successor_is_given_to_nobody_else_after_a_restart(tmp_path: Path) -> None:
+    world = World(LIMITS, StateDir(tmp_path))
+    old, box, new = two(world)
+    drain(world, "old")
+    assert new.of(0).generation == 2
+    world.restart(old, new)
+    assert new.beat().assignments == []  # nobody is getting ready any more
+    box.watch()
+    old.lose(old.of(0))
+    assert box.watch().slots[0].generation == 3
+
+
+def test_a_worker_tells_a_coordinator_that_was_started_anew_that_it_drains(tmp_path: Path) -> None:
+    world = World(LIMITS, StateDir(tmp_path))
+    old, _box, _new = two(world)
+    drain(world, "old")
+    world.restart()
+    request = pb.RegisterWorkerRequest(worker="old", session="old-1", host_id="host-a", slots=2, draining=True)
+    world.registry.register_worker(request)
+    assert old.beat().draining
+
+
+def test_an_unknown_worker_is_named(world: World) -> None:
+    world.worker("w1")
+    with pytest.raises(UnknownWorkerError, match="no worker 'w2'; there are: w1"):
+        drain(world, "w2")
