@@ -79,7 +79,7 @@ class Cluster:
 
 def url_in(log: Path, until: str) -> str:
     """The address that a daemon told in its JSON log."""
-    told = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+    told: list[str] = [json.loads(line)["message"] for line in log.read_text().splitlines()]
     return next(message.rpartition(" at ")[2].removesuffix("/metrics") for message in told if until in message)
 
 

@@ -35,7 +35,7 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self.spans: list[Span] = []
         self._came = threading.Condition()
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.url = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 

@@ -109,7 +109,8 @@ def test_the_exposition_is_valid_openmetrics_too() -> None:
     vitals = Vitals(calls, commits, 10, 100, {("a", 0): (0, 0)})
     registry = CollectorRegistry()
     registry.register(Collector(lambda: readings(fleet(2, 3), vitals)))
-    families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
+    text = generate_latest(registry).decode()  # type: ignore[no-untyped-call]
+    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
     buckets = {s.labels["le"]: s.value for s in families["penstock_coordinator_commit_seconds"].samples if s.labels}
     assert buckets == {"0.001": 1, "0.1": 2, "+Inf": 3}
     (attempt,) = families["penstock_run_attempt"].samples

@@ -14,9 +14,9 @@ from penstock.proto.logs import LONGEST, About, JsonLines, TextLines, about
 NASTY = 'a\n2026-01-01 00:00:00,000 INFO penstock: forged\r\x1b[2J\x00\x9b\u2028\u202e"}\ud800'
 
 
-def record(message: str, *args: Any, level: int = logging.WARNING, **extra: Any) -> logging.LogRecord:
+def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:
     logger = logging.getLogger("penstock.test")
-    return logger.makeRecord("penstock.test", level, __file__, 1, message, args, None, extra=extra)
+    return logger.makeRecord("penstock.test", logging.WARNING, __file__, 1, message, args, None, extra=extra)
 
 
 def test_a_line_of_json_says_when_who_and_about_what() -> None:
