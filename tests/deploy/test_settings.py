@@ -52,7 +52,7 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
     flags = {"allow": "mypackage", "slots": None}
     assert describe(resolve(WorkerSettings, **flags), **flags) == (
         "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), "
-        "runner_memory=- (default), name=- (default), drain=10.0 (default), "
+        "runner_memory=- (default), http=- (default), name=- (default), drain=10.0 (default), "
         "insecure=False (default)"
     )
 
