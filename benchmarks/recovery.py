@@ -1,11 +1,12 @@
-"""How long the training loop waits for a worker that was killed: from the kill to the next batch of its slot.
+"""How long the training loop waits for a worker that was killed, and for one that is drained.
 
     python -m benchmarks.recovery [--kills 10]
 
 A coordinator and two daemons with room for all, default settings, one box with one slot, so that every kill is felt at
 once: the loop has taken all that was on its way before it waits. "runner": the process that runs the loader is
-killed; "daemon": the whole daemon is, and started again for the next kill. Prints one JSON object: seconds, by lane
-and by what was killed.
+killed; "daemon": the whole daemon is, and started again for the next kill: seconds from the kill to the next batch of
+the slot. "drained": the worker is drained, and the slot handed over: the longest that the loop waited for one batch
+meanwhile, of which 20 ms are the batch itself. Prints one JSON object: seconds, by lane and by what was done.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, Literal
 from benchmarks.processes import tree
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.calls import CoordinatorClient
 
 __all__ = ["slow_batches"]
 
@@ -132,6 +134,40 @@ def waits(fleet: Fleet, what: str, lane: Literal["auto", "tcp"], kills: int) -> 
     return found
 
 
+def drained_waits(fleet: Fleet, lane: Literal["auto", "tcp"], drains: int) -> list[float]:
+    """The longest wait for a batch while the slot was handed over, of each time."""
+    found: list[float] = []
+    with (
+        CoordinatorClient(fleet.address, fleet.token) as client,
+        Appliance(
+            fleet.address,
+            job=f"drained-{lane}",
+            token=fleet.token,
+            lane=lane,
+            num_workers_per_box=1,
+            box=0,
+            num_boxes=1,
+        ) as appliance,
+    ):
+        executor = DataExecutor(DataLoader(slow_batches), num_steps=10**9, appliance=appliance)
+        since, recoveries, name, longest = 0, 0, "", 0.0
+        for _ in executor:
+            since += 1
+            if name:
+                longest = max(longest, executor.wait_seconds)
+                if executor.stats.recoveries > recoveries:
+                    found.append(longest)
+                    client.drain(name, undo=True)
+                    if len(found) == drains:
+                        break
+                    since, name, longest = 0, "", 0.0
+            elif since == WARM:
+                recoveries = executor.stats.recoveries
+                name, _ = fleet.holder()
+                client.drain(name)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Seconds from a kill to the next batch.")
     parser.add_argument("--kills", type=int, default=10, help="of each kind, on each lane")
@@ -142,8 +178,11 @@ def main() -> int:
         fleet = Fleet(folder)
         try:
             for lane in ("auto", "tcp"):
-                for what in ("runner", "daemon"):
-                    seconds = waits(fleet, what, lane, given.kills)
+                for what in ("runner", "daemon", "drained"):
+                    drained = what == "drained"
+                    seconds = (
+                        drained_waits(fleet, lane, given.kills) if drained else waits(fleet, what, lane, given.kills)
+                    )
                     figures["waits_s"][f"{what} {lane}"] = {
                         "median": round(statistics.median(seconds), 3),
                         "max": round(max(seconds), 3),

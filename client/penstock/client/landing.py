@@ -6,16 +6,16 @@ import os
 import secrets
 import select
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
-import penstock.proto
+from penstock.client.by_path import by_path
 from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.tls import Tls
 
 __all__ = ["Lander"]
 
+LANDER = Path(__file__).with_name("lander.py")
 START_S = 30.0
 """Seconds for the process to listen; it takes 0.1 on an idle machine."""
 
@@ -67,14 +67,9 @@ class Lander:
         name = f"penstock-lander-{os.getpid()}-{secrets.token_hex(8)}"
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
-            # By path, for `-m` would import penstock.client and with it torch; -P keeps that path's folder off
-            # sys.path, where our module names would hide others. The roots are named, in case they are on this
-            # process's path by other means than an installation.
-            roots = [str(Path(path).parent) for path in penstock.__path__]
-            paths = [*roots, *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", str(Path(__file__).with_name("lander.py"))),
+                    *by_path(LANDER),
                     *("--lifeline-pid", str(lifeline), "--ready-fd", str(write), "--name", name),
                     *("--max-batch-bytes", str(self.max_batch_bytes)),
                     *self._tls_arguments(),
@@ -82,7 +77,7 @@ class Lander:
                 pass_fds=[write],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**MALLOC, **_environment(), "PYTHONPATH": os.pathsep.join(paths)},
+                env={**MALLOC, **_environment()},
                 process_group=0,  # an interrupt from the keyboard is the training process's to handle
             )
             os.close(write)

@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -24,8 +23,8 @@ from typing import Any
 
 import xxhash
 
-import penstock.proto
 from penstock.client import watched
+from penstock.client.by_path import by_path
 from penstock.client.checkpoint.image import Image
 from penstock.client.checkpoint.staging import Buffer
 from penstock.proto.checkpoints import FAILED, report_name, temporary_name
@@ -38,12 +37,6 @@ __all__ = ["Pending", "WriterProcess", "wait_all"]
 _log = logging.getLogger("penstock.checkpoint")
 
 WRITER = Path(__file__).with_name("writer.py")
-BOOTSTRAP = (
-    "import os, runpy, sys; program, places = sys.argv[1:3]; sys.path += places.split(os.pathsep); "
-    "sys.argv[:3] = [program]; runpy.run_path(program, run_name='__main__')"
-)
-"""Runs a program by its path, for `-m` would import penstock.client and with it torch. With -P, so that neither the
-program's folder nor the working directory is on sys.path, where a json.py would hide Python's."""
 LENGTH = 8
 START_S = 30.0
 """Seconds for the process to answer; it takes 0.1 on an idle machine."""
@@ -168,12 +161,10 @@ class _Running:
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
             raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
-        # Where this process has penstock and xxhash from, by whatever means; behind everything else.
-        places = [*(Path(path).parent for path in penstock.__path__), Path(xxhash.__file__).parents[1]]
         try:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-c", BOOTSTRAP, str(WRITER), os.pathsep.join(map(str, places))),
+                    *by_path(WRITER, xxhash),
                     *("--socket-fd", str(theirs.fileno()), "--lifeline-pid", str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno()],
