@@ -22,6 +22,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from span_collector import Span, SpanCollector
 
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.errors import AuthenticationError
 from penstock.proto.metric_catalogue import BY_NAME, CATALOGUE, Process
 
 JOB = str(Path(__file__).parents[1] / "inputs" / "observed_job.py")
@@ -137,6 +139,8 @@ def cluster(module_shell: Any) -> Iterator[Cluster]:
             "coordinator": url_in(first.log, "dashboard at"),
             "worker": url_in(second.log, "metrics at"),
         }
+        with CoordinatorClient(first.line, "not-the-token") as stranger, pytest.raises(AuthenticationError):
+            stranger.status()
         scrapes: dict[Process, Scrape] = {}
         run_job(shell, scrapes, urls)
         assert second.stop() == 0
@@ -215,6 +219,7 @@ def test_the_figures_are_those_of_the_job(cluster: Cluster) -> None:
     assert coordinator.get("penstock_slots_used") == 2
     assert coordinator.get("penstock_coordinator_commit_seconds_count") > 0
     assert coordinator.get("penstock_coordinator_calls_total", method="OpenRun", status="OK") == 1
+    assert coordinator.get("penstock_coordinator_calls_total", method="Status", status="UNAUTHENTICATED") == 1
     assert coordinator.get("penstock_coordinator_call_seconds_count", method="OpenRun") == 1
 
 

@@ -11,7 +11,7 @@ on sync channels, but on asyncio ones each of them costs a task a call and hides
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -113,9 +113,10 @@ def _short(said: object) -> str:
     return ascii(str(said)[:MAX_SHOWN])[1:-1]
 
 
-def _refusing(error: PenstockError) -> Callable[..., Awaitable[None]]:
-    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+def _refusing(error: PenstockError) -> Callable[..., AsyncIterator[None]]:
+    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
         await abort(context, error)
+        yield  # never come to: it makes this what an interceptor takes a handler of streams for
 
     return refuse
 
