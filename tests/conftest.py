@@ -18,6 +18,7 @@ sys.path[:0] = [str(HERE / folder) for folder in ("inputs", "support", "simulati
 
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]
+os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a developer has at home
 
 # A shell without job control has what it starts in the background ignore Ctrl-C, and all that is started by that, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

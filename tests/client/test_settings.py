@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,3 +195,23 @@ def test_bare_names_are_other_peoples_variables(monkeypatch: pytest.MonkeyPatch)
 def test_a_job_is_named_in_one_printable_line(job: str) -> None:
     with pytest.raises(InvalidArgumentError, match="printable"):
         resolve(job=job)
+
+
+def test_the_settings_file_stands_below_torchrun_and_above_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_text("[client]\nnum_workers_per_box = 3\ntimeout_s = 0\n")
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(path))
+    with pytest.raises(InvalidArgumentError, match=rf"timeout_s=0 \(from {path}:3\)"):
+        resolve()
+    path.write_text('[client]\nnum_workers_per_box = 3\ntimeout_s = 9\n[cluster]\ncoordinator = "head:7070"\n')
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    settings = resolve(timeout_s=7.0)
+    assert (settings.num_workers_per_box, settings.timeout_s, settings.box, settings.num_boxes) == (3, 7.0, 1, 2)
+    assert settings.address == "head:7070"
+    assert resolve(address="").address == ""
+    path.write_text("[client]\nnum_boxes = 4\n")
+    with pytest.raises(InvalidArgumentError, match="num_boxes does not go into"):
+        resolve()

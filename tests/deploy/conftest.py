@@ -103,6 +103,7 @@ class Shell:
         path = os.pathsep.join([INPUTS, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = {**kept, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, "PYTHONWARNINGS": WARNINGS}
         self.environment["PENSTOCK_COORDINATOR_HTTP"] = "off"  # one port for the coordinators of all tests
+        self.environment["PENSTOCK_CONFIG"] = os.devnull  # not what a developer has at home
 
     def run(self, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str | None) -> Finished:
         """To its end. A variable that is None is removed."""

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import typer
+import typer.main
 
 from penstock.deploy import exits
+from penstock.deploy.cli import app
 from penstock.deploy.exits import CODES, CommandError, exit_code, guarded
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
-COMMANDS = ("coordinator", "worker", "status", "state", "replay", "doctor")
+COMMANDS = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -61,6 +63,7 @@ def test_version(shell: Any) -> None:
 LIGHT = (
     *("cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"),
     *("replay", "replayed", "archive", "crew", "walk", "convert"),
+    *("config", "resolving", "completing", "findings", "machine", "probes", "checkup", "cluster", "importing"),
 )
 
 
@@ -91,7 +94,7 @@ def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| ([^|]+?) \|", manual, re.MULTILINE))
     assert rows == {str(code.number): code.meaning for code in CODES}
     for command in COMMANDS:
-        assert f"## penstock {command}" in manual
+        assert f"## penstock {command}" in manual or f"`penstock {command}`" in manual
 
 
 def test_the_manual_has_all_settings() -> None:

@@ -47,8 +47,9 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _LATER = ("skips", "cuts", "tracks", "reserved")
 """Tables that the first release did not have: made where they are missing, and no harm to a release without them."""
 
-_NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
-_NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
+NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
+NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
+"""Filesystems, by their names in /proc/self/mountinfo, on which SQLite's write-ahead log is not safe."""
 
 
 def filesystem(path: Path, mounts: str) -> str:
@@ -72,7 +73,7 @@ class StateDir:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             kind = filesystem(self.path, Path("/proc/self/mountinfo").read_text())
-            if kind in _NETWORK:
+            if kind in NETWORK:
                 raise JournalError(
                     f"the state directory {self.path} is on a network filesystem ({kind}), where SQLite's journal is "
                     "not safe: choose a directory on a local disk"

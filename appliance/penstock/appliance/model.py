@@ -320,6 +320,8 @@ class Worker:
     draining: bool = False
     allow: tuple[str, ...] = ()
     """Prefixes of the modules that it may run."""
+    release: str = ""
+    """Of Penstock; "" = not known."""
     slots: set[SlotKey] = field(default_factory=set)
 
     @property

@@ -57,7 +57,7 @@ class Registry:
         ledger: the index of snapshots and blobs, filled from the store.
         limits: see there.
         clock: monotonic seconds.
-        wall: seconds since the epoch, for WatchRunReply.wall_s only.
+        wall: seconds since the epoch, for what replies say of it.
         fresh_seed: a seed for a run that brings none.
         changed: told every topic whose view has changed; must not call back.
     """
@@ -289,6 +289,7 @@ class Registry:
             version=books.next_version(),
             draining=draining,
             allow=tuple(request.allow),
+            release=request.version,
             slots=keeps,
         )
         books.workers[worker.name] = worker
@@ -590,4 +591,5 @@ class Registry:
     def status_steps(self, reply: pb.StatusReply) -> Iterator[None]:
         """Fills the reply in steps."""
         now = self._clock()
+        reply.wall_s = self._wall()
         return views.fill_status(reply, self.books, now, now - self._started)

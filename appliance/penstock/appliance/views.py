@@ -164,6 +164,8 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
             tcp_address=worker.tcp_address,
             batches_per_s=sum(slot.batches_per_s for slot in slots if slot is not None and slot.worker == worker.name),
             draining=worker.draining,
+            version=worker.release,
+            allow=worker.allow,
         )
         if number % STEP == STEP - 1:
             yield

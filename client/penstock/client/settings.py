@@ -1,6 +1,7 @@
-"""Where a training job runs: the arguments of an Appliance over the environment over defaults.
+"""Where a training job runs: the arguments of an Appliance over the environment over the settings file over defaults.
 
-An explicit argument wins, then a PENSTOCK_* variable, then what torchrun sets, then the default. torchrun's RANK and
+An explicit argument wins, then a PENSTOCK_* variable, then what torchrun sets, then the settings file (sections
+[cluster] and [client]), then the default. torchrun's RANK and
 WORLD_SIZE stand for box and num_boxes, because with plain data parallelism they are; with tensor or pipeline
 parallelism the box is the data-parallel rank, which only the script knows, and it passes that itself.
 """
@@ -8,81 +9,26 @@ parallelism the box is the data-parallel rank, which only the script knows, and 
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import ValidationError, field_validator
 
 from penstock.client.device import check_device
 from penstock.proto.compression import require
 from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
+from penstock.proto.job import JobSettings, check_file
+from penstock.proto.settings import field_of, reason_of, source_of
 
 __all__ = ["Settings", "Torchrun", "attempt_key", "resolve"]
 
 
-def _named(name: str, *more: str) -> Any:
-    """The variables of a setting. Never the bare name: JOB, SEED and DEVICE are other people's variables."""
-    return AliasChoices(f"PENSTOCK_{name.upper()}", *more)
-
-
-class Settings(BaseSettings):
+class Settings(JobSettings):
     """What an Appliance was given, complete and checked."""
-
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", populate_by_name=True, env_ignore_empty=True, env_prefix="PENSTOCK_"
-    )
-
-    address: str = Field("", validation_alias=_named("address", "PENSTOCK_COORDINATOR"))
-    """ "host:port" of the coordinator; "" = embedded."""
-    token: SecretStr = Field(SecretStr(""), validation_alias=_named("token"))
-    tls_ca: str = Field("", validation_alias=_named("tls_ca"))
-    """File with the CA of coordinator and workers; "" = no TLS."""
-    tls_cert: str = Field("", validation_alias=_named("tls_cert"))
-    tls_key: str = Field("", validation_alias=_named("tls_key"))
-    tls_name: str = Field("", validation_alias=_named("tls_name"))
-    """Name to expect in their certificates, instead of their addresses."""
-    num_workers_per_box: int = Field(1, ge=1, le=4096, validation_alias=_named("num_workers_per_box"))
-    box: int = Field(0, validation_alias=_named("box", "RANK"))
-    num_boxes: int = Field(1, ge=1, validation_alias=_named("num_boxes", "WORLD_SIZE"))
-    job: str = Field("", validation_alias=_named("job"))
-    seed: int | None = Field(None, ge=0, lt=1 << 64, validation_alias=_named("seed"))
-    attempt: str = Field("", validation_alias=_named("attempt"))
-    lane: Literal["auto", "tcp"] = Field("auto", validation_alias=_named("lane"))
-    compression: Literal["lz4", "zstd"] | None = Field(None, validation_alias=_named("compression"))
-    """Of batches over TCP, where the worker has it too."""
-    max_batch_bytes: int = Field(1 << 30, ge=1, validation_alias=_named("max_batch_bytes"))
-    """Bytes; a batch above is an error."""
-    digest: Literal["sample", "full"] | None = Field(None, validation_alias=_named("digest"))
-    """What digests of batches cover; None = as the loaded state has it, else a sample."""
-    strict_structure: bool = Field(False, validation_alias=_named("strict_structure"))
-    replay: bool = Field(False, validation_alias=_named("replay"))
-    retention_steps: int = Field(256, ge=1, validation_alias=_named("retention_steps"))
-    """Delivered steps back for which a state can be had."""
-    timeout_s: float = Field(120.0, gt=0, allow_inf_nan=False, validation_alias=_named("timeout_s"))
-    """Seconds; the deadline of every wait."""
-    poison: Literal["fail", "skip"] = Field("fail", validation_alias=_named("poison"))
-    """What becomes of a batch that kills its runner again and again."""
-    progress: bool = Field(False, validation_alias=_named("progress"))
-    http: str = Field("", validation_alias=_named("http"))
-    """ "host:port" of this process's metrics; "" = none."""
-    otel: bool = Field(False, validation_alias=_named("otel"))
-    """Trace calls to the coordinator."""
-    device: str = Field("", validation_alias=_named("device"))
-    """Where batches arrive; "" = in the ring."""
 
     @field_validator("device")
     @classmethod
     def _usable(cls, device: str) -> str:
         return device and check_device(device)
-
-    @field_validator("job")
-    @classmethod
-    def _one_name(cls, job: str) -> str:
-        if "/" in job:
-            raise ValueError("a job's name cannot hold a slash, which separates it from the loader's number")
-        if len(job) > 200 or not job.isprintable():
-            raise ValueError("a job's name has at most 200 characters, all of them printable")
-        return job
 
 
 def resolve(**given: Any) -> Settings:
@@ -101,6 +47,7 @@ def resolve(**given: Any) -> Settings:
         explicit["device"] = str(device)  # torch.device too
     if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
         explicit.setdefault("box", 0)  # a loader of this rank's own under torchrun: RANK is not meant
+    check_file()
     try:
         settings = Settings(**explicit)
     except ValidationError as error:
@@ -122,21 +69,17 @@ def resolve(**given: Any) -> Settings:
 
 
 def _source(name: str) -> str:
-    """The variable that a setting came from."""
-    for variable in Settings.model_fields[name].validation_alias.choices:  # type: ignore[union-attr]
-        if os.environ.get(str(variable)):
-            return str(variable)
-    return "its default"
+    """The variable or the line of the settings file that a setting came from."""
+    return source_of(Settings, name) or "its default"
 
 
 def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
     parts = []
     for detail in error.errors():
-        place = str(detail["loc"][0]) if detail["loc"] else "the settings"
-        name = next((field for field in Settings.model_fields if place in (field, f"PENSTOCK_{field.upper()}")), place)
+        name = field_of(Settings, detail["loc"])
         source = "" if name in explicit or name not in Settings.model_fields else f" (from {_source(name)})"
         shown = "" if name == "token" else f"={detail['input']!r}"
-        parts.append(f"{name}{shown}{source}: {detail['msg']}")
+        parts.append(f"{name}{shown}{source}: {reason_of(detail)}")
     return "Appliance: " + "; ".join(parts)
 
 

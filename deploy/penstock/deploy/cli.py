@@ -6,11 +6,13 @@ see torch.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 import typer
 
-from penstock.deploy.commands.base import CONTEXT, EPILOG
+from penstock.deploy.commands.base import CONTEXT, EPILOG, App, Group
+from penstock.deploy.commands.config import config
 from penstock.deploy.commands.coordinator import coordinator
 from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.replay import replay
@@ -18,13 +20,29 @@ from penstock.deploy.commands.state import state
 from penstock.deploy.commands.status import status
 from penstock.deploy.commands.worker import worker
 from penstock.deploy.exits import guarded
+from penstock.deploy.options import ConfigFile
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+
+class _Commands(Group):
+    heads: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Try it": ("demo",),
+        "Run it": ("coordinator", "worker", "up", "down"),
+        "Look at it": ("status", "top", "state", "replay"),
+        "Check and set up": ("doctor", "config"),
+    }
+
+
+app = App(
+    cls=_Commands,
     name="penstock",
     help="Penstock feeds accelerators: input workers elsewhere, an ordinary iterator here, exact resume.",
-    epilog=EPILOG,
+    epilog="\b\nExamples:\n"
+    "  penstock doctor                                         is this machine ready?\n"
+    "  penstock coordinator --state-dir ~/penstock             once in a cluster\n"
+    "  penstock worker --slots 8 --allow mypackage             on each input node\n"
+    "  penstock status                                         who waits for whom\n\n" + EPILOG,
     no_args_is_help=True,
     rich_markup_mode=None,  # help is text: the same in a terminal, a file and a bug report
     pretty_exceptions_enable=False,  # an expected error is one line (see exits.py), a bug is a plain traceback
@@ -36,6 +54,7 @@ app = typer.Typer(
 def _penstock(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    config: ConfigFile = None,
 ) -> None:
     if version:
         from importlib.metadata import version as installed
@@ -47,13 +66,13 @@ def _penstock(
         raise typer.Exit(2)
 
 
-# Daemons, then what looks at them, then what works on a loader.
-app.command(epilog=EPILOG)(guarded(coordinator))
+app.command()(guarded(coordinator))
 app.add_typer(worker, name="worker")
-app.command(epilog=EPILOG)(guarded(status))
+app.command()(guarded(status))
 app.add_typer(state, name="state")
-app.command(epilog=EPILOG)(guarded(replay))
-app.command(epilog=EPILOG)(guarded(doctor))
+app.command()(guarded(replay))
+app.add_typer(doctor, name="doctor")
+app.command()(guarded(config))
 
 
 def main() -> None:

@@ -4,13 +4,15 @@ The codes below 10 are everybody's (0 well, 1 a bug, 2 usage, 3 TLS); 10 to 19 c
 runs, 20 to 29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never
 changes its meaning. `docs/cli.md` holds the same table, and a test compares the two.
 
-Every error of Penstock ends a command as one line on stderr; its traceback, and a remote one that it carries, are
-shown with --debug only. Anything else that is raised is a bug, and shows its traceback always.
+Every error of Penstock ends a command as one line on stderr, with --json as one JSON object; its traceback, and a
+remote one that it carries, are shown with --debug only. Anything else that is raised is a bug, and shows its traceback
+always. Standard output has data or nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,7 +24,7 @@ import typer
 from penstock.proto.errors import CATALOGUE, PenstockError
 from penstock.proto.logs import printable
 
-__all__ = ["CODES", "EXIT_LINES", "CommandError", "exit_code", "guarded", "set_debug"]
+__all__ = ["CODES", "EXIT_LINES", "UNFIT", "USAGE", "CommandError", "debugging", "exit_code", "guarded", "set_debug"]
 
 _P = ParamSpec("_P")
 
@@ -30,6 +32,7 @@ BUG = 1
 USAGE = 2
 DIFFERS = 30
 CANNOT_SAVE = 31
+UNFIT = 32
 INTERRUPTED = 130
 
 
@@ -104,6 +107,7 @@ CODES = (
     ),
     Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
     Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
+    Code(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
     Code(INTERRUPTED, "interrupted (Ctrl-C)"),
 )
 
@@ -137,31 +141,39 @@ def set_debug(value: bool) -> bool:
     return value
 
 
+def debugging() -> bool:
+    """Whether tracebacks are to be shown."""
+    return _debug
+
+
 def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
     """A command that ends with an exit code whatever happens in it. It may return one; None is 0."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:
-        raise typer.Exit(_code_of(lambda: command(*args, **kwargs)))
+        raise typer.Exit(_code_of(lambda: command(*args, **kwargs), as_json=bool(kwargs.get("as_json"))))
 
     return run
 
 
-def _code_of(command: Callable[[], int | None]) -> int:
+def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
     try:
         return command() or 0
     except PenstockError as error:
-        _say(error.message)
-        return exit_code(error)
+        code = exit_code(error)
+        _say(error.message, type(error).__name__, code, as_json)
+        return code
     except CommandError as error:
-        _say(str(error))
+        _say(str(error), None, error.code, as_json)
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _say(message: str) -> None:
+def _say(message: str, name: str | None, code: int, as_json: bool) -> None:
     """Called while the error is being handled: its traceback, and the remote one that it carries, are at hand."""
     if _debug:
         traceback.print_exc()
-    print(f"penstock: {printable(' '.join(message.split()))}", file=sys.stderr)
+    line = printable(" ".join(message.split()))
+    about = {"error": {"name": name, "exit_code": code, "message": line}}
+    print(json.dumps(about) if as_json else f"penstock: {line}", file=sys.stderr)

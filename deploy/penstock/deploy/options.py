@@ -6,6 +6,7 @@ what wins.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +23,14 @@ from penstock.deploy.settings import (
     flag,
     variable,
 )
+from penstock.proto import settings_file
 
 __all__ = [
     "Allow",
     "AsJson",
     "BalanceAfter",
     "ClientLease",
+    "ConfigFile",
     "Coordinator",
     "CoordinatorHttp",
     "CoordinatorInsecure",
@@ -96,6 +99,25 @@ TokenFile = Annotated[
         "--token-file",
         metavar="FILE",
         help="File that holds the token, or lines ROLE:TOKEN. [PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE]",
+    ),
+]
+
+
+def _use_config(path: Path | None) -> Path | None:
+    """Through the environment, so that processes that this one starts read the same file."""
+    if path is not None:
+        os.environ[settings_file.VARIABLE] = os.fspath(path.absolute())
+    return path
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        callback=_use_config,
+        is_eager=True,
+        help="Settings file. [PENSTOCK_CONFIG, else ~/.config/penstock/config.toml, else /etc/penstock/penstock.toml]",
     ),
 ]
 ReadyFile = Annotated[

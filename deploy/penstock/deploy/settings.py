@@ -1,30 +1,30 @@
-"""What a command was given: flags over PENSTOCK_* variables over defaults, complete and checked.
+"""The settings that daemons and commands have: their fields, what values can be meant, and what each is for.
 
 A daemon's variables carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment can
 hold the settings of both; PENSTOCK_COORDINATOR, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE and PENSTOCK_TLS_* are shared with
-the training job. A variable with a daemon's name and an unknown rest is an error, for a setting that is silently not
-applied is worse than a daemon that does not start. Only the variables that Kubernetes makes of a Service's name are
-let be.
+the training job. In the settings file each daemon has a section of its own, and what is shared stands in [cluster]. How
+a value is found is in resolving.py.
 
 The token is no field here: see tokens.py. Nothing in a model is secret, so that a daemon can log what it runs with.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
-import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, Field, field_validator
+from pydantic_settings import SettingsConfigDict
 
-from penstock.proto.errors import InvalidArgumentError
+from penstock.deploy.resolving import describe, flag, resolve, variable
+from penstock.proto.settings import IN_MEMORY, FilePath, IsPath, Section
+from penstock.proto.settings_file import CLUSTER
 from penstock.proto.tls import Tls, load_tls
 
 __all__ = [
+    "IN_MEMORY",
     "CoordinatorSettings",
     "PeerSettings",
     "Section",
@@ -33,15 +33,13 @@ __all__ = [
     "WorkerSettings",
     "bytes_of",
     "describe",
+    "flag",
     "resolve",
+    "variable",
 ]
 
 DEFAULT_COORDINATOR = "127.0.0.1:7070"
 DEFAULT_HTTP = "127.0.0.1:7071"
-IN_MEMORY = ":memory:"
-
-_KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
-"""What a Service named penstock-coordinator puts into every pod's environment."""
 _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -95,18 +93,11 @@ def _size(value: str) -> str:
     return value
 
 
-class Section(BaseSettings):
-    """The settings of one command."""
-
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_ignore_empty=True)
-    daemon: ClassVar[bool] = False
-    """Its variables have a prefix of their own."""
-
-
 class PeerSettings(Section):
     """Of commands that ask the coordinator something."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
 
     coordinator: Annotated[str, AfterValidator(_peer_address)] = Field(
         DEFAULT_COORDINATOR, description="Address of the coordinator, HOST:PORT."
@@ -117,14 +108,15 @@ class TlsSettings(Section):
     """Of every command that listens for others or calls the coordinator. The files hold no secret in their names."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
 
-    tls_ca: str = Field(
+    tls_ca: FilePath = Field(
         "",
         description="File with the CA that the other end's certificate must be signed by; on a coordinator: callers "
         "must show certificates.",
     )
-    tls_cert: str = Field("", description="File with the certificate to show.")
-    tls_key: str = Field("", description="File with its key, readable by its owner.")
+    tls_cert: FilePath = Field("", description="File with the certificate to show.")
+    tls_key: FilePath = Field("", description="File with its key, readable by its owner.")
     tls_name: str = Field("", description="Name to expect in the other end's certificate, instead of its address.")
 
     def load(self) -> Tls | None:
@@ -149,12 +141,12 @@ class CoordinatorSettings(Section):
     """Of `penstock coordinator`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
-    daemon: ClassVar[bool] = True
+    table: ClassVar[str] = "coordinator"
 
     listen: Annotated[str, AfterValidator(_listen_address)] = Field(
         DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one."
     )
-    state_dir: Path = Field(
+    state_dir: Annotated[Path, IsPath()] = Field(
         description=f"Directory of the journal, on a local disk; made if it is not there. {IN_MEMORY}: keep nothing."
     )
     http: Annotated[str, AfterValidator(_page_address)] = Field(
@@ -191,7 +183,7 @@ class WorkerSettings(Section):
     """Of `penstock worker`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
-    daemon: ClassVar[bool] = True
+    table: ClassVar[str] = "worker"
 
     slots: int = Field(
         ge=1, le=4096, description="Runners that may run here at a time: one for each CPU core is usual."
@@ -244,76 +236,3 @@ class WorkerSettings(Section):
         if value != value.strip() or not value.isprintable():
             raise ValueError("a name is printable text without blanks at its ends")
         return value
-
-
-_Section = TypeVar("_Section", bound=Section)
-
-
-def variable(section: type[Section], field: str) -> str:
-    """The environment variable of a field."""
-    return f"{section.model_config.get('env_prefix', '')}{field}".upper()
-
-
-def flag(field: str) -> str:
-    """The flag of a field."""
-    return "--" + field.replace("_", "-")
-
-
-def resolve(section: type[_Section], **flags: Any) -> _Section:
-    """The settings of a command. `flags`: what was given on the command line; None was not.
-
-    Raises InvalidArgumentError that names every bad or missing setting and where it came from.
-    """
-    given = {name: value for name, value in flags.items() if value is not None}
-    if section.daemon:
-        _refuse_unknown(section)
-    try:
-        return section(**given)
-    except ValidationError as error:
-        raise InvalidArgumentError(_explain(section, error, given)) from error
-
-
-def _refuse_unknown(section: type[Section]) -> None:
-    prefix = str(section.model_config.get("env_prefix", ""))
-    known = {variable(section, field) for field in section.model_fields}
-    for name in sorted(os.environ):
-        if not name.upper().startswith(prefix) or name.upper() in known or _KUBERNETES.fullmatch(name):
-            continue
-        near = difflib.get_close_matches(name.upper(), known, n=1)
-        hint = f"; is {near[0]} meant?" if near else f" (there are {', '.join(sorted(known))})"
-        raise InvalidArgumentError(f"the environment variable {name} names no setting{hint}")
-
-
-def _explain(section: type[Section], error: ValidationError, given: dict[str, Any]) -> str:
-    parts = []
-    for detail in error.errors():
-        field = str(detail["loc"][0]) if detail["loc"] else "?"
-        if field.upper().startswith("PENSTOCK_"):
-            field = field[len(str(section.model_config.get("env_prefix", ""))) :].lower()
-        name = variable(section, field)
-        if detail["type"] == "missing":
-            what = section.model_fields[field].description if field in section.model_fields else ""
-            parts.append(f"{flag(field)} is missing (or the variable {name}): {what}")
-            continue
-        reason = detail["msg"].removeprefix("Value error, ")
-        reason = "it " + reason.removeprefix("Input ") if reason.startswith("Input ") else reason
-        source = f"{flag(field)} {detail['input']}" if field in given else f"{name}={detail['input']}"
-        parts.append(f"{source}: {reason}")
-    return "; ".join(parts)
-
-
-def describe(settings: Section, **flags: Any) -> str:
-    """Every setting with its value and where it came from, for the log of a daemon."""
-    section = type(settings)
-    upper = {name.upper() for name, value in os.environ.items() if value}
-    parts = []
-    for field in section.model_fields:
-        if flags.get(field) is not None:
-            source = flag(field)
-        elif variable(section, field) in upper:
-            source = variable(section, field)
-        else:
-            source = "default"
-        value = getattr(settings, field)
-        parts.append(f"{field}={value if value != '' else '-'} ({source})")
-    return ", ".join(parts)

@@ -96,6 +96,8 @@ def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
         "batches_per_s": round(worker.batches_per_s, 3),
         "host_id": worker.host_id,
         "tcp_address": worker.tcp_address or None,
+        "version": worker.version or None,
+        "allow": list(worker.allow),
     }
 
 

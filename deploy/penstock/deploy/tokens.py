@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.proto.channel import read_token, read_tokens
 from penstock.proto.errors import InvalidArgumentError, JournalError
 from penstock.proto.roles import Role
+from penstock.proto.settings_file import token_file_of_settings
 
 __all__ = ["coordinator_tokens", "peer_token"]
 
@@ -31,7 +32,8 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
 
     Raises AuthenticationError for a file that cannot be read, JournalError if none can be written.
     """
-    if file is not None or os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE"):
+    named = os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings()
+    if file is not None or named:
         return read_tokens(file)
     if state_dir is None:
         raise InvalidArgumentError(

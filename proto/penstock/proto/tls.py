@@ -23,10 +23,11 @@ import ssl
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from penstock.proto.errors import TlsError
 
-__all__ = ["Tls", "explain", "load_tls", "no_tls_here"]
+__all__ = ["Tls", "expires", "explain", "load_tls", "no_tls_here"]
 
 MAX_FILE = 1 << 20
 """Bytes of a certificate file: a whole bundle of public CAs has a fifth."""
@@ -153,8 +154,14 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
         raise TlsError(f"tls_cert={tls.cert_file} cannot be read: {error.strerror}") from error
 
 
-def _rehearse(tls: Tls) -> None:
-    """A handshake with ourselves that trusts our own certificate: is it valid today, and its key the right one?"""
+def expires(tls: Tls) -> datetime.datetime:
+    """Until when our certificate is valid."""
+    return datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(_rehearse(tls)["notAfter"])), datetime.UTC)
+
+
+def _rehearse(tls: Tls) -> dict[str, Any]:
+    """A handshake with ourselves that trusts our own certificate: is it valid today, and its key the right one? What
+    stands in it."""
     server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.verify_mode = ssl.CERT_NONE
     client.check_hostname = False
@@ -175,6 +182,7 @@ def _rehearse(tls: Tls) -> None:
                 raise TlsError(f"tls_cert={tls.cert_file}: {_verification(error)}") from error
             except ssl.SSLError as error:
                 raise TlsError(f"tls_cert={tls.cert_file} cannot be used: {_reason(error)}") from error
+    return ends[1].getpeercert() or {}
 
 
 def _verification(error: ssl.SSLCertVerificationError) -> str:

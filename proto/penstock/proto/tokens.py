@@ -19,6 +19,7 @@ from typing import cast
 
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError
 from penstock.proto.roles import ROLES, Role
+from penstock.proto.settings_file import token_file_of_settings
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 
 __all__ = ["Tokens", "admin_tokens", "metadata", "read_token", "read_tokens"]
@@ -84,7 +85,8 @@ def metadata(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
-    """The token to show as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE.
+    """The token to show as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE,
+    else the file that the settings file names (token_file).
 
     Raises AuthenticationError, naming the file, when it cannot be read, can be read by others, or holds no token of the
     role: going on without one would only move the error to a place that cannot explain it.
@@ -98,7 +100,7 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
 
 
 def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
-    """The text that a coordinator makes its Tokens of: from the file, else PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE."""
+    """The text that a coordinator makes its Tokens of: from the file, else as `read_token` finds it."""
     text, source = _text(file)
     _parsed(text, source)
     return text
@@ -133,6 +135,8 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         if from_environment:
             return from_environment, "PENSTOCK_TOKEN"
         file = os.environ.get("PENSTOCK_TOKEN_FILE") or None
+    if file is None:
+        file = token_file_of_settings() or None
     if file is None:
         raise AuthenticationError("no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE to a file that holds it")
     name = f"the token file {os.fspath(file)}"

@@ -1,24 +1,120 @@
-"""What commands have in common."""
+"""What commands have in common: how their help is laid out, and the options that all of them take.
+
+`App` and `subcommands` make every command the same way, so that none can be without its exit codes or `--config`.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from typing import Any
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.deploy.exits import EXIT_LINES
+from penstock.deploy.options import ConfigFile
 
-__all__ = ["CONTEXT", "EPILOG", "quiet_grpc", "subcommands", "tls_flags"]
+__all__ = ["CONTEXT", "EPILOG", "App", "Group", "quiet_grpc", "subcommands", "tls_flags"]
 
 EPILOG = f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
+_SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("Coordinator", frozenset(("coordinator", "token_file"))),
+    ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
+    ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
+)
+"""Options that many commands have stand after their own, under these heads."""
 
-def subcommands(cls: type[TyperGroup] = TyperGroup, **settings: Any) -> typer.Typer:
+
+def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
+    arguments: list[tuple[str, str]] = []
+    own: list[tuple[str, str]] = []
+    shared: dict[str, list[tuple[str, str]]] = {head: [] for head, _ in _SECTIONS}
+    for parameter in self.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None:
+            continue
+        head = next((head for head, names in _SECTIONS if parameter.name in names), None)
+        if parameter.param_type_name == "argument":
+            arguments.append(record)
+        else:
+            (own if head is None else shared[head]).append(record)
+    for head, records in (("Arguments", arguments), ("Options", own), *shared.items()):
+        if records:
+            with formatter.section(head):
+                formatter.write_dl(records)
+
+
+class _Command(TyperCommand):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Under heads."""
+        _format_options(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """Commands, listed under the heads of what they are for."""
+
+    heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Head -> commands, in order; all others come under "Commands"."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of the heads, also where a shell completes."""
+        order = [name for commands in self.heads.values() for name in commands]
+        return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Under heads; then the commands."""
+        _format_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """By head."""
+        names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
+        listed = {name for commands in self.heads.values() for name in commands}
+        rest = {"Commands": tuple(name for name in names if name not in listed)}
+        for head, commands in {**self.heads, **rest}.items():
+            rows = [(name, _first_line(self.commands[name])) for name in commands if name in names]
+            if rows:
+                with formatter.section(head):
+                    formatter.write_dl(rows)
+
+
+def _first_line(command: Any) -> str:
+    """Of its help, whole: what is cut off teaches nothing."""
+    return " ".join((command.help or "").split("\n\n")[0].split())
+
+
+class App(typer.Typer):
+    """Whose commands all end their help with the exit codes, and take `--config`."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
+        """As of Typer."""
+        add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
+        return lambda command: add(_with_config(command))
+
+
+def _with_config(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with an option that has done its work when it is parsed."""
+    signature = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(*args: Any, config: object = None, **kwargs: Any) -> Any:
+        return command(*args, **kwargs)
+
+    added = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
+    run.__annotations__ = {**typing.get_type_hints(command, include_extras=True), "config": ConfigFile}
+    return run
+
+
+def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
     """A command that has commands of its own."""
-    return typer.Typer(cls=cls, epilog=EPILOG, rich_markup_mode=None, context_settings=CONTEXT, **settings)
+    return App(cls=cls, epilog=EPILOG, rich_markup_mode=None, context_settings=CONTEXT, **settings)
 
 
 def quiet_grpc() -> None:

@@ -46,6 +46,12 @@ def coordinator(
     Prints the address that it listens on as one line once it is ready. Without a token it makes one, in
     STATE_DIR/token. A dashboard for browsers is at http://127.0.0.1:7071 (see --http). Ends on SIGTERM or Ctrl-C;
     started again on the same directory it goes on where it was.
+
+    \b
+    Examples:
+      penstock coordinator --state-dir ~/penstock                           for this machine alone
+      penstock coordinator --state-dir ~/penstock --listen 0.0.0.0:7070 \\
+          --tls-cert cert.pem --tls-key key.pem --tls-ca ca.pem             for others; see docs/security.md
     """
     quiet_grpc()
     from penstock.deploy.daemons import run_coordinator

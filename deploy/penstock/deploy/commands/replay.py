@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.commands.base import quiet_grpc, tls_flags
+from penstock.deploy.completing import run_names
 from penstock.deploy.options import (
     AsJson,
     Coordinator,
@@ -25,7 +26,9 @@ __all__ = ["replay"]
 def replay(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="RUN", help="JOB/ORDINAL; JOB is JOB/0. None: from a --checkpoint alone."),
+        typer.Argument(
+            metavar="RUN", help="JOB/ORDINAL; JOB is JOB/0. None: from a --checkpoint alone.", autocompletion=run_names
+        ),
     ] = None,
     step: Annotated[int, typer.Option("--step", metavar="S", min=1, help="Step of the box that got the batch.")] = ...,  # type: ignore[assignment]
     box: Annotated[int, typer.Option("--box", metavar="B", min=0, help="The box.")] = 0,
@@ -72,6 +75,12 @@ def replay(
 
     Runs the loader here, in processes of its own, from the newest place that is kept: a snapshot, a checkpoint, or the
     beginning. What it made is compared with the flight record, where that is known. Needs your data, and --allow.
+
+    \b
+    Examples:
+      penstock replay myjob --step 1234 --allow mypackage
+      penstock replay myjob --step 1234 --box 3 --row 2 --out spike.pt --allow mypackage
+      penstock replay --checkpoint ckpt.pt --step 1300 --allow mypackage          without a coordinator
     """
     quiet_grpc()
     from penstock.deploy.replay import Request

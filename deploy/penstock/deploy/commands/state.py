@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from penstock.deploy.commands.base import EPILOG, quiet_grpc, subcommands, tls_flags
+from penstock.deploy.commands.base import Group, quiet_grpc, subcommands, tls_flags
+from penstock.deploy.completing import run_names
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
     AsJson,
@@ -24,7 +24,7 @@ from penstock.deploy.options import (
 __all__ = ["state"]
 
 
-class _ShowsByDefault(TyperGroup):
+class _ShowsByDefault(Group):
     """`penstock state RUN` is short for `penstock state show RUN`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -32,19 +32,40 @@ class _ShowsByDefault(TyperGroup):
             args = ["show", *args]
         return super().parse_args(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The commands, and what `show` takes."""
+        completed = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("-"):
+            return completed
+        show = self.commands["show"]
+        context = show.make_context("show", [], parent=ctx, resilient_parsing=True)
+        run = next(parameter for parameter in show.params if parameter.name == "run")
+        return [*completed, *run.shell_complete(context, incomplete)]
+
 
 state = subcommands(_ShowsByDefault, no_args_is_help=True)
 
 
 @state.callback()
 def _state() -> None:
-    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another shape."""
+    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another shape.
+
+    \b
+    Examples:
+      penstock state myjob                                        where the run is, and each worker's state
+      penstock state convert ckpt.pt new.pt --boxes 2 --workers 8
+    """
 
 
-@state.command("show", epilog=EPILOG)
+@state.command("show")
 @guarded
 def state_show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.", autocompletion=run_names
+        ),
+    ],
     step: Annotated[
         int | None,
         typer.Option("--step", metavar="S", min=0, help="Step of the boxes. Default: the last that every box has had."),
@@ -62,14 +83,23 @@ def state_show(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box."""
+    """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
+
+    Asking disturbs nobody. A step outside the retention window is an error that names the steps that can be had (20).
+
+    \b
+    Examples:
+      penstock state myjob                          at the last step that every box has had
+      penstock state show myjob/1 --step 1200       the job's second loader, at a step
+      penstock state myjob --json | jq '.workers[].samples_streamed'
+    """
     quiet_grpc()
     from penstock.deploy.state import show_state
 
     show_state(run, step, deadline, coordinator, tls_flags(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
 
 
-@state.command("convert", epilog=EPILOG)
+@state.command("convert")
 @guarded
 def state_convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="File with what DataLoader.state_dict() returned.")],
@@ -83,6 +113,11 @@ def state_convert(
 
     IN was written by encode_state or torch.save; the state may be a part of a larger checkpoint, the rest of which is
     copied. A loader without the four state methods cannot change its shape: 22.
+
+    \b
+    Examples:
+      penstock state convert ckpt.pt new.pt --boxes 2 --workers 8
+      penstock state convert ckpt.pt /dev/null --boxes 2 --workers 8 --json       can it be done?
     """
     from penstock.deploy.convert import show_convert
 

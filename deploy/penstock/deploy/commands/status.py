@@ -27,7 +27,14 @@ def status(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show runs, boxes, slots and workers: rates, and who waits for whom."""
+    """Show runs, boxes, slots and workers: rates, and who waits for whom.
+
+    \b
+    Examples:
+      penstock status
+      penstock status --coordinator head:7070 --token-file ~/penstock/token
+      penstock status --json | jq '.workers[] | select(.live | not) | .worker'
+    """
     quiet_grpc()
     from penstock.deploy.status import show_status
 

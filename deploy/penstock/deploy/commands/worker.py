@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.base import EPILOG, quiet_grpc, subcommands, tls_flags
+from penstock.deploy.commands.base import quiet_grpc, subcommands, tls_flags
+from penstock.deploy.completing import worker_names
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
     Allow,
     AsJson,
+    ConfigFile,
     Coordinator,
     Debug,
     Drain,
@@ -55,6 +57,7 @@ def _worker(
     log_format: LogFormat = None,
     otel: Otel = None,
     ready_file: ReadyFile = None,
+    config: ConfigFile = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
@@ -62,6 +65,12 @@ def _worker(
     Prints its name as one line once the coordinator knows it. Waits for a coordinator that is not there yet. On
     SIGTERM or Ctrl-C it hands its slots over, one by one, each when another worker is ready for it, and ends; the
     second time at once.
+
+    \b
+    Examples:
+      penstock worker --slots 8 --allow mypackage                           beside its coordinator
+      penstock worker --slots 8 --allow mypackage --coordinator head:7070 \\
+          --listen 10.0.0.2:0 --token-file token                            on an input node
     """
     if context.invoked_subcommand is not None:
         return  # and not guarded: that ends the command
@@ -82,10 +91,13 @@ def _worker(
     guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug)
 
 
-@worker.command("drain", epilog=EPILOG)
+@worker.command("drain")
 @guarded
 def drain_worker(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The worker, as `penstock status` shows it.", autocompletion=worker_names),
+    ],
     undo: Annotated[bool, typer.Option("--undo", help="It is to take slots again.")] = False,
     timeout: Annotated[
         float,
@@ -104,6 +116,11 @@ def drain_worker(
 
     It gets no new slots. Each of its own goes on until another worker is ready to take it; one for which there is no
     place stays where it is, until workers join. The daemon itself goes on: stop it when this command has ended well.
+
+    \b
+    Examples:
+      penstock worker drain node7:4711             and wait until it has no slots
+      penstock worker drain node7:4711 --undo      it is to take slots again
     """
     quiet_grpc()
     from penstock.deploy.drain import drain

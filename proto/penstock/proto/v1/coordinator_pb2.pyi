@@ -1379,10 +1379,13 @@ class StatusReply(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     RECOMMENDED_WORKERS_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
     recommended_workers: _builtins.int
     """daemons like those that are there, for the open runs: see demand.py"""
+    wall_s: _builtins.float
+    """the clock of the coordinator, by which tickets expire"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunStatus]: ...
     @_builtins.property
@@ -1395,10 +1398,11 @@ class StatusReply(_message.Message):
         runs: _abc.Iterable[Global___RunStatus] | None = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         recommended_workers: _builtins.int = ...,
+        wall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["recommended_workers", b"recommended_workers", "runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["recommended_workers", b"recommended_workers", "runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1508,6 +1512,8 @@ class WorkerStatus(_message.Message):
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
     BATCHES_PER_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ALLOW_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     host_id: _builtins.str
     slots: _builtins.int
@@ -1517,6 +1523,12 @@ class WorkerStatus(_message.Message):
     tcp_address: _builtins.str
     batches_per_s: _builtins.float
     draining: _builtins.bool
+    version: _builtins.str
+    """of Penstock there"""
+    @_builtins.property
+    def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """prefixes of the modules that it may run; empty: not told"""
+
     def __init__(
         self,
         *,
@@ -1529,10 +1541,12 @@ class WorkerStatus(_message.Message):
         tcp_address: _builtins.str = ...,
         batches_per_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        allow: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_per_s", b"batches_per_s", "draining", b"draining", "host_id", b"host_id", "live", b"live", "seen_s_ago", b"seen_s_ago", "slots", b"slots", "slots_used", b"slots_used", "tcp_address", b"tcp_address", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "batches_per_s", b"batches_per_s", "draining", b"draining", "host_id", b"host_id", "live", b"live", "seen_s_ago", b"seen_s_ago", "slots", b"slots", "slots_used", b"slots_used", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

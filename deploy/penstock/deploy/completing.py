@@ -1,0 +1,46 @@
+"""What a shell completes beyond commands and options: names that the coordinator knows.
+
+A person waits for it with a finger on the key: the coordinator has a second, and whatever goes wrong, no names come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from penstock.proto.errors import PenstockError
+
+__all__ = ["run_names", "worker_names"]
+
+DEADLINE_S = 1.0
+
+
+def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Runs, as JOB/ORDINAL."""
+    return _names(ctx, incomplete, lambda reply: [run.run for run in reply.runs])
+
+
+def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Workers that have registered."""
+    return _names(ctx, incomplete, lambda reply: [worker.worker for worker in reply.workers])
+
+
+def _names(ctx: typer.Context, incomplete: str, of: Callable[[Any], list[str]]) -> list[str]:
+    from penstock.deploy.commands.base import quiet_grpc
+
+    quiet_grpc()
+    from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
+    from penstock.deploy.tokens import peer_token
+    from penstock.proto.calls import CoordinatorClient
+
+    given = ctx.params
+    try:
+        address = resolve(PeerSettings, coordinator=given.get("coordinator")).coordinator
+        tls = resolve(TlsSettings, **{name: given.get(name) for name in TlsSettings.model_fields}).load()
+        token = peer_token("admin", given.get("token_file"))
+        with CoordinatorClient(address, token, tls=tls) as client:
+            return [name for name in of(client.status(deadline_s=DEADLINE_S)) if name.startswith(incomplete)]
+    except PenstockError:
+        return []

@@ -1,0 +1,175 @@
+"""The settings file: one TOML file for coordinator, workers, training jobs and commands of a machine.
+
+    [cluster]          what all of them share: where the coordinator is, the TLS files, the file of the token
+    [coordinator]      what `penstock coordinator` can be told
+    [worker]           what `penstock worker` can be told
+    [client]           defaults of Appliance(...)
+
+It is the one that PENSTOCK_CONFIG (`--config`) names, else ~/.config/penstock/config.toml, else
+/etc/penstock/penstock.toml: the first that is there, and nothing is merged. The working directory is not looked at: the
+file says to which address the token is sent and what code may run, so it must not come with a folder that somebody
+else filled. For the same reason one that other users can change, or that belongs to another user than root or our own,
+is refused. PENSTOCK_CONFIG=/dev/null stands for no file.
+
+A secret never stands in it, for such files get copied, mounted and committed: `token` is an error that says where
+tokens go. Paths in it are relative to its own folder, not to where a daemon happens to be started, and may begin
+with "~".
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["CLUSTER", "TABLES", "VARIABLE", "SettingsFile", "read_settings_file", "token_file_of_settings"]
+
+VARIABLE = "PENSTOCK_CONFIG"
+CLUSTER = "cluster"
+TABLES = (CLUSTER, "coordinator", "worker", "client")
+MAX_FILE = 1 << 20
+"""Bytes: one that is larger is another file."""
+_HEAD = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
+_KEY = re.compile(r"""\s*(?:([\w-]+)\s*\.\s*)?["']?([\w-]+)["']?\s*=""")
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """What stands in one."""
+
+    path: Path
+    tables: Mapping[str, Mapping[str, Any]]
+    lines: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """(table, key) -> line, from 1, where it could be found."""
+
+    def where(self, table: str, key: str = "") -> str:
+        """ "FILE:LINE", or the file alone."""
+        line = self.lines.get((table, key))
+        return f"{self.path}:{line}" if line else str(self.path)
+
+    def resolved(self, path: str) -> str:
+        """A path that stands in it."""
+        return os.path.join(self.path.absolute().parent, os.path.expanduser(path)) if path else path
+
+    def check(self, table: str, known: Collection[str], foreign: Mapping[str, str] | None = None) -> None:
+        """Raises InvalidArgumentError for a key of the table that is not known. `foreign`: key -> why it is not."""
+        for key in self.tables.get(table, {}):
+            if key in known:
+                continue
+            if foreign and key in foreign:
+                raise InvalidArgumentError(
+                    f"{self.where(table, key)}: {key} does not go into [{table}]: {foreign[key]}"
+                )
+            raise InvalidArgumentError(
+                f"{self.where(table, key)}: [{table}] has no setting {key!r}{_likely(key, known)}"
+            )
+
+
+def _likely(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; is {near[0]} meant?" if near else f" (there are {', '.join(sorted(known))})"
+
+
+def read_settings_file() -> SettingsFile | None:
+    """The file that holds here; None if there is none.
+
+    Raises InvalidArgumentError for one that is named and is not there, that cannot be read or meant, or that others
+    could have written.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if named:
+        return None if named == os.devnull else _read(Path(named))
+    for path in _usual():
+        try:
+            path.stat()
+        except OSError:  # not there, or in a folder that is not ours to look into
+            continue
+        return _read(path)
+    return None
+
+
+def _usual() -> tuple[Path, ...]:
+    own = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    system = Path("/etc/penstock/penstock.toml")
+    return (Path(own, "penstock", "config.toml"), system) if os.path.isabs(own) else (system,)
+
+
+def _read(path: Path) -> SettingsFile:
+    import tomllib  # most processes have no such file
+
+    try:
+        with path.open("rb") as opened:
+            _refuse_others(path, os.fstat(opened.fileno()))
+            raw = opened.read(MAX_FILE + 1)
+    except OSError as error:
+        raise InvalidArgumentError(f"the settings file {path} cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_FILE:
+        raise InvalidArgumentError(f"the settings file {path} is larger than {MAX_FILE} bytes: it is another file")
+    try:
+        text = raw.decode()
+        found = tomllib.loads(text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from error
+    return _checked(SettingsFile(path, found, _lines(text)))
+
+
+def _refuse_others(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise InvalidArgumentError(
+            f"the settings file {path} belongs to another user (number {found.st_uid}), who could change what runs "
+            "here: make a copy of your own"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidArgumentError(
+            f"the settings file {path} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o}): "
+            f"chmod go-w {path}"
+        )
+
+
+def _checked(file: SettingsFile) -> SettingsFile:
+    for name, value in file.tables.items():
+        keys = value if isinstance(value, dict) else {}
+        for table, key in [("", name), *((name, key) for key in keys)]:
+            if key.lower() in ("token", "tokens", "penstock_token"):
+                raise InvalidArgumentError(
+                    f"{file.where(table, key)}: a token does not go into this file, which others may read: put it into "
+                    'a file of its own (chmod 600) and name that, token_file = "FILE" in [cluster]'
+                )
+        if name not in TABLES:
+            what = f"a section [{name}]" if isinstance(value, dict) else f"{name!r} outside a section"
+            raise InvalidArgumentError(f"{file.where('', name)}: {what} has no meaning{_likely(name, TABLES)}")
+        if not isinstance(value, dict):
+            raise InvalidArgumentError(
+                f"{file.where('', name)}: {name} is a section: [{name}]; an address of the coordinator goes into "
+                '[cluster], as coordinator = "HOST:PORT"'
+            )
+    return file
+
+
+def _lines(text: str) -> dict[tuple[str, str], int]:
+    """Where sections and keys stand. tomllib does not tell; in a text of many lines this may take the wrong one."""
+    table, lines = "", dict[tuple[str, str], int]()
+    for number, line in enumerate(text.splitlines(), 1):
+        if head := _HEAD.match(line):
+            table = head[1]
+            lines.setdefault(("", table), number)
+        elif key := _KEY.match(line):
+            lines.setdefault((key[1] or table, key[2]), number)
+    return lines
+
+
+def token_file_of_settings() -> str:
+    """The file of the token that the settings file names; "" = none. Raises InvalidArgumentError."""
+    file = read_settings_file()
+    named = file.tables.get(CLUSTER, {}).get("token_file", "") if file else ""
+    if not isinstance(named, str):
+        assert file is not None
+        raise InvalidArgumentError(f"{file.where(CLUSTER, 'token_file')}: token_file is the path of a file, as text")
+    return file.resolved(named) if file and named else ""

@@ -1,0 +1,92 @@
+"""Completion in a real bash, with the script that a user installs; what it asks nobody for is not loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+SCRIPT = """
+eval "$(_PENSTOCK_COMPLETE=source_bash penstock)"
+complete -p penstock
+while IFS= read -r line; do
+    eval "COMP_WORDS=($line)"
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    COMPREPLY=()
+    _penstock_completion penstock "${COMP_WORDS[COMP_CWORD]}" ""
+    echo "$line => ${COMPREPLY[*]}"
+done
+"""
+
+
+def completed(shell: Any, *lines: str, **environment: str) -> list[str]:
+    """What bash offers at the end of each line, after the function that the shell has been told of."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "--norc", "-c", SCRIPT],
+        input="".join(f"{line}\n" for line in lines),
+        env=shell.env({"PATH": path, **environment}),
+        cwd=shell.folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    registered, *answers = done.stdout.splitlines()
+    assert registered == "complete -o default -F _penstock_completion penstock"
+    return [answer.partition(" => ")[2] for answer in answers]
+
+
+def test_commands_options_and_values(shell: Any) -> None:
+    found = completed(shell, "penstock st", "penstock doctor machine --sl", "penstock config w", "penstock worker --al")
+    assert found == ["status state", "--slots", "worker", "--allow"]
+
+
+def test_runs_that_the_coordinator_knows(coordinator: Any) -> None:
+    from penstock.proto.calls import CoordinatorClient
+    from penstock.proto.v1 import coordinator_pb2 as pb
+    from penstock.proto.v1.records_pb2 import LoaderSpec
+
+    with CoordinatorClient(
+        coordinator.environment["PENSTOCK_COORDINATOR"], coordinator.environment["PENSTOCK_TOKEN"]
+    ) as client:
+        loader = LoaderSpec(input_fn="streams:slow")
+        for job in ("lm", "vision"):
+            client.open_run(
+                pb.OpenRunRequest(
+                    version="0.1.0", job=job, client_id=job, num_boxes=1, num_workers_per_box=1, loader=loader
+                )
+            )
+    found = completed(coordinator, "penstock state l", "penstock replay vi", "penstock state show x")
+    assert found == ["lm/0", "vision/0", ""]
+
+
+def test_a_coordinator_that_does_not_answer_costs_a_second_and_no_error(shell: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert completed(shell, "penstock state show l", PENSTOCK_COORDINATOR=address) == [""]
+        assert time.monotonic() - began < 60
+    assert completed(shell, "penstock state show l", PENSTOCK_COORDINATOR="127.0.0.1:1", PENSTOCK_TOKEN="") == [""]
+
+
+@pytest.mark.parametrize("name", ["zsh", "fish"])
+def test_scripts_of_other_shells_are_printed(shell: Any, name: str) -> None:
+    done = shell.call(_PENSTOCK_COMPLETE=f"source_{name}")
+    assert done.returncode == 0
+    assert f"complete_{name} penstock" in done.stdout or f"_PENSTOCK_COMPLETE=complete_{name}" in done.stdout
+
+
+def test_completing_commands_loads_neither_grpc_nor_torch() -> None:
+    heavy = ("grpc", "google.protobuf", "torch", "numpy")
+    code = f"import sys, penstock.deploy.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

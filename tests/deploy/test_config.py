@@ -1,0 +1,145 @@
+"""Settings from a file, and `penstock config`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.deploy.config import example
+from penstock.deploy.resolving import check_settings_file
+from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings, describe, resolve
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.job import JobSettings
+from penstock.proto.settings import Section
+
+CLUSTER = '[cluster]\ncoordinator = "head:7070"\ntls_ca = "pki/ca.pem"\n'
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A settings file, in PENSTOCK_CONFIG; the test writes it."""
+    path = tmp_path / "penstock.toml"
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(path))
+    return path
+
+
+def test_flag_over_variable_over_file_over_default(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.write_text(CLUSTER + '[worker]\nslots = 4\nallow = ["mypackage", "other.data"]\nname = "of-file"\n')
+    settings = resolve(WorkerSettings)
+    assert (settings.slots, settings.prefixes) == (4, ["mypackage", "other.data"])
+    monkeypatch.setenv("PENSTOCK_WORKER_SLOTS", "5")
+    flags = {"name": "of-flag"}
+    settings = resolve(WorkerSettings, **flags)
+    assert (settings.slots, settings.name) == (5, "of-flag")
+    about = describe(settings, **flags)
+    for part in (
+        "slots=5 (PENSTOCK_WORKER_SLOTS)",
+        f"allow=mypackage,other.data ({written}:6)",
+        "name=of-flag (--name)",
+        "listen=127.0.0.1:0 (default)",
+    ):
+        assert part in about
+    assert resolve(PeerSettings).coordinator == "head:7070"
+
+
+def test_paths_in_a_file_are_relative_to_it(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.write_text(CLUSTER + '[coordinator]\nstate_dir = "state"\n')
+    monkeypatch.chdir("/")
+    assert resolve(TlsSettings).tls_ca == str(written.parent / "pki" / "ca.pem")
+    assert resolve(CoordinatorSettings).state_dir == written.parent / "state"
+    written.write_text('[coordinator]\nstate_dir = ":memory:"\n')
+    assert str(resolve(CoordinatorSettings).state_dir) == ":memory:"
+    monkeypatch.setenv("HOME", "/home/someone")
+    written.write_text('[coordinator]\nstate_dir = "~/penstock"\n')
+    assert resolve(CoordinatorSettings).state_dir == Path("/home/someone/penstock")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[worker]\nslot = 4\n", r"penstock.toml:2: \[worker\] has no setting 'slot'; is slots meant\?"),
+        ('[worker]\ncoordinator = "h:1"\n', r"penstock.toml:2: coordinator does not go into \[worker\]: .*\[cluster\]"),
+        ("[worker]\n\nslots = 0\n", r"penstock.toml:3: slots = 0: it should be greater than or equal to 1"),
+        ("[client]\nbatches = 0\n", r"\[client\] has no setting 'batches'"),  # another one's section, and all the same
+        ("[coordinator]\nleas = 3\n", r"\[coordinator\] has no setting 'leas'; is lease meant\?"),
+    ],
+)
+def test_mistakes_are_named_with_their_line(written: Path, text: str, says: str) -> None:
+    written.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=says):
+        resolve(WorkerSettings, allow="a")
+
+
+def test_the_example_is_every_setting_at_its_default(written: Path) -> None:
+    written.write_text("")
+    text = "\n".join(example())
+    assert tomllib.loads(text) == {"cluster": {}, "coordinator": {}, "worker": {}, "client": {}}
+    parsed = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
+    for section in (CoordinatorSettings, WorkerSettings, PeerSettings, TlsSettings, JobSettings):
+        for name, field in section.model_fields.items():
+            if section.place(name) != (section.table, name):
+                continue
+            value = parsed[section.table][name]
+            assert value == ("" if field.is_required() or field.default is None else field.default), name
+            assert field.description is not None
+            assert field.description in text
+    # All of it taken for real is what nothing at all is.
+    sections: list[type[Section]] = [PeerSettings, TlsSettings, JobSettings]
+    before = [section() for section in sections]
+    written.write_text(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
+    check_settings_file()
+    address = {"address": "127.0.0.1:7070"}  # a job is embedded unless the file names a coordinator, as this one does
+    assert [section() for section in sections] == [*before[:2], before[2].model_copy(update=address)]
+    assert resolve(WorkerSettings, slots=1, allow="a").listen == "127.0.0.1:0"
+
+
+def test_config_shows_values_and_where_they_came_from(shell: Any) -> None:
+    file = shell.folder / "p.toml"
+    file.write_text(CLUSTER + "[worker]\nslots = 4\n")
+    done = shell.call("config", "worker", "--config", "p.toml", PENSTOCK_WORKER_NAME="w1")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
+    assert rows["slots"] == ["4", f"{file}:5"]
+    assert rows["name"] == ["w1", "PENSTOCK_WORKER_NAME"]
+    assert rows["coordinator"] == ["head:7070", f"{file}:2"]
+    assert rows["allow"] == ["missing", "required"]
+    assert rows["listen"] == ["127.0.0.1:0", "default"]
+    assert f"Settings file: {file}" in done.stdout
+    assert "Token: the variable PENSTOCK_TOKEN" in done.stdout
+
+
+def test_config_as_json_tells_all_three_and_no_secret(shell: Any) -> None:
+    done = shell.call("config", "--json", PENSTOCK_TOKEN="s3cret-s3cret", PENSTOCK_WORKER_SLOTS="none")
+    found = json.loads(done.stdout)
+    assert done.returncode == 2
+    assert set(found) == {"file", "token", "settings"}
+    assert list(found["settings"]) == ["coordinator", "worker", "client"]
+    slots = next(each for each in found["settings"]["worker"] if each["name"] == "slots")
+    assert (slots["value"], slots["source"]) == ("none", "PENSTOCK_WORKER_SLOTS")
+    assert "valid integer" in slots["problem"]
+    assert "s3cret" not in done.stdout
+    assert "token" not in {each["name"] for each in found["settings"]["client"]}
+
+
+def test_the_commands_take_the_file(shell: Any) -> None:
+    """For real: `status` asks the coordinator that the file names, with the token file that it names."""
+    (shell.folder / "p.toml").write_text('[cluster]\ncoordinator = "127.0.0.1:1"\ntoken_file = "t"\n')
+    (shell.folder / "t").write_text("x\n")
+    done = shell.call("status", "--config", "p.toml", PENSTOCK_TOKEN=None)
+    assert (done.returncode, "can be read by others" in done.error) == (12, True)
+    (shell.folder / "t").chmod(0o600)
+    for arguments in (("status", "--config", "p.toml"), ("--config", "p.toml", "status")):
+        done = shell.call(*arguments, PENSTOCK_TOKEN=None)
+        assert (done.returncode, "127.0.0.1:1 " in done.error) == (11, True)
+    assert shell.call("worker", "--config", "no.toml").returncode == 2
+    (shell.folder / "p.toml").write_text("[wroker]\n")
+    done = shell.call("status", "--config", "p.toml", "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert json.loads(done.error)["error"]["name"] == "InvalidArgumentError"
+    assert "is worker meant?" in json.loads(done.error)["error"]["message"]

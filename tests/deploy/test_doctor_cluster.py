@@ -1,0 +1,148 @@
+"""`penstock doctor cluster`: real coordinators and workers, well and not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from penstock.deploy.cluster import Job, check_cluster, check_skew, check_version, check_worker
+from penstock.deploy.findings import Finding
+from penstock.proto import tokens
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+@pytest.fixture(scope="module")
+def cluster(coordinator: Any) -> Any:
+    """A coordinator and a worker with two slots."""
+    coordinator.start("worker", "--slots", "2", "--allow", "streams", "--name", "w1")
+    return coordinator
+
+
+def findings(shell: Any, *arguments: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+    done = shell.call("doctor", "cluster", "--json", *arguments, **environment)
+    assert done.stderr == ""
+    return done.returncode, {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+
+
+def of(shell: Any, job: Job) -> dict[str, Finding]:
+    """In this process."""
+    environment = shell.environment
+    address, token = environment["PENSTOCK_COORDINATOR"], environment["PENSTOCK_TOKEN"]
+    return {each.check: each for each in check_cluster(address, lambda: None, lambda: token, job)}
+
+
+def test_a_cluster_that_is_well(cluster: Any) -> None:
+    code, found = findings(cluster, "--boxes", "1", "--workers", "2", "--input-fn", "streams:slow")
+    assert code == 0
+    assert list(found) == ["name", "connection", "token", "version", "clock", "worker w1", "slots"]
+    assert {each["level"] for each in found.values()} == {"ok"}
+    assert "live, 0 of 2 slots used" in found["worker w1"]["found"]
+    assert "2 free on 1 of 1 workers that may run streams:slow" in found["slots"]["found"]
+
+
+def test_what_is_asked_for_and_not_there(cluster: Any) -> None:
+    code, found = findings(cluster, "--boxes", "2", "--workers", "3")
+    assert (code, found["slots"]["level"]) == (32, "problem")
+    assert "2 x 3 = 6 are needed" in found["slots"]["found"]
+    assert "penstock worker --slots 4" in found["slots"]["remedy"]
+    slots = of(cluster, Job(input_fn="elsewhere.data:fn"))["slots"]
+    assert slots.level == "problem"
+    assert "no worker may run elsewhere.data:fn: their --allow is streams" in slots.found
+    assert "--allow elsewhere" in slots.remedy
+
+
+def test_the_way_to_the_coordinator(cluster: Any) -> None:
+    code, found = findings(cluster, "--coordinator", "no-such-host.invalid:7070")
+    assert (code, list(found), found["name"]["level"]) == (32, ["name"], "problem")
+    code, found = findings(cluster, "--coordinator", "127.0.0.1:1")
+    assert (code, list(found), found["connection"]["found"]) == (
+        32,
+        ["name", "connection"],
+        "127.0.0.1:1: Connection refused",
+    )
+    code, found = findings(cluster, PENSTOCK_TOKEN="another-one")
+    assert (code, found["token"]["level"]) == (32, "problem")
+    code, found = findings(cluster, "--tls-ca", "no.pem")
+    assert (code, list(found), "no.pem cannot be read" in found["TLS"]["found"]) == (32, ["TLS"], True)
+
+
+def test_a_coordinator_of_another_protocol(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "PROTOCOL", 99)
+    found = of(cluster, Job())["version"]
+    assert found.level == "problem"
+    assert "99" in found.found
+
+
+def test_something_else_listens_there(cluster: Any) -> None:
+    """A firewall that swallows what it is sent is the same: a listener whose queue is full."""
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        with socket.socket() as first, socket.socket() as second:
+            for one in (first, second):
+                one.setblocking(False)
+                one.connect_ex(full.getsockname())
+            code, found = findings(cluster, "--coordinator", f"127.0.0.1:{full.getsockname()[1]}")
+    assert (code, "no answer in 3 s" in found["connection"]["found"]) == (32, True), found
+
+
+def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
+    async def register() -> None:
+        from penstock.proto.calls import AsyncCoordinatorClient
+
+        address, token = cluster.environment["PENSTOCK_COORDINATOR"], cluster.environment["PENSTOCK_TOKEN"]
+        async with AsyncCoordinatorClient(address, token) as client:
+            await client.register(
+                pb.RegisterWorkerRequest(
+                    version="0.0.1", worker="far", session="s", host_id="elsewhere", slots=4, tcp_address="127.0.0.1:1"
+                )
+            )
+
+    for _ in range(5):  # on a machine that is very busy its lease of 3 s may have run out
+        asyncio.run(register())
+        found = of(cluster, Job())["worker far"]
+        if "lost" not in found.found:
+            break
+    assert found.level == "problem", found
+    assert "lanes at 127.0.0.1:1, which cannot be reached from here: Connection refused" in found.found
+    assert "penstock worker --listen ITS-ADDRESS:0" in found.remedy
+
+
+def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
+    import shutil
+
+    from pki import Pki
+
+    if shutil.which("openssl") is None:
+        pytest.skip("the command openssl is not here to make certificates with")
+    code, found = findings(cluster, "--tls-ca", Pki(tmp_path / "pki").ca)
+    assert (code, found["TLS"]["level"]) == (32, "problem")
+    assert "does not speak TLS" in found["TLS"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("finding", "level"),
+    [
+        (check_version("coordinator", "0.1.3", "0.1.0"), "ok"),
+        (check_version("coordinator", "0.2.0", "0.1.0"), "warning"),
+        (check_version("coordinator", "", "0.1.0"), "warning"),
+        (check_skew(0.1, 0.3), "ok"),
+        (check_skew(-0.5, 0.3), "ok"),
+        (check_skew(5.0, 0.3), "warning"),
+        (check_skew(-5.0, 0.3), "warning"),
+        (check_skew(-4000.0, 0.3), "problem"),
+        (check_skew(-1.8e9, 0.3), "warning"),  # it does not tell
+        (check_worker(pb.WorkerStatus(worker="w"), "", False, "0.1.0"), "warning"),
+        (check_worker(pb.WorkerStatus(worker="w", live=True, draining=True), "", False, "0.1.0"), "warning"),
+        (check_worker(pb.WorkerStatus(worker="w", live=True, version="0.9.0"), "", False, "0.1.0"), "warning"),
+        (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), "no", False, "0.1.0"), "problem"),
+        (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), "no", True, "0.1.0"), "ok"),
+    ],
+)
+def test_what_is_said_of_values(finding: Finding, level: str) -> None:
+    assert finding.level == level, finding
+    assert bool(finding.remedy) == (level != "ok")

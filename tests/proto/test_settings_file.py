@@ -1,0 +1,142 @@
+"""The settings file: which one it is, who may have written it, and what may stand in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError
+from penstock.proto.job import JobSettings, check_file
+from penstock.proto.settings import find, source_of
+from penstock.proto.settings_file import read_settings_file, token_file_of_settings
+from penstock.proto.tokens import read_token
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A settings file, in PENSTOCK_CONFIG; the test writes it."""
+    path = tmp_path / "penstock.toml"
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(path))
+    return path
+
+
+def test_the_named_one_then_the_users_then_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "penstock.toml").write_text("[cluster]\n")
+    found = read_settings_file()
+    assert found is None or found.path == Path("/etc/penstock/penstock.toml")  # never the working directory's
+    own = tmp_path / "penstock" / "config.toml"
+    own.parent.mkdir()
+    own.write_text("[client]\n")
+    found = read_settings_file()
+    assert found is not None
+    assert found.path == own
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "penstock.toml"))
+    found = read_settings_file()
+    assert found is not None
+    assert found.path.parent == tmp_path
+    monkeypatch.setenv("PENSTOCK_CONFIG", os.devnull)
+    assert read_settings_file() is None
+
+
+def test_one_that_is_named_must_be_there(written: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"penstock.toml cannot be read: No such file"):
+        read_settings_file()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_one_that_others_can_change_is_refused(written: Path, mode: int) -> None:
+    written.write_text("[worker]\n")
+    written.chmod(mode)
+    with pytest.raises(InvalidArgumentError, match=rf"changed by others \(mode {mode:04o}\): chmod go-w {written}"):
+        read_settings_file()
+    written.chmod(0o644)
+    assert read_settings_file() is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_one_of_another_user_is_refused(written: Path) -> None:
+    written.write_text("[worker]\n")
+    os.chown(written, 12345, -1)
+    with pytest.raises(InvalidArgumentError, match="belongs to another user"):
+        read_settings_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[clutser]\n", r"penstock.toml:1: a section \[clutser\] has no meaning; is cluster meant\?"),
+        ("x = 1\n", r"penstock.toml:1: 'x' outside a section has no meaning"),
+        ('coordinator = "h:1"\n', r"penstock.toml:1: coordinator is a section.*\[cluster\], as coordinator = "),
+        ('[cluster]\n\ntoken = "s3cret"\n', r"penstock.toml:3: a token does not go into this file"),
+        ('token = "s3cret"\n', r"penstock.toml:1: a token does not go into this file"),
+        ("[cluster]\ntls-ca = 1\n", r"penstock.toml:2: \[cluster\] has no setting 'tls-ca'; is tls_ca meant\?"),
+        ("[client]\nreplai = true\n", r"penstock.toml:2: \[client\] has no setting 'replai'; is replay meant\?"),
+        ("[client]\nbox = 1\n", r"penstock.toml:2: box does not go into \[client\]: it belongs to one job"),
+        (
+            '[client]\naddress = "h:1"\n',
+            r"address does not go into \[client\]: it goes into \[cluster\], as coordinator",
+        ),
+        ("[cluster\n", r"penstock.toml is not TOML: .*line 1"),
+        ("[cluster]\ntoken_file = 7\n", r"penstock.toml:2: token_file is the path of a file"),
+    ],
+)
+def test_what_has_no_meaning_is_named_with_its_line(written: Path, text: str, says: str) -> None:
+    written.write_text(text)
+
+    def read() -> None:
+        check_file()
+        token_file_of_settings()
+
+    with pytest.raises(InvalidArgumentError, match=says) as raised:
+        read()
+    assert "s3cret" not in str(raised.value)
+
+
+def made(**given: Any) -> JobSettings:
+    return JobSettings(**given)
+
+
+def test_a_job_takes_variables_then_the_file_then_defaults(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.write_text(
+        '[cluster]\ncoordinator = "head:7070"\ntls_ca = "ca.pem"\n\n[client]\ntimeout_s = 60\nlane = "tcp"\nseed = ""\n'
+    )
+    settings = made()
+    assert (settings.address, settings.timeout_s, settings.lane, settings.seed) == ("head:7070", 60.0, "tcp", None)
+    assert settings.tls_ca == str(written.parent / "ca.pem")
+    assert source_of(JobSettings, "address") == f"{written}:2"
+    monkeypatch.setenv("PENSTOCK_COORDINATOR", "other:7070")
+    monkeypatch.setenv("PENSTOCK_LANE", "auto")
+    settings = made()
+    assert (settings.address, settings.lane) == ("other:7070", "auto")
+    assert source_of(JobSettings, "address") == "PENSTOCK_COORDINATOR"
+    assert made(address="third:7070").address == "third:7070"
+    assert source_of(JobSettings, "job") == ""
+
+
+def test_what_is_found_names_source_and_problem_and_no_secret(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.write_text("[client]\ntimeout_s = -1\nreplay = true\n")
+    monkeypatch.setenv("PENSTOCK_TOKEN", "s3cret")
+    found = {each.field: each for each in find(JobSettings)}
+    assert (found["timeout_s"].source, found["timeout_s"].value) == (f"{written}:2", -1)
+    assert "greater than 0" in found["timeout_s"].problem
+    assert (found["replay"].source, found["replay"].value) == (f"{written}:3", True)
+    assert (found["lane"].source, found["lane"].value) == ("default", "auto")
+    assert "s3cret" not in repr(found)
+
+
+def test_the_token_file_comes_last(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.write_text('[cluster]\ntoken_file = "token"\n')
+    token = written.parent / "token"
+    token.write_text("from-the-file\n")
+    with pytest.raises(AuthenticationError, match="can be read by others"):
+        read_token("client")
+    token.chmod(0o600)
+    assert read_token("client") == "from-the-file"
+    monkeypatch.setenv("PENSTOCK_TOKEN", "from-the-variable")
+    assert read_token("client") == "from-the-variable"
