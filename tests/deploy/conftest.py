@@ -102,6 +102,7 @@ class Shell:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         path = os.pathsep.join([INPUTS, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = {**kept, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, "PYTHONWARNINGS": WARNINGS}
+        self.environment["PENSTOCK_COORDINATOR_HTTP"] = "off"  # one port for the coordinators of all tests
         self.environment["PENSTOCK_CONFIG"] = os.devnull  # not what a developer has at home
 
     def run(self, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str | None) -> Finished:
@@ -179,6 +180,14 @@ class Shell:
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """One for this test; what it started is stopped after it."""
     shell = Shell(tmp_path)
+    yield shell
+    shell.close()
+
+
+@pytest.fixture(scope="module")
+def module_shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """A shell that all tests of a module share; what it started is stopped after them."""
+    shell = Shell(tmp_path_factory.mktemp("shell"))
     yield shell
     shell.close()
 

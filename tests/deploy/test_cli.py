@@ -102,6 +102,7 @@ def test_the_manual_has_all_settings() -> None:
         CoordinatorSettings,
         PeerSettings,
         Section,
+        TelemetrySettings,
         TlsSettings,
         WorkerSettings,
         flag,
@@ -109,7 +110,7 @@ def test_the_manual_has_all_settings() -> None:
     )
 
     manual = (REPO / "docs" / "cli.md").read_text()
-    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings]
+    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings]
     for section in sections:
         for field in section.model_fields:
             assert f"`{variable(section, field)}`" in manual

@@ -31,6 +31,7 @@ def test_all_of_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.model_dump() == {
         "listen": "[::1]:0",
         "state_dir": Path("/var/lib/penstock"),
+        "http": "127.0.0.1:7071",
         "insecure": False,
         "lease": 5.0,
         "client_lease": 10.0,
@@ -51,7 +52,8 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
     flags = {"allow": "mypackage", "slots": None}
     assert describe(resolve(WorkerSettings, **flags), **flags) == (
         "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), "
-        "runner_memory=- (default), pulse_file=- (default), name=- (default), drain=10.0 (default), "
+        "runner_memory=- (default), pulse_file=- (default), http=- (default), name=- (default), "
+        "drain=10.0 (default), "
         "insecure=False (default)"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +22,7 @@ def test_a_reply_that_was_overtaken_changes_nothing(monkeypatch: pytest.MonkeyPa
 
     def start(daemon: Any, key: Any, assignment: Any) -> None:
         done.append(("start", key[4]))
-        daemon._slots[key] = None
+        daemon._slots[key] = Mock()
 
     def stop(daemon: Any, key: Any) -> None:
         done.append(("stop", key[4]))

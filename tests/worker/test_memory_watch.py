@@ -11,7 +11,7 @@ import pytest
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker import slot as slots
-from penstock.worker.slot import Slot
+from penstock.worker.slot import Slot, Tally
 from penstock.worker.snapshots import Kept
 
 DEADLINE_S = 10.0
@@ -32,7 +32,7 @@ class Away:
 
 def watched(coordinator: Away) -> Slot:
     """Of a runner that is ready and has begun, with one snapshot that is not durable."""
-    host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None)
+    host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None, tally=Tally())
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
     slot._child = child

@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
     for what in ("ca", "cert", "key"):
         parser.add_argument(f"--tls-{what}", default="", help="a file: see penstock.proto.tls")
+    parser.add_argument("--http", default="", help="host:port of the dashboard (default: none)")
     parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
     parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
     parser.add_argument("--balance-after-s", type=float, default=defaults.balance_after_s)
@@ -62,6 +63,7 @@ def main() -> int:
                 lifeline_pid=given.lifeline_pid,
                 ready=announcer(given.ready_fd),
                 limits=limits,
+                http=given.http,
             )
         )
     except PenstockError as error:

@@ -19,18 +19,23 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from secrets import randbits
 
+from penstock.appliance import metrics
 from penstock.appliance.collecting import paced
 from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
+from penstock.appliance.pages import Pages, open_web
 from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
 from penstock.proto.channel import Tls, server_aio
 from penstock.proto.errors import JournalError
+from penstock.proto.metrics import in_loop
+from penstock.proto.tallies import CallTally
 from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
 
 IN_MEMORY = ":memory:"
@@ -48,6 +53,8 @@ async def serve(
     ready: Callable[[str], None] = lambda address: None,
     limits: Limits | None = None,
     stop: asyncio.Event | None = None,
+    http: str = "",
+    http_any_port: bool = False,
 ) -> None:
     """Runs a coordinator until it is told to stop.
 
@@ -61,6 +68,8 @@ async def serve(
         ready: told the address that it listens on, once calls are taken.
         limits: leases, budgets and so on.
         stop: set it to stop; None: the process is the coordinator's own, and signals stop it.
+        http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
+        http_any_port: takes a free port if that one is in use.
 
     Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
     """
@@ -98,12 +107,21 @@ async def serve(
         )
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
+        calls = CallTally()
+        if http:
+            pages = Pages(service, loop)
+            pages.routes["/metrics"] = metrics.route(
+                lambda: metrics.readings(pages.snapshot(), in_loop(loop, partial(service.vitals, calls)))
+            )
+            web = open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)
+            closing.callback(web.close)
         served = await server_aio(
             listen,
             tokens,
             lambda server: add_CoordinatorServicer_to_server(service, server),
             tls=tls,
             insecure=insecure,
+            calls=calls,
         )
         ticker = loop.create_task(service.run_ticker())
         ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly

@@ -29,11 +29,13 @@ from penstock.appliance.checks import check_counts
 from penstock.appliance.desk import ROOM
 from penstock.appliance.ledger import Drop, DropBlob, Kept
 from penstock.appliance.limits import Limits
+from penstock.appliance.metrics import Vitals
 from penstock.appliance.model import SlotKey
 from penstock.appliance.registry import Registry
 from penstock.appliance.states import BoxState, Gathering
 from penstock.appliance.store import Store
 from penstock.appliance.syncing import Syncing
+from penstock.appliance.telling import Teller
 from penstock.appliance.writer import Inflow, Writer
 from penstock.proto.calls import blob_name, pieces
 from penstock.proto.channel import detail_of, error_of
@@ -44,6 +46,7 @@ from penstock.proto.errors import (
     ProtocolError,
     StateUnavailableError,
 )
+from penstock.proto.tallies import CallTally
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 
@@ -127,6 +130,7 @@ class Service(CoordinatorServicer):
         self._journal = Syncing(registry.books.journal)
         self._disk = Writer(store)
         self._inflow = Inflow(limits.transfers_max)
+        self._teller = Teller()
         self._drops: list[Drop] = []
         self._beating: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
@@ -204,7 +208,9 @@ class Service(CoordinatorServicer):
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
         self._admission.admit(address_of(context.peer()), "OpenRun")
         async with self._journal.synced():
-            return self._registry.open_run(request)
+            reply = self._registry.open_run(request)
+            self._teller.opened(request, reply)
+            return reply
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
         registry = self._registry
@@ -218,6 +224,7 @@ class Service(CoordinatorServicer):
     async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
         async with self._journal.synced():
             self._registry.close_run(request)
+        self._teller.closed(request)
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
@@ -264,7 +271,9 @@ class Service(CoordinatorServicer):
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
         self._admission.admit(address_of(context.peer()), "RegisterWorker")
         async with self._journal.synced():
-            return self._registry.register_worker(request)
+            reply = self._registry.register_worker(request)
+            self._teller.registered(request)
+            return reply
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
         registry, who = self._registry, (request.worker, request.session)
@@ -272,6 +281,7 @@ class Service(CoordinatorServicer):
         try:
             async with self._journal.synced():
                 registry.report_worker(request)
+                self._teller.reported(request)
                 hold_s, seen = registry.worker_hold(request), request.seen_version
                 await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
                 return registry.worker_view(request)
@@ -290,6 +300,7 @@ class Service(CoordinatorServicer):
     ) -> pb.DeregisterWorkerReply:
         async with self._journal.synced():
             self._registry.deregister_worker(request)
+        self._teller.deregistered(request)
         return pb.DeregisterWorkerReply()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> pb.DrainWorkerReply:
@@ -424,6 +435,20 @@ class Service(CoordinatorServicer):
             yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
 
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
+        return await self.snapshot()
+
+    def vitals(self, calls: CallTally) -> Vitals:
+        """What metrics tell and a status does not. `calls`: those of the server."""
+        books = self._registry.books
+        boxes = {
+            (attempt.run, box.number): (box.base.step, box.waiting_for)
+            for attempt in books.open_attempts()
+            for box in attempt.boxes.values()
+        }
+        return Vitals(calls, self._journal.seconds, self._ledger.used, self._limits.budget, boxes)
+
+    async def snapshot(self) -> pb.StatusReply:
+        """Everything that an operator may see, as it is now."""
         reply = pb.StatusReply()
         for _ in self._registry.status_steps(reply):
             await asyncio.sleep(0)  # thousands of slots are told in steps, between which others have their turn

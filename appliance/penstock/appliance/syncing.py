@@ -9,11 +9,16 @@ registry goes on with the next call, and every reply waits until all that was pu
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from penstock.appliance.journal import Journal
+from penstock.proto.tallies import Histogram
+
+COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+"""From an idle local disk to one that is in trouble."""
 
 
 class Syncing:
@@ -26,6 +31,8 @@ class Syncing:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         journal.deferred = True
+        self.seconds = Histogram(COMMIT_BOUNDS_S)
+        """How long commits took."""
         self._thread = ThreadPoolExecutor(1, "penstock-journal")
         self._waiting: list[asyncio.Future[None]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -61,11 +68,14 @@ class Syncing:
             waiting, self._waiting = self._waiting, []
             rows, failure = self._journal.take(), None
             if rows:
+                began = time.perf_counter()
                 try:
                     await loop.run_in_executor(self._thread, self._journal.write, rows)
                 except Exception as error:
                     self._journal.put_back(rows)
                     failure = error
+                else:
+                    self.seconds.add(time.perf_counter() - began)
             for written in waiting:
                 if written.done():  # whoever waited has gone
                     continue

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.client import watched
 from penstock.client.embedded import Embedded
 from penstock.client.landing import Lander
 from penstock.client.reference import MAIN, Reference, forbid_in_runner, search_path
@@ -29,9 +30,11 @@ from penstock.client.rendezvous import Meeting, Place
 from penstock.client.run import Run
 from penstock.client.saved import Start
 from penstock.client.settings import Settings, Torchrun, attempt_key, resolve
+from penstock.proto import tracing
 from penstock.proto.calls import CoordinatorClient
-from penstock.proto.channel import VERSION, Tls, host_id, load_tls, read_token
+from penstock.proto.channel import VERSION, Tls, host_id, is_local, load_tls, read_token
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
+from penstock.proto.tokens import admin_tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -90,6 +93,11 @@ class Appliance:
             that can pass over a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset
             with num_workers=0, or one that has a method skip_batch().
         progress: show a line with steps/s and the share of time waited (False).
+        http: "host:port" where this process shows its metrics to Prometheus, at /metrics (none). One server for the
+            process; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it wants tls_cert, tls_key, and
+            readers with a token of the role admin. Needs `pip install penstock[metrics]` (docs/metrics.md).
+        otel: trace calls to the coordinator with OpenTelemetry, as the OTEL_* variables say (False). Needs `pip install
+            penstock[otel]`.
 
     Raises:
         InvalidArgumentError, BoxOutOfRangeError: an argument, or a variable, that cannot be meant; a device that this
@@ -124,6 +132,8 @@ class Appliance:
         timeout_s: float | None = None,
         poison: Literal["fail", "skip"] | None = None,
         progress: bool | None = None,
+        http: str | None = None,
+        otel: bool | None = None,
     ) -> None:
         forbid_in_runner("creating an Appliance")
         given = {name: value for name, value in locals().items() if name != "self"}
@@ -142,7 +152,12 @@ class Appliance:
         self._daemons: Embedded | None = None
         self._meeting: Meeting | None = None
         self._tls = _tls_of(settings)
+        self.metrics_url = _exported(settings, self._torchrun, self._tls)
+        """Where this process's metrics are, "" without `http`."""
+        if settings.otel:
+            tracing.start("penstock-client")
         self._lander = Lander(settings.max_batch_bytes, self._tls)
+        watched.landers.add(self._lander)
         self.host = host_id()
         self.force_tcp = settings.lane == "tcp"
         self.compression: str | None = settings.compression
@@ -372,6 +387,16 @@ def _tls_of(settings: Settings) -> Tls | None:
         return None
     tls = load_tls(settings.tls_ca, settings.tls_cert, settings.tls_key, settings.tls_name)
     return None if tls is None else tls.for_client()
+
+
+def _exported(settings: Settings, torchrun: Torchrun, tls: Tls | None) -> str:
+    """The address of this process's metrics, which are served from now on; "" if nobody asked."""
+    if not settings.http:
+        return ""
+    from penstock.client.metrics import open_web
+
+    tokens = "" if is_local(settings.http) else admin_tokens(settings.token.get_secret_value())
+    return open_web(settings.http, torchrun.local_rank, tokens, tls)
 
 
 def _nothing() -> None:

@@ -18,8 +18,9 @@ import threading
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
+from penstock.client import watched
 from penstock.client.lanes import SlotLane
 from penstock.client.run import Run
 from penstock.client.schedule import Schedule
@@ -79,6 +80,8 @@ class Feed:
     def __init__(self, run: Run, position: Position, label: str, timeout_s: float) -> None:
         self.position = position
         self.stats = Stats()
+        self.first_step = position.step
+        """Before its first batch."""
         self.wait_s = 0.0
         """Seconds waited for the last batch."""
         self.thread = threading.get_ident()
@@ -99,6 +102,7 @@ class Feed:
         self._cuts: list[tuple[int, int]] = []
         self._told_unsharded = False
         run.progress.position = self.snapshot
+        watched.feeds.add(self)
 
     # ---- the hot path
 
@@ -444,6 +448,22 @@ class Feed:
     def copies(self) -> int:
         """Batches handed out as copies."""
         return sum(lane.copies for lane in self._lanes)
+
+    @property
+    def run(self) -> Run:
+        """Whose batches these are."""
+        return self._run
+
+    def open_lanes(self) -> list[Literal["local", "tcp"]]:
+        """The kind of each lane that is open; from any thread."""
+        views = self._run.views
+        lanes = [lane for lane in list(self._lanes) if lane.consumer is not None]
+        return ["tcp" if self._run.is_remote(views[lane.slot]) else "local" for lane in lanes]
+
+    @property
+    def held(self) -> int:
+        """Batches of which the loop holds views, as far as it is known by now; from any thread."""
+        return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
 
     def snapshot(self) -> records_pb2.BoxPosition | None:
         """The position, also while the training thread moves it: for the watch thread."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.deploy.exits import USAGE
 from penstock.deploy.resolving import check_settings_file
-from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings
+from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings
 from penstock.deploy.tables import Table, show
 from penstock.proto.job import JobSettings
 from penstock.proto.settings import Found, Section, find, variables
@@ -22,8 +22,8 @@ from penstock.proto.settings_file import CLUSTER, read_settings_file, token_file
 __all__ = ["example", "show_config", "show_example"]
 
 OF: dict[str, tuple[type[Section], ...]] = {
-    "coordinator": (CoordinatorSettings, TlsSettings),
-    "worker": (WorkerSettings, PeerSettings, TlsSettings),
+    "coordinator": (CoordinatorSettings, TlsSettings, TelemetrySettings),
+    "worker": (WorkerSettings, PeerSettings, TlsSettings, TelemetrySettings),
     "client": (JobSettings,),
 }
 TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its owner alone. Never the token itself."

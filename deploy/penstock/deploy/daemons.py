@@ -18,6 +18,7 @@ from penstock.deploy.settings import (
     IN_MEMORY,
     CoordinatorSettings,
     PeerSettings,
+    TelemetrySettings,
     TlsSettings,
     WorkerSettings,
     bytes_of,
@@ -25,9 +26,11 @@ from penstock.deploy.settings import (
     resolve,
 )
 from penstock.deploy.tokens import coordinator_tokens, peer_token
+from penstock.proto import tracing
 from penstock.proto.addresses import refuse_unsafe
 from penstock.proto.channel import VERSION, is_local
-from penstock.proto.logs import OneLine
+from penstock.proto.logs import JsonLines, TextLines
+from penstock.proto.tokens import admin_tokens
 
 __all__ = ["run_coordinator", "run_worker"]
 
@@ -37,22 +40,32 @@ _log = logging.getLogger("penstock.deploy")
 def run_coordinator(
     flags: dict[str, Any],
     tls_flags: dict[str, str | None],
+    telemetry_flags: dict[str, Any],
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT. The dicts: what was given on the command line, None for the rest."""
     from penstock.appliance.limits import MEMORY_BUDGET, Limits
     from penstock.appliance.server import serve
 
-    _start_log(debug)
     settings = resolve(CoordinatorSettings, **flags)
     tls_settings = resolve(TlsSettings, **tls_flags)
+    telemetry = resolve(TelemetrySettings, **telemetry_flags)
+    _start_log(debug, telemetry, process="coordinator")
     tls = tls_settings.load()
     refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
+    if settings.http:
+        refuse_unsafe(settings.http, encrypted=tls is not None, insecure=settings.insecure)
     in_memory = os.fspath(settings.state_dir) == IN_MEMORY
-    about = f"{describe(settings, **flags)}, {describe(tls_settings, **tls_flags)}"
-    _log.info("coordinator %s: %s", VERSION, about)
+    about = [
+        describe(settings, **flags),
+        describe(tls_settings, **tls_flags),
+        describe(telemetry, **telemetry_flags),
+    ]
+    _log.info("coordinator %s: %s", VERSION, ", ".join(about))
+    if telemetry.otel:
+        tracing.start("penstock-coordinator")
     tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
     limits = replace(Limits(), worker_lease_s=settings.lease, client_lease_s=settings.client_lease)
     limits = replace(limits, balance_after_s=settings.balance_after)
@@ -72,6 +85,8 @@ def run_coordinator(
             insecure=settings.insecure,
             ready=ready,
             limits=limits,
+            http=settings.http,
+            http_any_port="http" not in settings.model_fields_set,
         )
     )
     _log.info("ended as told")
@@ -81,23 +96,27 @@ def run_worker(
     coordinator: str | None,
     flags: dict[str, Any],
     tls_flags: dict[str, str | None],
+    telemetry_flags: dict[str, Any],
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
-    from penstock.worker.daemon import Settings, serve
+    """Serve until SIGTERM or SIGINT. The dicts: what was given on the command line, None for the rest."""
+    from penstock.worker.daemon import Settings, own_name, serve
 
-    _start_log(debug)
     peer = resolve(PeerSettings, coordinator=coordinator)
     settings = resolve(WorkerSettings, **flags)
     tls_settings = resolve(TlsSettings, **tls_flags)
+    telemetry = resolve(TelemetrySettings, **telemetry_flags)
+    name = settings.name or own_name()
+    _start_log(debug, telemetry, process="worker", worker=name)
     tls = tls_settings.load()
     refuse_unsafe(settings.listen, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
     about = [
         describe(peer, coordinator=coordinator),
         describe(settings, **flags),
         describe(tls_settings, **tls_flags),
+        describe(telemetry, **telemetry_flags),
     ]
     _log.info("worker %s: %s", VERSION, ", ".join(about))
     if is_local(settings.listen) and not is_local(peer.coordinator):
@@ -105,6 +124,11 @@ def run_worker(
             "lanes listen on %s only: boxes on other machines cannot reach them (--listen HOST:0)", settings.listen
         )
     token = peer_token("worker", token_file)
+    guarded = settings.http and not is_local(settings.http)
+    if guarded:
+        refuse_unsafe(settings.http, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
+    if telemetry.otel:
+        tracing.start("penstock-worker")
 
     def ready(name: str) -> None:
         _announce(name, ready_file)
@@ -117,12 +141,14 @@ def run_worker(
                 slots=settings.slots,
                 allow=settings.prefixes,
                 listen=settings.listen,
-                name=settings.name,
+                name=name,
                 runner_memory=bytes_of(settings.runner_memory),
                 drain_s=settings.drain,
                 pulse_file=settings.pulse_file,
                 tls=tls,
                 insecure=settings.insecure,
+                http=settings.http,
+                http_tokens=admin_tokens(file=token_file) if guarded else "",
             ),
             ready,
         )
@@ -130,10 +156,12 @@ def run_worker(
     _log.info("ended as told")
 
 
-def _start_log(debug: bool) -> None:
+def _start_log(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
+    """`always`: what stands in each line of JSON."""
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())
+    logging.captureWarnings(telemetry.log_format == "json")  # they would be no objects
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 

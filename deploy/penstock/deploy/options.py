@@ -17,6 +17,7 @@ from penstock.deploy.settings import (
     CoordinatorSettings,
     PeerSettings,
     Section,
+    TelemetrySettings,
     TlsSettings,
     WorkerSettings,
     flag,
@@ -31,12 +32,15 @@ __all__ = [
     "ClientLease",
     "ConfigFile",
     "Coordinator",
+    "CoordinatorHttp",
     "CoordinatorInsecure",
     "CoordinatorListen",
     "Debug",
     "Drain",
     "Lease",
+    "LogFormat",
     "Name",
+    "Otel",
     "PulseFile",
     "ReadyFile",
     "RunnerMemory",
@@ -47,6 +51,7 @@ __all__ = [
     "TlsKey",
     "TlsName",
     "TokenFile",
+    "WorkerHttp",
     "WorkerInsecure",
     "WorkerListen",
 ]
@@ -64,6 +69,7 @@ def _option(section: type[Section], field: str, metavar: str | None = None) -> A
 
 
 CoordinatorListen = Annotated[str | None, _option(CoordinatorSettings, "listen", "HOST:PORT")]
+CoordinatorHttp = Annotated[str | None, _option(CoordinatorSettings, "http", "HOST:PORT")]
 StateDir = Annotated[Path | None, _option(CoordinatorSettings, "state_dir", "DIR")]
 CoordinatorInsecure = Annotated[bool | None, _option(CoordinatorSettings, "insecure")]
 Lease = Annotated[float | None, _option(CoordinatorSettings, "lease", "SECONDS")]
@@ -77,8 +83,12 @@ WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:POR
 RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
 PulseFile = Annotated[str | None, _option(WorkerSettings, "pulse_file", "PATH")]
 Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
+WorkerHttp = Annotated[str | None, _option(WorkerSettings, "http", "HOST:PORT")]
 Drain = Annotated[float | None, _option(WorkerSettings, "drain", "SECONDS")]
 WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
+
+LogFormat = Annotated[str | None, _option(TelemetrySettings, "log_format", "text|json")]
+Otel = Annotated[bool | None, _option(TelemetrySettings, "otel")]
 
 TlsCa = Annotated[str | None, _option(TlsSettings, "tls_ca", "FILE")]
 TlsCert = Annotated[str | None, _option(TlsSettings, "tls_cert", "FILE")]

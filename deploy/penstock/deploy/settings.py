@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -28,6 +28,7 @@ __all__ = [
     "CoordinatorSettings",
     "PeerSettings",
     "Section",
+    "TelemetrySettings",
     "TlsSettings",
     "WorkerSettings",
     "bytes_of",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 DEFAULT_COORDINATOR = "127.0.0.1:7070"
+DEFAULT_HTTP = "127.0.0.1:7071"
 _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -48,6 +50,10 @@ def _listen_address(value: str) -> str:
             raise ValueError(f"an IPv6 address goes in brackets: [{host}]:{port}")
         return value
     raise ValueError('an address is "HOST:PORT"; port 0 takes a free one')
+
+
+def _page_address(value: str) -> str:
+    return "" if value.lower() in ("", "off") else _listen_address(value)
 
 
 def _peer_address(value: str) -> str:
@@ -118,6 +124,19 @@ class TlsSettings(Section):
         return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
 
 
+class TelemetrySettings(Section):
+    """Of both daemons: how they tell what they do. Training jobs have PENSTOCK_OTEL too."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+
+    log_format: Literal["text", "json"] = Field(
+        "text", description="text for people, or json: an object a line, with run, box, slot and step."
+    )
+    otel: bool = Field(
+        False, description="Trace calls with OpenTelemetry, as the OTEL_* variables say (docs/metrics.md)."
+    )
+
+
 class CoordinatorSettings(Section):
     """Of `penstock coordinator`."""
 
@@ -129,6 +148,11 @@ class CoordinatorSettings(Section):
     )
     state_dir: Annotated[Path, IsPath()] = Field(
         description=f"Directory of the journal, on a local disk; made if it is not there. {IN_MEMORY}: keep nothing."
+    )
+    http: Annotated[str, AfterValidator(_page_address)] = Field(
+        DEFAULT_HTTP,
+        description="Address of the dashboard and of its data, HOST:PORT; port 0 takes a free one, off: none. If the "
+        "default is in use, another port is taken.",
     )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
     lease: float = Field(
@@ -179,6 +203,9 @@ class WorkerSettings(Section):
         "",
         description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` knows that this "
         "worker makes progress (default: none).",
+    )
+    http: Annotated[str, AfterValidator(_page_address)] = Field(
+        "", description="Address of /metrics and /healthz, HOST:PORT; port 0 takes a free one (default: none)."
     )
     name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
     drain: float = Field(

@@ -20,9 +20,11 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
+from penstock.proto import tracing
 from penstock.proto.addresses import check_address, host_id, is_local, refuse_unsafe
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.guard import SERVICE, Guard
+from penstock.proto.tallies import CallTally
 from penstock.proto.tls import Tls, load_tls
 from penstock.proto.tokens import Tokens, metadata, read_token, read_tokens
 from penstock.proto.version import PROTOCOL, VERSION
@@ -121,16 +123,17 @@ def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
     """A blocking channel to the coordinator. Opens no connection yet; use it through calls.CoordinatorClient."""
     check_address(address)
     if tls is None:
-        return grpc.insecure_channel(address, options=_options(tls))
-    return grpc.secure_channel(address, _credentials(tls), options=_options(tls))
+        return tracing.traced(grpc.insecure_channel(address, options=_options(tls)))
+    return tracing.traced(grpc.secure_channel(address, _credentials(tls), options=_options(tls)))
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """The same for the running event loop; use it through calls.AsyncCoordinatorClient."""
     check_address(address)
+    interceptors = tracing.aio_client_interceptors()
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_options(tls))
-    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(tls))
+        return grpc.aio.insecure_channel(address, options=_options(tls), interceptors=interceptors)
+    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(tls), interceptors=interceptors)
 
 
 # ---------------------------------------------------------------------------------------------------------- server
@@ -158,6 +161,7 @@ async def server_aio(
     *,
     tls: Tls | None = None,
     insecure: bool = False,
+    calls: CallTally | None = None,
 ) -> Served:
     """Starts a server on the running event loop.
 
@@ -167,14 +171,15 @@ async def server_aio(
         register: adds the services to what it is given, which stands for the server.
         tls: what to show; with a CA in it callers must show a certificate too.
         insecure: allows an address that other machines can reach without TLS.
+        calls: where the calls that it answers are counted.
 
     Raises InvalidArgumentError for an address that cannot be listened on, UnsafeBindError for one that may not be,
     PortTakenError for one in use.
     """
     check_address(listen)
-    guard = Guard(Tokens(tokens))
+    guard = Guard(Tokens(tokens), calls if calls is not None else CallTally())
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
-    server = grpc.aio.server(handlers=(guard,), options=_SERVER_OPTIONS)
+    server = grpc.aio.server(handlers=(guard,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors())
     register(guard)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, guard)

@@ -119,6 +119,14 @@ class JobSettings(Section):
     progress: bool = Field(
         False, validation_alias=_named("progress"), description="Show a line of progress while the loop runs."
     )
+    http: str = Field(
+        "",
+        validation_alias=_named("http"),
+        description="HOST:PORT of this process's metrics; ranks of a host take PORT + LOCAL_RANK (default: none).",
+    )
+    otel: bool = Field(
+        False, validation_alias=_named("otel"), description="Trace calls to the coordinator with OpenTelemetry."
+    )
     device: str = Field(
         "",
         validation_alias=_named("device"),

@@ -22,7 +22,7 @@ from penstock.proto.roles import ROLES, Role
 from penstock.proto.settings_file import token_file_of_settings
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 
-__all__ = ["Tokens", "metadata", "read_token", "read_tokens"]
+__all__ = ["Tokens", "admin_tokens", "metadata", "read_token", "read_tokens"]
 
 MAX_FILE = 64 << 10
 """Bytes of a token file: one that is larger is another file by mistake."""
@@ -103,6 +103,21 @@ def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
     """The text that a coordinator makes its Tokens of: from the file, else as `read_token` finds it."""
     text, source = _text(file)
     _parsed(text, source)
+    return text
+
+
+def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
+    """The text that pages for other machines are guarded with: what was given, else as `read_tokens` has it.
+
+    Raises AuthenticationError if none of its tokens is of the role admin: nobody could ever read them.
+    """
+    text, source = (given, "the token that was given") if given else _text(file)
+    tokens = _parsed(text, source)
+    if tokens.of("admin") is None:
+        raise AuthenticationError(
+            f"{source} holds no token for the role admin, only for {tokens.about}, and nobody on another machine could "
+            "read pages here: add a line admin:TOKEN, or listen on 127.0.0.1"
+        )
     return text
 
 

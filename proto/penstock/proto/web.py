@@ -96,11 +96,15 @@ class WebServer:
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
         """ "host:port" that it listens on."""
         self.url = f"{'https' if context else 'http'}://{self.address}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="penstock-web", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
         """Stops listening; requests under way end by themselves."""
+        # The thread sleeps until somebody connects, or until nobody can any more; else it would have to poll.
+        self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

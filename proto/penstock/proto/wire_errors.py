@@ -152,6 +152,11 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
         ) from error
 
 
+def status_of(error: Exception) -> str:
+    """Name of the gRPC status that a call ends with by this error."""
+    return CATALOGUE[detail_of(error).name].status
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
     """Ends the call with the error."""
     detail = detail_of(error)

@@ -7,7 +7,6 @@ batches it has handed out, and nothing else would tell before a resume goes wron
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from penstock.proto.channel import detail_of
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EARLY_SNAPSHOTS", "Check"]
 
-_log = logging.getLogger("penstock.worker")
 
 EARLY_SNAPSHOTS = 3
 """That are checked."""
@@ -48,7 +46,7 @@ class Check:
         try:
             done = await self._slot.scratch([base.data for base in bases], "check", digests=digests)
         except PenstockError as error:
-            _log.warning("%s: its snapshots could not be checked: %s", self._slot.name, error)
+            self._slot.log.warning("%s: its snapshots could not be checked: %s", self._slot.name, error)
             return
         trust.exact = bool(done.fields["same"])
         self._slot.host.trust_found(self._slot.assignment)
@@ -56,7 +54,7 @@ class Check:
             return
         at, differs = done.fields["base_total"], done.fields["differs"]
         if self._slot.traits.own_workers:
-            _log.info(
+            self._slot.log.info(
                 "%s: a restored snapshot does not reproduce its batches (randomness in the loader's own worker "
                 "processes, probably): states are saved by replay from the start of the pass",
                 self._slot.name,

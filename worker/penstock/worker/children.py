@@ -17,10 +17,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
+from penstock.proto.logs import About
+from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message
 from penstock.worker.ledger import Ledger
 from penstock.worker.orphans import Orphans
@@ -28,7 +30,7 @@ from penstock.worker.output import PAUSE_S, READ_BYTES, Lines
 from penstock.worker.stacks import StackFile
 from penstock.worker.tempdirs import TempDirs
 
-__all__ = ["Child", "Zygote", "end_orphans"]
+__all__ = ["Child", "Zygote", "about_slot", "end_orphans"]
 
 _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
@@ -84,6 +86,12 @@ def child_environment(seed: int) -> dict[str, str]:
     return environment
 
 
+def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
+    """For records of the log: which slot, of which generation."""
+    a = assignment
+    return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
+
+
 def _refuse_descriptors(message: Message) -> None:
     """Children are given descriptors and send none: each one taken would be one less for the daemon."""
     if message.fds:
@@ -102,8 +110,11 @@ class Child:
         name: str,
         on_message: Callable[[Message], None],
         on_gone: Callable[[], None],
+        about: Mapping[str, str | int] | None = None,
     ) -> None:
         self.name = name
+        self._logger = About(_log, **(about or {}))
+        self._user_logger = About(_user_log, **(about or {}))
         self.pid = 0
         self.pidfd = -1
         loop = asyncio.get_running_loop()
@@ -147,7 +158,9 @@ class Child:
             self._shut()
         except Exception as error:
             traceback = None if isinstance(error, PenstockError) else error
-            _log.warning("%s: it said what no child says, and is killed: %s", self.name, error, exc_info=traceback)
+            self._logger.warning(
+                "%s: it said what no child says, and is killed: %s", self.name, error, exc_info=traceback
+            )
             self._shut()
             self.kill()
 
@@ -260,7 +273,7 @@ class Child:
 
     def _log(self, lines: list[str]) -> None:
         for line in lines:
-            _user_log.info("[%s] %s", self.name, line)
+            self._user_logger.info("[%s] %s", self.name, line)
 
 
 def _status_of_zombie(pid: int) -> tuple[bool, int | None]:
@@ -343,15 +356,22 @@ class Zygote:
         await process.wait()
         _own.zygotes.discard(process)
 
-    async def fork(self, role: str, name: str, ledger: Ledger, on_message: Callable[[Message], None]) -> Child:
-        """A new child, whose messages go to `on_message` in order."""
+    async def fork(
+        self,
+        role: str,
+        name: str,
+        ledger: Ledger,
+        on_message: Callable[[Message], None],
+        about: Mapping[str, str | int] | None = None,
+    ) -> Child:
+        """A new child, whose messages go to `on_message` in order. `about`: what its records in the log are about."""
         if self.dead or self._channel is None:
             raise WorkerLostError("the process that forks runners has died")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read, write = os.pipe()
         self._next += 1
         number, tempdir = self._next, self._tempdirs.make()
-        child = Child(Channel(ours), read, name, on_message, lambda: self._let_go(number, tempdir))
+        child = Child(Channel(ours), read, name, on_message, lambda: self._let_go(number, tempdir), about)
         self._children[number] = child
         try:
             self._channel.send(

@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,11 +37,11 @@ from penstock.worker.children import Zygote, end_orphans
 from penstock.worker.lanes import LaneDoors, slot_of
 from penstock.worker.orphans import become_subreaper
 from penstock.worker.output import unblocked_logging
-from penstock.worker.slot import Share, Slot, SlotKey, Trust, key_of
+from penstock.worker.slot import Share, Slot, SlotKey, Tally, Trust, key_of
 from penstock.worker.tempdirs import TempDirs
 from penstock.worker.usercode import MAIN, check_allowed, check_plain
 
-__all__ = ["Settings", "serve"]
+__all__ = ["Settings", "own_name", "serve"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -78,11 +79,20 @@ class Settings:
     tls: Tls | None = None
     """For the coordinator, and for lanes from other hosts."""
     insecure: bool = False
-    """Lanes may be listened for beyond this machine without TLS."""
+    """Lanes and metrics may be listened for beyond this machine without TLS."""
     drain_s: float = 0.0
     """Seconds that it goes on for after it was told to stop, while other workers get ready for its slots."""
     pulse_file: str = ""
     """Where to tell of each heartbeat: see penstock.proto.pulse. "": nowhere."""
+    http: str = ""
+    """ "host:port" of metrics and health, see metrics.py; "" = none."""
+    http_tokens: str = field(default="", repr=False)
+    """What readers of those from other machines must show, as penstock.proto.tokens has it."""
+
+
+def own_name() -> str:
+    """Of a worker that was given none."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Daemon:
@@ -90,7 +100,7 @@ class Daemon:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.name = settings.name or f"{socket.gethostname()}:{os.getpid()}"
+        self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
         self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
         self.runner_memory = settings.runner_memory
@@ -99,6 +109,12 @@ class Daemon:
         self._pulse = PulseWriter(settings.pulse_file)
         self._hold_s, self._lease_s = HOLD_S, 0.0
         self.share = Share(every_s=1.0, bytes_per_s=4 << 20)
+        self.tally = Tally()
+        self.state_answers: Counter[str] = Counter()
+        """How answers to questions for states ended: ok, error, dropped -> how many."""
+        self.started_at = time.monotonic()
+        self.answered_at: float | None = None
+        """When the coordinator last answered; None before it did."""
         self._slots: dict[SlotKey, Slot] = {}
         self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
         self._retiring: dict[int, asyncio.TimerHandle] = {}
@@ -208,6 +224,7 @@ class Daemon:
             try:
                 reply = await self.coordinator.register(request)
                 self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+                self.answered_at = time.monotonic()
                 self._made = self._seen = 0  # one that does not know us may be another, with versions of its own
                 self._pulse.heard()
                 return
@@ -263,6 +280,7 @@ class Daemon:
 
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+        self.answered_at = time.monotonic()
         self._coordinators_clock = reply.wall_s - time.monotonic()
         if reply.draining != self._draining:
             _log.info("worker %s: %s", self.name, "drains" if reply.draining else "takes slots again")
@@ -353,19 +371,19 @@ class Daemon:
     async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)
         slot = self._slots.get(key)
-        if slot is None:
-            self._not_answered(request.request)
-            return
-        answered = await slot.answer(request)
-        if answered is None:
+        answered = None if slot is None else await slot.answer(request)
+        if slot is None or answered is None:
+            self.state_answers["dropped"] += 1
             self._not_answered(request.request)
             return
         answer, data = answered
         answer.session = self._session
         try:
             await self.coordinator.put_state(answer, data)
+            self.state_answers["error" if answer.HasField("error") else "ok"] += 1
         except PenstockError as error:
-            _log.warning("%s: its state could not be sent: %s", slot.name, error.message)
+            self.state_answers["dropped"] += 1
+            slot.log.warning("%s: its state could not be sent: %s", slot.name, error.message)
             self._not_answered(request.request)
 
     def _not_answered(self, request: str) -> None:
@@ -408,6 +426,23 @@ class Daemon:
         check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
         await slot.attach(sock, hello, ATTACH_DEADLINE_S)
 
+    # ---- for those who look (metrics.py)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """That it runs now."""
+        return list(self._slots.values())
+
+    @property
+    def doors(self) -> LaneDoors:
+        """What its lanes come in by."""
+        return self._doors
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds of silence after which the coordinator takes it for dead; 0 before it was told."""
+        return self._lease_s
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -437,5 +472,11 @@ async def serve(settings: Settings, ready: Callable[[str], None] | None = None) 
             return
         loop.add_reader(lifeline, daemon.stopping.set)
     become_subreaper()  # of what is below a zygote that dies
-    with unblocked_logging():
+    with unblocked_logging(), contextlib.ExitStack() as closing:
+        if settings.http:
+            from penstock.worker.metrics import open_web
+
+            web = open_web(daemon, loop)
+            closing.callback(web.close)
+            _log.info("metrics at %s/metrics", web.url)
         await daemon.run(ready)

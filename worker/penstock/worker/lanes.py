@@ -87,6 +87,8 @@ class LaneDoors:
         self._waiting: dict[asyncio.Task[None], str] = {}
         """Who has not said Hello, oldest first -> from which address."""
         self._pumps: dict[Pump, SlotOf] = {}
+        self._sent_bytes = 0
+        """Of pumps that have ended."""
         self.local_address = ""
         self.tcp_address = ""
 
@@ -126,7 +128,21 @@ class LaneDoors:
         would keep the pump, the connection and the ring's memory until the kernel gives up."""
         for pump in [pump for pump, of in self._pumps.items() if of == slot]:
             pump.stop(0)
-            del self._pumps[pump]
+            self._forget(pump)
+
+    def _forget(self, pump: Pump) -> None:
+        self._sent_bytes += pump.sent_bytes
+        del self._pumps[pump]
+
+    @property
+    def sent_bytes(self) -> int:
+        """That were sent to other hosts."""
+        return self._sent_bytes + sum(pump.sent_bytes for pump in self._pumps)
+
+    @property
+    def remote(self) -> int:
+        """Lanes to other hosts."""
+        return sum(pump.is_alive() for pump in self._pumps)
 
     async def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
@@ -208,7 +224,8 @@ class LaneDoors:
         except BaseException:
             lane.close()
             raise
-        self._pumps = {pump: slot for pump, slot in self._pumps.items() if pump.is_alive()}
+        for ended in [pump for pump in self._pumps if not pump.is_alive()]:
+            self._forget(ended)
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
         pump = Pump(lane, ours, hello, name)
         self._pumps[pump] = slot_of(hello)

@@ -30,6 +30,8 @@ _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
 _HERE = struct.Struct("<QQ")  # the pass that is under way, and batches left out since the last one
 _HERE_AT = 1024
+_COUNTS = struct.Struct("<QQQQ")  # total at the first place, at the last one; made between them; replayed
+_COUNTS_AT = 2048
 _ENDS_AT = 4096
 _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
 _EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
@@ -61,6 +63,8 @@ class Ledger:
         self.worked_s = 0.0
         """Seconds spent on batches so far, up to when the runner last turned to something else."""
         self._recorded = 0
+        self._first: int | None = None
+        self._last = self._made = self._replayed = 0
 
     @classmethod
     def create(cls) -> Ledger:
@@ -77,9 +81,23 @@ class Ledger:
     # ---- the runner writes
 
     def place(self, total: int, epoch: int, samples: int) -> None:
-        """Where the runner starts; nothing before it is known here."""
+        """Where the runner starts, or goes back to, for the loop left a pass; nothing before it is known here."""
+        if self._first is None:
+            self._first = self._last = total
+        else:
+            self._made += self.total - self._last
+            self._last = total
+        self._write_counts()
         self.total, self.epoch, self.samples = total, epoch, samples
         self._write_head()
+
+    def replayed(self, batches: int) -> None:
+        """So many batches were made again, that are no news to anybody."""
+        self._replayed += batches
+        self._write_counts()
+
+    def _write_counts(self) -> None:
+        _COUNTS.pack_into(self._map, _COUNTS_AT, self._first or 0, self._last, self._made, self._replayed)
 
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
         """A batch goes out."""
@@ -142,6 +160,12 @@ class Ledger:
         )
 
     # ---- the daemon reads
+
+    def counts(self) -> tuple[int, int, int]:
+        """Batches that this runner has made, those of them that the loop was handed, and those replayed; each only
+        rises. As of the last `refresh`, which may be a batch off where the runner goes back just now."""
+        first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
+        return max(0, made + self.total - last), max(0, self.delivered - first), replayed
 
     def refresh(self) -> None:
         """Read the head: total, epoch, delivered, looked, samples, worked_s."""

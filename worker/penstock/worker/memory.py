@@ -13,20 +13,21 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-__all__ = ["held_by"]
+__all__ = ["family", "held_by"]
 
 
 def held_by(runner: int, enough: int = 0) -> int:
     """Bytes of the runner and all that descends from it; 0 if it is gone. More than it is, as long as that is not above
     `enough`."""
-    family = _descendants(runner)  # a subreaper: nothing gets away from below it
-    most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in family)
+    all_of_it = family(runner)  # a subreaper: nothing gets away from below it
+    most = sum(_sizes(pid, "status", "RssAnon", "VmSwap") for pid in all_of_it)
     if most <= enough:
         return most
-    return sum(_sizes(pid, "smaps_rollup", "Pss_Anon", "SwapPss") for pid in family)
+    return sum(_sizes(pid, "smaps_rollup", "Pss_Anon", "SwapPss") for pid in all_of_it)
 
 
-def _descendants(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
+    """The process and all that descends from it."""
     found = [pid]
     for one in found:
         with contextlib.suppress(OSError):

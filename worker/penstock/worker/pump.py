@@ -90,6 +90,8 @@ class Pump(threading.Thread):
         self._stopped = False
         self._out: deque[bytes | memoryview] = deque()
         self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, slot of batches not delivered yet
+        self.sent_bytes = 0
+        """Over TCP, headers and payloads as they travel."""
         self._inbox = tcp.Inbox()
         self._ack = lane_pb2.Ack()
         self._reading = True  # the runner is there
@@ -218,6 +220,7 @@ class Pump(threading.Thread):
                 out.clear()
                 self._shut = True
                 return
+            self.sent_bytes += sent
             while out and sent >= len(out[0]):
                 sent -= len(out.popleft())
             if sent:

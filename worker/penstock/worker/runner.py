@@ -222,13 +222,14 @@ class _Runner:
             self._ledger.note(place.total, place.epoch, source.digest, place.samples)
             self._poll_now()
 
-        replayed = source.place.total < total
+        before = source.place.total
         if not source.seek(total, epoch, seen, self._open_pass):
             raise ReplayMismatchError(
                 f"{source.name}: pass {epoch} ended after batch {source.place.total} of the slot, but batch {total} "
                 "had been delivered: its data are not what they were"
             )
-        if replayed and digest and source.digest != digest:
+        self._ledger.replayed(max(0, source.place.total - before))
+        if before < total and digest and source.digest != digest:
             raise ReplayMismatchError(
                 f"{source.name}: replayed from its last snapshot, batch {total} of the slot differs from the one that "
                 "was delivered; the loader does not reproduce its batches"

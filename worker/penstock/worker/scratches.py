@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.proto.v1 import records_pb2
-from penstock.worker.children import Zygote
+from penstock.worker.children import Zygote, about_slot
 from penstock.worker.control import Message
 from penstock.worker.endings import descriptors_closed, how_it_ended
 from penstock.worker.ledger import Ledger
@@ -51,7 +51,7 @@ async def run_task(
 
     async with host.scratch_limit:
         zygote = await host.zygote(assignment)
-        child = await zygote.fork("scratch", f"{name} {task}", ledger, hear)
+        child = await zygote.fork("scratch", f"{name} {task}", ledger, hear, about_slot(assignment))
         try:
             await child.send("assign", assignment.SerializeToString())
             for base in bases:

@@ -27,9 +27,10 @@ from penstock.proto.errors import (
     PenstockError,
     WorkerLostError,
 )
+from penstock.proto.logs import About
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.checks import EARLY_SNAPSHOTS, Check
-from penstock.worker.children import Child
+from penstock.worker.children import Child, about_slot
 from penstock.worker.control import Message, counts
 from penstock.worker.endings import descriptors_closed, how_it_ended
 from penstock.worker.ledger import Ledger
@@ -41,7 +42,7 @@ from penstock.worker.stacks import state_of
 from penstock.worker.states import States
 from penstock.worker.watch import LOOKS, Stall, hang_s
 
-__all__ = ["Host", "Share", "Slot", "key_of"]
+__all__ = ["Host", "Share", "Slot", "Tally", "key_of"]
 
 _log = logging.getLogger("penstock.worker")
 
@@ -91,6 +92,22 @@ class Share:
         return max(self.every_s, size / self.bytes_per_s)
 
 
+@dataclass
+class Tally:
+    """What a daemon counts over all its slots, those that are gone included."""
+
+    snapshots: int = 0
+    """That runners handed over."""
+    snapshots_sent: int = 0
+    """That are durable."""
+    snapshots_refused: int = 0
+    snapshot_sent_bytes: int = 0
+    recoveries: int = 0
+    """Slots taken over from another runner."""
+    losses: int = 0
+    """Runners that were lost here."""
+
+
 class Host(ScratchHost, Protocol):
     """What a slot needs of its daemon."""
 
@@ -99,6 +116,7 @@ class Host(ScratchHost, Protocol):
     runner_memory: int
     """Bytes that a runner may hold; 0 = any."""
     share: Share
+    tally: Tally
 
     def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust: ...
     def trust_found(self, assignment: records_pb2.WorkerAssignment) -> None: ...
@@ -116,6 +134,7 @@ class Slot:
         self.traits = records_pb2.LoaderTraits(length=-1)
         self.ledger = Ledger.create()
         self.name = f"{assignment.run} box {assignment.box} slot {assignment.slot}"
+        self.log = About(_log, **about_slot(assignment), worker=host.name)
         self.host = host
         self.store = SnapshotStore()
         self.early: list[Kept] = []
@@ -146,6 +165,7 @@ class Slot:
 
     def start(self) -> None:
         """Begin its life."""
+        self.host.tally.recoveries += self.assignment.recovery
         self._life = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
@@ -170,7 +190,7 @@ class Slot:
         except PenstockError as error:
             self.fail(detail_of(error), lost=isinstance(error, (WorkerLostError, *NOT_OURS)))
         except Exception as error:
-            _log.exception("%s: starting it failed", self.name)
+            self.log.exception("%s: starting it failed", self.name)
             self.fail(detail_of(error), lost=True)
 
     async def _start(self) -> None:
@@ -178,7 +198,7 @@ class Slot:
         blob = await host.coordinator.get_blob(a.resume.blob) if a.resume.blob else b""
         a.loader.arguments = await host.coordinator.loader_arguments(a.loader)
         zygote = await host.zygote(a)
-        child = self._child = await zygote.fork("runner", self.name, self.ledger, self._hear)
+        child = self._child = await zygote.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
         await child.send("assign", a.SerializeToString())
         if blob and not a.recovery:
             await child.send("resume", blob)
@@ -236,7 +256,7 @@ class Slot:
             try:
                 await asyncio.wait_for(asyncio.shield(self._child.exited), KILL_S)
             except TimeoutError:
-                _log.error("%s: process %d was killed and does not end", self.name, self._child.pid)
+                self.log.error("%s: process %d was killed and does not end", self.name, self._child.pid)
         self.ledger.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
@@ -244,7 +264,8 @@ class Slot:
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
-        _log.warning("%s: %.4000s", self.name, error.message)
+        self.host.tally.losses += lost
+        self.log.warning("%s: %.4000s", self.name, error.message)
         if self._child is not None:
             self._child.kill()
         self.host.slot_changed()
@@ -257,7 +278,7 @@ class Slot:
         message = f"{why} on worker {self.host.name}"
         detail = records_pb2.ErrorDetail(name="WorkerLostError", message=message, remote_traceback=stack)
         if stack:
-            _log.warning("%s: its stack when it crashed:\n%s", self.name, stack)
+            self.log.warning("%s: its stack when it crashed:\n%s", self.name, stack)
         self.fail(detail, lost=True)
 
     # ---- its health
@@ -282,7 +303,7 @@ class Slot:
 
     def _tell(self, doing: str, stack: str) -> None:
         if doing:
-            _log.warning("slow worker: %s on worker %s is %s\n%s", self.name, self.host.name, doing, stack)
+            self.log.warning("slow worker: %s on worker %s is %s\n%s", self.name, self.host.name, doing, stack)
         if doing != self._doing:
             self._doing, self._stack = doing, stack
             self.host.slot_changed()
@@ -355,6 +376,7 @@ class Slot:
         if message.kind == "base":
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
             base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
+            self.host.tally.snapshots += 1
             self.store.add(base, self._oldest_wanted())
             if not base.origin and len(self.early) < EARLY_SNAPSHOTS:
                 self.early.append(base)
@@ -364,14 +386,14 @@ class Slot:
             self._spawn(self._become_ready())
         elif message.kind == "unsaved":
             self.unsaved = records_pb2.ErrorDetail(**fields["error"])
-            _log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
+            self.log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
         elif message.kind == "begun":
             self._begun.set()
         elif message.kind == "left":
             epoch, total = counts(message, "epoch", "total")
             self.store.forget_after(epoch, total)
         elif message.kind == "broken":
-            _log.warning("%s: %.4000s", self.name, fields["error"]["message"])
+            self.log.warning("%s: %.4000s", self.name, fields["error"]["message"])
         elif message.kind == "failed":
             self.fail(records_pb2.ErrorDetail(**fields["error"]), lost=False)
         self.host.slot_changed()
@@ -454,18 +476,24 @@ class Slot:
         while True:
             try:
                 refused = (await self.host.coordinator.put_snapshot(header, base.data)).refused
+                tally = self.host.tally
+                if refused:
+                    tally.snapshots_refused += 1
+                else:
+                    tally.snapshots_sent += 1
+                    tally.snapshot_sent_bytes += len(base.data)
                 if refused and not self._refused:
                     why = "its snapshot is not kept, and a recovery replays from an older one"
-                    _log.warning("%s: %s: %s", self.name, why, refused)
+                    self.log.warning("%s: %s: %s", self.name, why, refused)
                 self._refused = refused
                 break
             except NOT_OURS as error:
                 if not told:
-                    _log.warning("%s: its snapshot waits: %s", self.name, error.message)
+                    self.log.warning("%s: its snapshot waits: %s", self.name, error.message)
                 told = True
                 await asyncio.sleep(0.2)
             except PenstockError as error:
-                _log.warning("%s: its snapshot was not made durable: %s", self.name, error.message)
+                self.log.warning("%s: its snapshot was not made durable: %s", self.name, error.message)
                 break
         base.durable = True
 
@@ -488,6 +516,12 @@ class Slot:
         turns = list(base.live)
         ahead = (turns.index(self.assignment.slot) - base.cursor) % len(turns) if self.assignment.slot in turns else 0
         return base.step + ahead + 1 + (total - self._first_total - 1) * len(turns)
+
+    @property
+    def runner(self) -> int:
+        """Process id of its runner, 0 if it has none."""
+        child = self._child
+        return 0 if child is None or child.exited.done() else child.pid
 
     @property
     def runner_gone(self) -> bool:
@@ -517,17 +551,17 @@ class Slot:
             await self._child.send("trust")
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(_logged(work, self.name))
+        task = asyncio.ensure_future(_logged(work, self))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
 
-async def _logged(work: Awaitable[None], name: str) -> None:
+async def _logged(work: Awaitable[None], slot: Slot) -> None:
     try:
         await work
     except Exception:
-        _log.exception("%s: a background task failed", name)
+        slot.log.exception("%s: a background task failed", slot.name)
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:

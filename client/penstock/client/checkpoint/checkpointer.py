@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
+from penstock.client import watched
 from penstock.client.checkpoint.agreement import Agreed, Agreement
 from penstock.client.checkpoint.process import Pending, WriterProcess, wait_all
 from penstock.client.checkpoint.ranks import Ranks
@@ -143,9 +145,13 @@ class AsyncCheckpointer:
             InvalidArgumentError: a state or a step that cannot be meant.
         """
         self._check_open()
-        self._make_room()
-        self._look()
-        self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard, self._flying))
+        began = time.monotonic()
+        try:
+            self._make_room()
+            self._look()
+            self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard, self._flying))
+        finally:
+            watched.saves.stalled(time.monotonic() - began)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Do beforehand what the first save of such a state would do first: plan it, and have memory for it.
@@ -194,6 +200,8 @@ class AsyncCheckpointer:
             self._pending.append(pending)
             self._writer.submit(pending, buffer.image, [one.image for one in self._buffers if one.image is not None])
         if failure is not None:
+            if ranks.size == 1:
+                watched.saves.refused()
             raise CheckpointError(f"step {step} was not saved: rank {ranks.rank}: {request['error']}") from failure
 
     def _stage(self, agreed: Agreed, buffer: Buffer) -> Staged:

@@ -23,11 +23,13 @@ from typing import Any
 
 import xxhash
 
+from penstock.client import watched
 from penstock.client.by_path import by_path
 from penstock.client.checkpoint.image import Image
 from penstock.client.checkpoint.staging import Buffer
 from penstock.proto.checkpoints import FAILED, report_name, temporary_name
 from penstock.proto.errors import CheckpointError, DeadlineError
+from penstock.proto.logs import about
 from penstock.proto.whole_files import write_whole
 
 __all__ = ["Pending", "WriterProcess", "wait_all"]
@@ -56,7 +58,9 @@ class Pending:
         """Bytes that this rank has written."""
         self.error: CheckpointError | None = None
         self.ended = threading.Event()
-        self.deadline = time.monotonic() + request["timeout_s"] + GRACE_S
+        self.began = time.monotonic()
+        self.deadline = self.began + request["timeout_s"] + GRACE_S
+        watched.saves.begun()
 
     @property
     def total(self) -> int:
@@ -73,7 +77,9 @@ class Pending:
                 f"step {self.step} was not saved into {self.request['folder']}: {what}. What was saved before "
                 "is as it was"
             )
-            _log.warning("%s", self.error.message)
+            _log.warning("%s", self.error.message, extra=about(step=self.step))
+        seconds = time.monotonic() - self.began
+        watched.saves.ended(self.step, seconds, self.written, ok=not causes)
         self.ended.set()
 
 

@@ -6,10 +6,13 @@ from penstock.deploy.commands.base import quiet_grpc, tls_flags
 from penstock.deploy.options import (
     BalanceAfter,
     ClientLease,
+    CoordinatorHttp,
     CoordinatorInsecure,
     CoordinatorListen,
     Debug,
     Lease,
+    LogFormat,
+    Otel,
     ReadyFile,
     StateDir,
     TlsCa,
@@ -24,6 +27,7 @@ __all__ = ["coordinator"]
 def coordinator(
     listen: CoordinatorListen = None,
     state_dir: StateDir = None,
+    http: CoordinatorHttp = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -31,6 +35,8 @@ def coordinator(
     insecure: CoordinatorInsecure = None,
     lease: Lease = None,
     client_lease: ClientLease = None,
+    log_format: LogFormat = None,
+    otel: Otel = None,
     balance_after: BalanceAfter = None,
     ready_file: ReadyFile = None,
     debug: Debug = False,
@@ -38,7 +44,8 @@ def coordinator(
     """Run the coordinator: it hands out the work and keeps the books.
 
     Prints the address that it listens on as one line once it is ready. Without a token it makes one, in
-    STATE_DIR/token. Ends on SIGTERM or Ctrl-C; started again on the same directory it goes on where it was.
+    STATE_DIR/token. A dashboard for browsers is at http://127.0.0.1:7071 (see --http). Ends on SIGTERM or Ctrl-C;
+    started again on the same directory it goes on where it was.
 
     \b
     Examples:
@@ -52,9 +59,11 @@ def coordinator(
     flags = {
         "listen": listen,
         "state_dir": state_dir,
+        "http": http,
         "insecure": insecure,
         "lease": lease,
         "client_lease": client_lease,
         "balance_after": balance_after,
     }
-    run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), token_file, ready_file, debug)
+    telemetry = {"log_format": log_format, "otel": otel}
+    run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), telemetry, token_file, ready_file, debug)

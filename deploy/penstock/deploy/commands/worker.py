@@ -16,7 +16,9 @@ from penstock.deploy.options import (
     Coordinator,
     Debug,
     Drain,
+    LogFormat,
     Name,
+    Otel,
     PulseFile,
     ReadyFile,
     RunnerMemory,
@@ -26,6 +28,7 @@ from penstock.deploy.options import (
     TlsKey,
     TlsName,
     TokenFile,
+    WorkerHttp,
     WorkerInsecure,
     WorkerListen,
 )
@@ -44,6 +47,7 @@ def _worker(
     listen: WorkerListen = None,
     runner_memory: RunnerMemory = None,
     name: Name = None,
+    http: WorkerHttp = None,
     drain: Drain = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -51,6 +55,8 @@ def _worker(
     tls_key: TlsKey = None,
     tls_name: TlsName = None,
     insecure: WorkerInsecure = None,
+    log_format: LogFormat = None,
+    otel: Otel = None,
     ready_file: ReadyFile = None,
     config: ConfigFile = None,
     pulse_file: PulseFile = None,
@@ -78,12 +84,14 @@ def _worker(
         "listen": listen,
         "runner_memory": runner_memory,
         "name": name,
+        "http": http,
         "drain": drain,
         "pulse_file": pulse_file,
         "insecure": insecure,
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
-    guarded(run_worker)(coordinator, flags, tls, token_file, ready_file, debug)
+    telemetry = {"log_format": log_format, "otel": otel}
+    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug)
 
 
 @worker.command("drain")

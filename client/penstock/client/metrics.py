@@ -1,0 +1,158 @@
+"""Metrics of the training job, for Prometheus.
+
+Two ways to them. A job that exports metrics already registers `collector()` beside its own:
+
+    REGISTRY.register(penstock.client.metrics.collector())
+
+One that does not says `Appliance(http="127.0.0.1:9400")`, or PENSTOCK_HTTP, and has a small server of its own for them,
+one for the process however many appliances it opens, until the process ends.
+
+A scrape reads, on its own thread, figures that the loop keeps anyway; the loop does nothing for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.client import watched
+from penstock.client.feed import Feed
+from penstock.proto.addresses import check_address, is_local
+from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
+from penstock.proto.metrics import Collector, Readings, cpu_seconds, metrics_route, require_prometheus
+from penstock.proto.tls import Tls
+from penstock.proto.web import WebServer
+
+__all__ = ["collector", "open_web"]
+
+_log = logging.getLogger("penstock.client")
+
+
+def collector() -> Collector:
+    """For a registry of prometheus-client: all loaders and checkpointers of this process, at each scrape as they are
+    then. Register it once. Raises InvalidArgumentError where prometheus-client is not installed."""
+    require_prometheus()
+    return Collector(_readings)
+
+
+def _readings() -> Readings:
+    found = Readings("client")
+    # Of a run that was opened again in this process only the newest is a stream.
+    feeds = {(feed.run.name, feed.run.box): feed for feed in sorted(_open_feeds(), key=lambda feed: feed.run.attempt)}
+    for feed in feeds.values():
+        _read_feed(found, feed)
+    pids = [lander.pid for lander in watched.landers.all()]
+    landers = [pid for pid in pids if pid is not None]
+    if landers:
+        found.add("penstock_client_lander_cpu_seconds_total", cpu_seconds(landers))
+        found.add("penstock_client_lander_memory_bytes", sum(map(_resident, landers)))
+    saves = watched.saves
+    found.add("penstock_checkpoint_saves_total", saves.ok, status="ok")
+    found.add("penstock_checkpoint_saves_total", saves.failed, status="error")
+    found.add("penstock_checkpoint_in_flight", saves.in_flight)
+    found.add("penstock_checkpoint_stall_seconds_total", saves.stalled_s)
+    found.add("penstock_checkpoint_last_stall_seconds", saves.last_stall_s)
+    found.add("penstock_checkpoint_last_write_seconds", saves.last_write_s)
+    found.add("penstock_checkpoint_written_bytes_total", saves.written_bytes)
+    found.add("penstock_checkpoint_last_step", saves.last_step)
+    return found
+
+
+def _open_feeds() -> Iterator[Feed]:
+    return (feed for feed in watched.feeds.all() if not feed.run.closed)
+
+
+def _read_feed(found: Readings, feed: Feed) -> None:
+    run, stats, step = feed.run, feed.stats, feed.position.step
+    of = {"run": run.name, "box": run.box}
+    found.add("penstock_client_step", step, **of)
+    found.add("penstock_client_steps_total", step - feed.first_step, **of)
+    found.add("penstock_client_wait_seconds_total", stats.waited_s, **of)
+    for slot, seconds in enumerate(run.progress.slot_waited_s):
+        if seconds:
+            found.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **of)
+    # Copied in one go: the loop may enter another worker meanwhile.
+    for worker, seconds in stats.waited_by_worker.copy().items():
+        found.add("penstock_client_worker_wait_seconds_total", seconds, worker=worker or "none", **of)
+    found.add("penstock_client_copied_batches_total", feed.copies, **of)
+    found.add("penstock_client_staged_batches_total", stats.ahead, **of)
+    found.add("penstock_client_recoveries_total", stats.recoveries, **of)
+    found.add("penstock_client_skipped_batches_total", stats.skipped, **of)
+    lanes = Counter(feed.open_lanes())
+    for lane in ("local", "tcp"):
+        found.add("penstock_client_lanes", lanes[lane], lane=lane, **of)
+    found.add("penstock_client_held_batches", feed.held, **of)
+    away = run.away_since
+    found.add("penstock_client_coordinator_away_seconds", 0 if away is None else time.monotonic() - away, **of)
+
+
+def _resident(pid: int) -> int:
+    """Bytes; 0 for a process that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+# ---- a server of our own
+
+
+class _Server:
+    """That of this process, once there is one."""
+
+    lock = threading.Lock()
+    web: WebServer | None = None
+    asked = ""
+
+
+def open_web(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> str:
+    """Serve metrics from now on, unless this process does so already. Returns the page's address, a URL.
+
+    Args:
+        listen: "host:port". Ranks that torchrun starts on one host all get the same: each takes port + its local rank.
+            Port 0 takes a free one.
+        local_rank: among the processes of this host.
+        tokens: what readers from other machines must show; not looked at on loopback.
+        tls: what to show to those; None: there is nothing.
+
+    Raises:
+        InvalidArgumentError: no address, or another one than the process serves at already; prometheus-client is not
+            installed.
+        PortTakenError, UnsafeBindError.
+    """
+    check_address(listen)
+    with _Server.lock:
+        if _Server.web is None:
+            _Server.web, _Server.asked = _opened(listen, local_rank, tokens, tls), listen
+            _log.info("metrics at %s/metrics", _Server.web.url)
+        elif listen != _Server.asked:
+            raise InvalidArgumentError(
+                f"Appliance(http={listen!r}): this process serves its metrics at {_Server.asked} already, and one "
+                "server shows all of its appliances: give the same address, or none"
+            )
+        return f"{_Server.web.url}/metrics"
+
+
+def _opened(listen: str, local_rank: int, tokens: str, tls: Tls | None) -> WebServer:
+    if not is_local(listen) and (tls is None or not tls.cert):
+        raise UnsafeBindError(
+            f"Appliance(http={listen!r}) can be reached from other machines, and without TLS the token would cross the "
+            "network in clear text: listen on 127.0.0.1, give tls_cert and tls_key, or register "
+            "penstock.client.metrics.collector() with an exporter of your own"
+        )
+    routes = {"/metrics": metrics_route(collector())}
+    host, _, first = listen.rpartition(":")
+    port = int(first) + local_rank if int(first) else 0
+    try:
+        return WebServer(f"{host}:{port}", routes, tokens=tokens, tls=None if is_local(listen) else tls)
+    except PortTakenError as error:
+        raise PortTakenError(
+            f"Appliance(http={listen!r}): port {port} of {host} is in use. Each process of a host needs its own: "
+            "those that torchrun starts take PORT + LOCAL_RANK, others must be given different ones (PENSTOCK_HTTP); "
+            "port 0 takes a free one, which Appliance.metrics_url tells"
+        ) from error

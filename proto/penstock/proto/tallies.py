@@ -1,0 +1,51 @@
+"""Counts that a process keeps of itself, for whoever asks later: plain numbers, no library.
+
+A histogram is what Prometheus means by one: how many took at most so long, for a few fixed bounds. Entering a value
+takes a search among a dozen numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
+__all__ = ["CallTally", "Histogram"]
+
+CALL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""From what a call takes on an idle coordinator to the deadline of most; held ones end within a few seconds."""
+
+
+class Histogram:
+    """How many values were at most each of `bounds`."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.sum = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def add(self, value: float) -> None:
+        """Enter a value."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def cumulative(self) -> list[int]:
+        """For each bound, and at last for all values, how many are at most that."""
+        return list(accumulate(self._counts))
+
+
+class CallTally:
+    """Calls that a server has answered."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[tuple[str, str]] = Counter()
+        """(method, status) -> how many."""
+        self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(CALL_BOUNDS_S))
+        """Method -> how long they took."""
+
+    def add(self, method: str, status: str, seconds: float) -> None:
+        """A call was answered."""
+        self.answered[method, status] += 1
+        self.seconds[method].add(seconds)

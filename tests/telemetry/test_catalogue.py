@@ -1,0 +1,117 @@
+"""The catalogue of metrics keeps its own rules, and what is read must be in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from penstock.appliance.metrics import Vitals, readings
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.metric_catalogue import CATALOGUE, Metric
+from penstock.proto.metrics import Collector, Readings, metrics_route
+from penstock.proto.tallies import CallTally, Histogram
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+LABELS = {"run", "box", "slot", "worker", "phase", "method", "status", "lane", "process", "version"}
+
+
+@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+def test_names_follow_the_rules(metric: Metric) -> None:
+    assert metric.name.startswith("penstock_")
+    assert (metric.kind == "counter") == metric.name.endswith("_total")
+    assert metric.unit in ("", "batches", "bytes", "ratio", "seconds")
+    assert metric.unit in metric.name
+    assert set(metric.labels) <= LABELS
+    assert metric.help.endswith(".")
+    # The coordinator's series must not grow with the slots, nor with the workers.
+    assert "coordinator" not in metric.processes or not {"slot", "worker"} & set(metric.labels)
+
+
+def test_no_name_is_there_twice() -> None:
+    assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
+
+
+def table() -> str:
+    """As docs/metrics.md has it."""
+    lines = []
+    titles = {"coordinator": "Coordinator", "worker": "Worker", "client": "Training job"}
+    for process, title in titles.items():
+        lines += [f"### {title}", "", "| name | type | unit | labels | meaning |", "|---|---|---|---|---|"]
+        for metric in CATALOGUE:
+            if process in metric.processes:
+                labels = ", ".join(metric.labels) or "-"
+                lines.append(f"| `{metric.name}` | {metric.kind} | {metric.unit or '-'} | {labels} | {metric.help} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_documented_table_is_that_of_the_catalogue() -> None:
+    assert table() in DOCS.read_text(), f"docs/metrics.md should hold:\n{table()}"
+
+
+def test_what_is_read_must_be_in_the_catalogue() -> None:
+    found = Readings("worker")
+    found.add("penstock_worker_capacity", 1)
+    with pytest.raises(KeyError):
+        found.add("penstock_worker_mood", 1)
+    with pytest.raises(ValueError, match="penstock_box_step"):
+        found.add("penstock_box_step", 1, run="r", box=0)
+    with pytest.raises(ValueError, match="penstock_slot_queue_batches"):
+        found.add("penstock_slot_queue_batches", 1, run="r", box=0)
+
+
+def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[metrics\]'"):
+        metrics_route(Collector(lambda: Readings("worker")))
+
+
+def test_who_asks_for_nothing_imports_nothing() -> None:
+    program = (
+        "import sys, penstock.appliance.server, penstock.worker.daemon, penstock.deploy.daemons, penstock.client\n"
+        "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def fleet(boxes: int, slots: int) -> pb.StatusReply:
+    reply = pb.StatusReply(workers=[pb.WorkerStatus(worker=f"w{n}", live=True, slots=8) for n in range(1000)])
+    run = reply.runs.add(run='a "run"\\\n/0', attempt=1, open=True, num_boxes=boxes)
+    for box in range(boxes):
+        run.boxes.add(box=box, live=True, slots=[pb.SlotView(slot=n, phase=pb.READY) for n in range(slots)])
+    return reply
+
+
+def test_a_coordinators_series_do_not_grow_with_the_fleet() -> None:
+    vitals = Vitals(CallTally(), Histogram([1.0]), 0, 0, {})
+
+    def size(slots: int) -> int:
+        return sum(len(family.samples) for family in readings(fleet(16, slots), vitals).families())
+
+    assert size(1) == size(625) < 250  # 10,000 slots
+
+
+def test_the_exposition_is_valid_openmetrics_too() -> None:
+    calls = CallTally()
+    calls.add("OpenRun", "OK", 0.02)
+    calls.add("OpenRun", "UNAUTHENTICATED", 0.0)
+    commits = Histogram([0.001, 0.1])
+    for seconds in (0.0005, 0.05, 3.0):
+        commits.add(seconds)
+    vitals = Vitals(calls, commits, 10, 100, {("a", 0): (0, 0)})
+    registry = CollectorRegistry()
+    registry.register(Collector(lambda: readings(fleet(2, 3), vitals)))
+    text = generate_latest(registry).decode()  # type: ignore[no-untyped-call]
+    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    buckets = {s.labels["le"]: s.value for s in families["penstock_coordinator_commit_seconds"].samples if s.labels}
+    assert buckets == {"0.001": 1, "0.1": 2, "+Inf": 3}
+    (attempt,) = families["penstock_run_attempt"].samples
+    assert attempt.labels == {"run": 'a "run"\\\n/0'}

@@ -1,0 +1,90 @@
+"""Where a training job's own metrics are served, and what stands against it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.client import Appliance, metrics, watched
+from penstock.client.metrics import open_web
+from penstock.client.watched import Saves
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PortTakenError, UnsafeBindError
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without a server, and none left behind."""
+    monkeypatch.setattr(metrics, "_Server", type("_Server", (metrics._Server,), {"web": None, "asked": ""}))
+    yield
+    if metrics._Server.web is not None:
+        metrics._Server.web.close()
+
+
+def free_ports() -> int:
+    """The first of two that are free one after the other."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def test_each_rank_of_a_host_takes_the_port_after_the_one_before() -> None:
+    port = free_ports()
+    url = open_web(f"127.0.0.1:{port}", 1, "", None)
+    assert url == f"http://127.0.0.1:{port + 1}/metrics"
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        assert b'penstock_build_info{process="client"' in answer.read()
+
+
+def test_a_port_in_use_is_named_with_the_rule_for_ranks() -> None:
+    port = free_ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 1))
+        taken.listen()
+        with pytest.raises(PortTakenError, match=rf"port {port + 1} of 127\.0\.0\.1 is in use.*PORT \+ LOCAL_RANK"):
+            open_web(f"127.0.0.1:{port}", 1, "", None)
+
+
+def test_a_process_has_one_server() -> None:
+    url = open_web("127.0.0.1:0", 3, "", None)
+    assert open_web("127.0.0.1:0", 3, "", None) == url
+    with pytest.raises(InvalidArgumentError, match=r"serves its metrics at 127\.0\.0\.1:0 already"):
+        open_web("127.0.0.1:9400", 3, "", None)
+
+
+def test_beyond_this_machine_there_must_be_tls_and_a_token_that_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AuthenticationError, match="no token for the role admin, only for client"):
+        Appliance("127.0.0.1:1", job="j", http="0.0.0.0:0", token="client:abc")
+    with pytest.raises(UnsafeBindError, match=r"give tls_cert and tls_key, or register penstock\.client\.metrics"):
+        Appliance("127.0.0.1:1", job="j", http="0.0.0.0:0", token="admin:abc")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(InvalidArgumentError, match="penstock\\[metrics\\]"):
+        Appliance("127.0.0.1:1", job="j", http="127.0.0.1:0", token="abc")
+
+
+def test_traces_that_cannot_be_had_are_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.grpc", None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'penstock\[otel\]'"):
+        Appliance("127.0.0.1:1", job="j", otel=True, token="abc")
+
+
+def test_saves_are_counted_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "saves", Saves())
+    watched.saves.begun()
+    watched.saves.begun()
+    watched.saves.stalled(0.25)
+    watched.saves.ended(10, 2.0, 1000, ok=True)
+    watched.saves.ended(20, 3.0, 5, ok=False)
+    (found,) = [f for f in metrics.collector().collect() if f.name == "penstock_checkpoint_saves"]
+    assert {sample.labels["status"]: sample.value for sample in found.samples} == {"ok": 1, "error": 1}
+    saves = watched.saves
+    assert (saves.in_flight, saves.last_step, saves.last_write_s, saves.written_bytes) == (0, 10, 2.0, 1005)

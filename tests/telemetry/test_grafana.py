@@ -1,0 +1,136 @@
+"""The dashboard and the alerts ask for metrics and labels that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.proto.metric_catalogue import BY_NAME, Metric
+
+GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
+SCRAPED = {"instance", "job"}
+"""Labels that Prometheus adds."""
+_NAME = re.compile(r"\b(penstock_[a-z_]+)(\{[^}]*\})?")
+_GROUPING = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
+_MATCHER = re.compile(r'([a-z_]+)\s*(?:=~|!~|!=|=)\s*"')
+
+
+def metric_named(name: str) -> tuple[Metric, set[str]]:
+    """The metric of a series, and the labels that the series has."""
+    if name in BY_NAME:
+        metric = BY_NAME[name]
+        assert metric.kind != "histogram", f"{name} is a histogram: ask for its _bucket, _sum or _count"
+        return metric, set(metric.labels)
+    whole, _, part = name.rpartition("_")
+    assert whole in BY_NAME, f"there is no metric {name}"
+    assert BY_NAME[whole].kind == "histogram"
+    assert part in ("bucket", "sum", "count")
+    return BY_NAME[whole], {*BY_NAME[whole].labels, *(["le"] if part == "bucket" else [])}
+
+
+def check(expression: str, legend: str = "") -> None:
+    """Names and labels of an expression of PromQL, and of what is written of its result."""
+    assert expression.count("(") == expression.count(")")
+    found = _NAME.findall(expression)
+    assert found, f"no metric of ours: {expression}"
+    there = set(SCRAPED)
+    for name, matchers in found:
+        metric, labels = metric_named(name)
+        there |= labels
+        assert set(_MATCHER.findall(matchers)) <= labels | SCRAPED, f"{name} has no such label: {matchers}"
+        if metric.kind == "counter":
+            asked = re.search(rf"(rate|increase)\({name}(\{{[^}}]*\}})?\[", expression)
+            plain = "skipped_batches" in name
+            assert asked or plain, f"a counter is asked for by its rate: {expression}"
+    for group in _GROUPING.findall(expression):
+        assert {label.strip() for label in group.split(",")} <= there, f"no such labels: {group}"
+    assert set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", legend)) <= there, legend
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "penstock_box_step_total",
+        'penstock_box_step{slot="0"}',
+        "rate(penstock_coordinator_call_seconds[5m])",
+        "sum by (worker) (penstock_box_step)",
+        "penstock_box_wait_seconds_total",
+    ],
+)
+def test_the_check_sees_a_mistake(expression: str) -> None:
+    with pytest.raises(AssertionError):
+        check(expression)
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GRAFANA / "penstock.json").read_text())
+    return found
+
+
+def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    return (panel for panel in dashboard["panels"] if panel["type"] != "row")
+
+
+def test_panels_ask_for_what_there_is(dashboard: dict[str, Any]) -> None:
+    for panel in panels(dashboard):
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            check(target["expr"], target["legendFormat"])
+
+
+def test_each_panel_is_whole(dashboard: dict[str, Any]) -> None:
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    titles = [panel["title"] for panel in dashboard["panels"]]
+    assert len(titles) == len(set(titles))
+    for panel in panels(dashboard):
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(refs) == len(set(refs))
+        for asking in (panel, *panel["targets"]):
+            assert asking["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+def test_panels_do_not_overlap_and_fit(dashboard: dict[str, Any]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_the_data_source_and_the_run_are_variables(dashboard: dict[str, Any]) -> None:
+    source, run = dashboard["templating"]["list"]
+    assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
+    assert run["name"] == "run"
+    metric = re.fullmatch(r"label_values\((\w+), run\)", run["query"]["query"])
+    assert metric is not None
+    assert "run" in BY_NAME[metric[1]].labels
+    assert (run["multi"], run["includeAll"]) == (True, True)
+    # Whoever chooses a run sees only that one.
+    for panel in panels(dashboard):
+        for target in panel["targets"]:
+            for name, matchers in _NAME.findall(target["expr"]):
+                compared = f"{name} == 1" in target["expr"]  # beside another metric, on its run
+                if "run" in metric_named(name)[1] and not compared:
+                    assert 'run=~"$run"' in matchers, target["expr"]
+
+
+def test_alerts_ask_for_what_there_is() -> None:
+    (group,) = yaml.safe_load((GRAFANA / "alerts.yml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(names) == len(set(names))
+    for rule in group["rules"]:
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+        check(rule["expr"], rule["annotations"]["summary"])

@@ -1,0 +1,89 @@
+"""Records of the log as text and as JSON: what they are about, and what peers have a say in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from penstock.proto.logs import LONGEST, About, JsonLines, TextLines, about
+
+NASTY = 'a\n2026-01-01 00:00:00,000 INFO penstock: forged\r\x1b[2J\x00\x9b\u2028\u202e"}\ud800'
+
+
+def record(message: str, *args: Any, **extra: Any) -> logging.LogRecord:
+    logger = logging.getLogger("penstock.test")
+    return logger.makeRecord("penstock.test", logging.WARNING, __file__, 1, message, args, None, extra=extra)
+
+
+def test_a_line_of_json_says_when_who_and_about_what() -> None:
+    made = record("lost %s", "it", **about(run="lm/0", attempt=2, box=0, slot=3, generation=4, step=50))
+    made.created, made.msecs = 1_000_000_000.25, 250.0
+    line = json.loads(JsonLines({"process": "worker", "worker": "w1"}).format(made))
+    assert line == {
+        "time": "2001-09-09T01:46:40.250Z",
+        "level": "warning",
+        "logger": "penstock.test",
+        "message": "lost it",
+        "pid": made.process,
+        "process": "worker",
+        "worker": "w1",
+        "run": "lm/0",
+        "attempt": 2,
+        "box": 0,
+        "slot": 3,
+        "generation": 4,
+        "step": 50,
+    }
+
+
+def test_whatever_is_in_a_record_its_json_is_one_line_of_printable_ascii() -> None:
+    try:
+        raise ValueError(NASTY)
+    except ValueError:
+        made = record("%s", NASTY, run=NASTY, box=object())
+        made.exc_info = sys.exc_info()
+    text = JsonLines().format(made)
+    assert text.isascii()
+    assert text.isprintable()
+    line = json.loads(text)
+    assert line["message"] == NASTY
+    assert line["run"] == NASTY
+    assert line["exception"].startswith("Traceback")
+
+
+@pytest.mark.parametrize("formatter", [JsonLines(), TextLines()])
+def test_a_message_has_an_end(formatter: logging.Formatter) -> None:
+    text = formatter.format(record("x" * 10 * LONGEST))
+    assert len(text) < LONGEST + 500
+    assert "characters left out" in text
+
+
+def test_text_shows_what_the_message_does_not_say() -> None:
+    formatter = TextLines()
+    fields = about(run="lm/0", attempt=1, box=0, slot=3, generation=2, worker="w1")
+    assert formatter.format(record("lost", **fields)).endswith("penstock.test: lost [run=lm/0 box=0 slot=3]")
+    said = formatter.format(record("lm/0 box 0 slot 3: lost\nand more", **fields))
+    assert said.endswith("penstock.test: lm/0 box 0 slot 3: lost\n    and more")
+    assert formatter.format(record("lm/0 box 0 slot 30: lost", **fields)).endswith("[slot=3]")
+
+
+def test_text_cannot_be_forged_by_a_field() -> None:
+    first, *more = TextLines().format(record("lost", run="a\nb\x1b")).split("\n")
+    assert "\x1b" not in "".join([first, *more])
+    assert all(line.startswith("    ") for line in more)
+
+
+def test_a_logger_about_something_keeps_what_a_call_adds(caplog: pytest.LogCaptureFixture) -> None:
+    log = About(logging.getLogger("penstock.test"), run="lm/0", box=1)
+    log.warning("saved", extra=about(step=7))
+    (made,) = caplog.records
+    assert (made.__dict__["run"], made.__dict__["box"], made.__dict__["step"]) == ("lm/0", 1, 7)
+
+
+def test_records_are_about_known_things() -> None:
+    with pytest.raises(ValueError, match="mood"):
+        about(mood="good")

@@ -1,0 +1,63 @@
+"""Whether a worker is well, and what a ledger counts for its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.worker.ledger import Ledger
+from penstock.worker.metrics import health
+
+
+@pytest.mark.parametrize(
+    ("answered_at", "stopping", "status", "why"),
+    [
+        (None, False, 503, "the coordinator has not answered yet"),
+        (98.0, False, 200, "ok"),
+        (96.0, False, 503, "the coordinator has not answered for 4.0 s, its lease is 3 s"),
+        (99.9, True, 503, "it is ending, as it was told"),
+    ],
+)
+def test_a_worker_is_well_while_it_is_answered_within_its_lease(
+    answered_at: float | None, stopping: bool, status: int, why: str
+) -> None:
+    assert health(answered_at, 3.0, stopping, 100.0) == (status, why)
+
+
+@pytest.fixture
+def ledgers() -> Iterator[tuple[Ledger, Ledger]]:
+    """The daemon's, and the runner's of the same memory."""
+    daemon = Ledger.create()
+    yield daemon, Ledger(daemon.fd)
+    daemon.close()
+
+
+def counts(daemon: Ledger) -> tuple[int, int, int]:
+    daemon.refresh()
+    return daemon.counts()
+
+
+def test_a_ledger_counts_what_its_runner_made_and_the_loop_took(ledgers: tuple[Ledger, Ledger]) -> None:
+    daemon, runner = ledgers
+    assert counts(daemon) == (0, 0, 0)
+    runner.place(1000, 2, 0)  # resumed there: what was before is not this runner's
+    assert counts(daemon) == (0, 0, 0)
+    for total in range(1001, 1011):
+        runner.record(total, 2, 7, total, delivered=max(1000, total - 4))
+    assert counts(daemon) == (10, 6, 0)
+
+
+def test_what_the_loop_left_behind_stays_counted_as_made(ledgers: tuple[Ledger, Ledger]) -> None:
+    """The loop leaves the pass at batch 4 of 10 that were made: the runner goes on from there, and no counter falls."""
+    daemon, runner = ledgers
+    runner.place(0, 0, 0)
+    for total in range(1, 11):
+        runner.record(total, 0, 7, total, delivered=4)
+    assert counts(daemon) == (10, 4, 0)
+    runner.place(4, 1, 4)
+    assert counts(daemon) == (10, 4, 0)
+    runner.record(5, 1, 7, 5, delivered=4)
+    assert counts(daemon) == (11, 4, 0)
+    runner.replayed(3)
+    assert counts(daemon) == (11, 4, 3)
