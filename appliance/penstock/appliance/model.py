@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from penstock.appliance.gauges import Gauge, Waits
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -79,6 +80,7 @@ class Slot:
     """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     """The same, of this attempt alone."""
+    gauge: Gauge = field(default_factory=Gauge)
 
     def __str__(self) -> str:
         return f"box {self.key.box} slot {self.key.slot}"
@@ -119,6 +121,7 @@ class Box:
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
+    waits: Waits = field(default_factory=Waits)
     reported_at: float = 0.0
     lingers_until: float = 0.0
     """A closed box keeps its workers until then, for the others' state queries; 0 = it does not, or no longer."""
@@ -137,6 +140,18 @@ class Box:
     def total(self, slot: int) -> int:
         """Batches of the slot delivered, as far as reported."""
         return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
+
+    def measure(self, now: float, steps: int) -> None:
+        """So many steps more were delivered."""
+        if self.rate_from == 0.0:
+            self.rate_from, self.rate_waited_s = now, self.waited_s
+        elif now - self.rate_from >= 0.5:
+            span_s, waited_s = now - self.rate_from, self.waited_s - self.rate_waited_s
+            self.steps_per_s = (self.rate_steps + steps) / span_s
+            self.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
+            self.rate_from, self.rate_steps, self.rate_waited_s = now, 0, self.waited_s
+        else:
+            self.rate_steps += steps
 
     def anchor(self, step: int) -> Position | None:
         """The newest position known at or before `step`; None if the step is older than all.

@@ -22,6 +22,7 @@ from penstock.appliance import opening, quarantine, views
 from penstock.appliance.books import Books, Topic
 from penstock.appliance.checks import check_counts, check_measures
 from penstock.appliance.desk import Desk
+from penstock.appliance.events import Events
 from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.limits import Limits
@@ -73,7 +74,7 @@ class Registry:
         fresh_seed: Callable[[], int],
         changed: Callable[[Topic], None],
     ) -> None:
-        self.books = Books(journal, ledger, limits, changed)
+        self.books = Books(journal, ledger, limits, changed, Events(clock, wall))
         self.limits = limits
         self._clock = clock
         self._wall = wall
@@ -194,7 +195,8 @@ class Registry:
 
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
-        check_measures(hold_s=request.hold_s, waited_s=request.waited_s)
+        by_slot_s = request.waited_by_slot_s
+        check_measures(hold_s=request.hold_s, waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for cut in request.cuts:
             check_counts(epoch=cut.epoch, step=cut.step)
@@ -220,6 +222,8 @@ class Registry:
                 self.books.touch(attempt, box)
             attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
+            if len(by_slot_s) == attempt.num_workers:
+                box.waits.report(now, by_slot_s)
             if delivered.slots:
                 self._progress(attempt, box, request, now)
         self._settle()
@@ -237,15 +241,7 @@ class Registry:
         if position.epoch > box.base.epoch:  # where this pass began, the one before had ended or was left
             begun = zip(position.total, position.delivered, strict=True)
             box.ends |= {(k, position.epoch - 1): total - delivered for k, (total, delivered) in enumerate(begun)}
-        if box.rate_from == 0.0:
-            box.rate_from, box.rate_waited_s = now, box.waited_s
-        elif now - box.rate_from >= 0.5:
-            span_s, waited_s = now - box.rate_from, box.waited_s - box.rate_waited_s
-            box.steps_per_s = (box.rate_steps + steps) / span_s
-            box.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
-            box.rate_from, box.rate_steps, box.rate_waited_s = now, 0, box.waited_s
-        else:
-            box.rate_steps += steps
+        box.measure(now, steps)
         # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
         history, edge = box.history, box.step - box.retention
         if box.step - history[-1].step >= max(1, box.retention // self.limits.history_entries):
@@ -319,6 +315,7 @@ class Registry:
             slots=keeps,
         )
         books.workers[worker.name] = worker
+        books.events.add("worker joined", f"worker {worker.name} has {worker.capacity} slots", worker=worker.name)
         books.count_fleet(now)
         pace = books.worker_pace()
         self._to_workers.keep(pace.lease_s, now)
@@ -389,7 +386,7 @@ class Registry:
         slot = self.books.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
             return  # fenced: the worker sees from its assignments that it has nothing to do there
-        slot.batches_per_s = report.batches_per_s
+        self.books.note_rate(slot, report, now)
         if report.doing != slot.doing:
             slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
             self.books.bump_box(*self.books.box_of(slot))
@@ -406,6 +403,7 @@ class Registry:
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
             traits = report.traits if report.HasField("traits") else slot.traits
             if slot.phase != pb.READY or traits != slot.traits:
+                self.books.note_ready(slot, now)
                 slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
                 self.books.save_slot(slot)
                 self.books.bump_box(*self.books.box_of(slot))
@@ -426,6 +424,7 @@ class Registry:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.draining = True
+            self.books.events.add("worker drains", f"worker {worker.name} was told to end", worker=worker.name)
             self.books.drop_worker(worker, f"worker {worker.name} drains", None)
         self._settle()
 
@@ -451,10 +450,12 @@ class Registry:
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = Kept(header.total, header.epoch, header.size, header.origin)
-        if self.books.slot(key) is None:
+        slot = self.books.slot(key)
+        if slot is None:
             self.books.ledger.discard(key, kept)
         else:
             self.books.ledger.add(key, kept)
+            slot.gauge.saved_at = self._clock()
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int) -> None:
@@ -528,6 +529,7 @@ class Registry:
         for worker in [worker for worker in books.workers.values() if worker.lease_until <= now]:
             del books.workers[worker.name]
             note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
+            books.events.add("worker lost", note, worker=worker.name)
             books.drop_worker(worker, note, now)
         books.count_fleet(now)
         named: set[str] = set()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from penstock.appliance.books import Books
+from penstock.appliance.bottleneck import BoxFacts, Finding, SlotFacts, find
 from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
 from penstock.appliance.pace import Pace
 from penstock.appliance.states import Want
@@ -94,7 +96,17 @@ def heartbeat_reply(
     return reply
 
 
-def _box_status(books: Books, box: Box) -> pb.BoxStatus:
+def _slot_status(books: Books, box: Box, slot: Slot, now: float) -> pb.SlotView:
+    view, gauge = slot_view(books, slot), slot.gauge
+    view.ClearField("ticket")  # an operator may look, not open lanes
+    view.queued, view.batches_per_s = gauge.queued, slot.batches_per_s
+    view.wait_share = box.waits.of(slot.key.slot)
+    if gauge.saved_at:
+        view.snapshot_age_s = max(0.0, now - gauge.saved_at)
+    return view
+
+
+def _box_status(books: Books, box: Box, now: float) -> pb.BoxStatus:
     waiting_for = ""
     if 0 < box.waiting_for <= len(box.slots):
         slot = box.slots[box.waiting_for - 1]
@@ -108,14 +120,46 @@ def _box_status(books: Books, box: Box) -> pb.BoxStatus:
         waited_s=box.waited_s,
         waited_share=box.waited_share,
         waiting_for=waiting_for,
-        slots=[slot_view(books, slot) for slot in box.slots],
+        slots=[_slot_status(books, box, slot, now) for slot in box.slots],
         pass_ended=box.pass_ended,
+        wait_share=box.waits.share,
+    )
+
+
+def facts(box: Box) -> BoxFacts:
+    """What a bottleneck is found by."""
+    slots = [
+        SlotFacts(
+            slot.key.slot,
+            slot.worker,
+            pb.SlotPhase.Name(slot.phase),
+            box.waits.of(slot.key.slot),
+            slot.gauge.mean_queued,
+            slot.restarts,
+        )
+        for slot in box.slots
+    ]
+    return BoxFacts(box.number, box.waits.span_s, box.waits.share, slots)
+
+
+def _bottleneck(found: Finding) -> pb.Bottleneck:
+    return pb.Bottleneck(
+        kind=found.kind,
+        input_bound=found.input_bound,
+        wait_share=found.wait_share,
+        box=found.box,
+        slot=found.slot,
+        worker=found.worker,
+        blame=found.blame,
+        text=found.text,
     )
 
 
 def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float) -> Iterator[None]:
     """In steps of a box or STEP workers; the books may change between them."""
     reply.version, reply.uptime_s = VERSION, uptime_s
+    caused: Counter[str] = Counter()
+    """Share of a box's time that it waited for a worker's slots, over all boxes."""
     for run in list(books.runs.values()):
         status = reply.runs.add(
             run=run.name,
@@ -125,12 +169,7 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
             open=run.current is not None,
         )
         if run.current is not None:
-            for _, box in sorted(run.current.boxes.items()):
-                status.input_fn = box.opening.loader.input_fn
-                status.boxes.append(_box_status(books, box))
-                for slot in status.boxes[-1].slots:
-                    slot.ClearField("ticket")  # an operator may look, not open lanes
-                yield
+            yield from _fill_run(status, books, run.current, now, caused)
     for number, worker in enumerate(list(books.workers.values())):
         slots = [books.slot(key) for key in worker.slots]
         reply.workers.add(
@@ -143,6 +182,29 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
             tcp_address=worker.tcp_address,
             batches_per_s=sum(slot.batches_per_s for slot in slots if slot is not None),
             draining=worker.draining,
+            wait_share=caused[worker.name],
         )
         if number % STEP == STEP - 1:
             yield
+    reply.events.extend(books.events.messages())
+
+
+def _fill_run(status: pb.RunStatus, books: Books, attempt: Attempt, now: float, caused: Counter[str]) -> Iterator[None]:
+    going: list[BoxFacts] = []
+    for _, box in sorted(attempt.boxes.items()):
+        status.input_fn = box.opening.loader.input_fn
+        told = _box_status(books, box, now)
+        status.boxes.append(told)
+        status.recoveries += sum(slot.restarts for slot in told.slots)
+        if told.live and not told.pass_ended:
+            going.append(facts(box))
+            status.steps_per_s += told.steps_per_s
+            status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)
+            status.wait_share = max(status.wait_share, told.wait_share)
+            for slot in told.slots:
+                caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
+        yield
+    status.steps_per_s /= max(1, len(going))
+    found = find(going)
+    if found is not None:
+        status.bottleneck.CopyFrom(_bottleneck(found))

@@ -94,6 +94,7 @@ class Feed:
         self._moving = False
         self._cuts: list[tuple[int, int]] = []
         self._told_unsharded = False
+        run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.snapshot
 
     # ---- the hot path
@@ -229,6 +230,7 @@ class Feed:
             until = min(until, now + RETRY_FLUSH_S)
         poll = self._poll if lane.consumer is None else lane.poll
         progress, worker = run.progress, view.worker
+        progress.waiting_since = now
         progress.waiting_for = lane.slot + 1
         try:
             for fd, _ in poll.poll(max(0.0, until - now) * 1000 + 0.5):
@@ -236,15 +238,15 @@ class Feed:
                     os.eventfd_read(fd)
         finally:
             progress.waiting_for = 0
-            self._waited(worker, time.monotonic() - now)
+            self._waited(lane.slot, worker, time.monotonic() - now)
 
-    def _waited(self, worker: str, seconds: float) -> None:
+    def _waited(self, slot: int, worker: str, seconds: float) -> None:
         """Enter a wait into the figures."""
         self.wait_s += seconds
         stats = self.stats
         stats.waited_s += seconds
         stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
-        self._run.progress.waited_s = stats.waited_s
+        self._run.progress.waited_by_slot[slot] += seconds
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
         """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""

@@ -155,7 +155,7 @@ class DeviceFeed(Feed):
             for other in self._lanes:
                 if len(other.release) >= other.group:
                     other.ack(self.position.total[other.slot])
-        self._waited(self._run.views[lane.slot].worker, time.monotonic() - now)
+        self._waited(lane.slot, self._run.views[lane.slot].worker, time.monotonic() - now)
 
     def _late(self, waited: float) -> DeadlineError:
         return DeadlineError(

@@ -1,0 +1,75 @@
+"""What is measured of slots and boxes: how far runners are ahead, and for whom loops wait. Nothing here is journaled.
+
+For whom a loop waits at one moment says little: with slots taken in turn, whoever is due is waited for, be it for a
+microsecond. So the box tells how long it has waited for each slot so far, and what is kept of that are seconds that
+fade, by half in HALF_S. The shares that come of them answer "who has been holding this box up lately".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+HALF_S = 15.0
+"""Seconds after which a wait counts half. So shares are those of the last minute or so."""
+
+
+@dataclass
+class Gauge:
+    """Of a slot."""
+
+    queued: int = 0
+    """Batches produced and not yet delivered, as of the last heartbeat. At most one too many: a runner within user code
+    has not heard that its last one was taken."""
+    mean_queued: float = 0.0
+    """The same, over time."""
+    saved_at: float = 0.0
+    """When its newest durable snapshot was stored; 0 = none since the coordinator started."""
+    moved_at: float = 0.0
+    """When it lost its last runner; 0 = it did not, or another one is ready."""
+    _at: float = 0.0
+
+    def report(self, now: float, produced: int, delivered: int) -> None:
+        """`delivered`: the highest count that anybody knows of."""
+        self.queued = max(0, produced - delivered)
+        kept = 0.5 ** ((now - self._at) / HALF_S) if self._at else 0.0
+        self.mean_queued = kept * self.mean_queued + (1 - kept) * self.queued
+        self._at = now
+
+    def restart(self, now: float) -> None:
+        """The slot has lost its runner."""
+        self.queued, self.mean_queued, self._at, self.moved_at = 0, 0.0, 0.0, now
+
+
+@dataclass
+class Waits:
+    """Of a box."""
+
+    span_s: float = 0.0
+    """Seconds that the shares speak of, faded as they are."""
+    _seconds: list[float] = field(default_factory=list)
+    _told: list[float] = field(default_factory=list)
+    _at: float = 0.0
+
+    def report(self, now: float, told: Sequence[float]) -> None:
+        """`told`: seconds that the loop has waited so far, by slot. A new executor counts from 0 again."""
+        first = len(self._told) != len(told)
+        before, self._told = self._told, list(told)
+        span, self._at = now - self._at, now
+        if first:  # of a loop that has waited for who knows how long
+            self._seconds, self.span_s = [0.0] * len(told), 0.0
+            return
+        kept = 0.5 ** (span / HALF_S)
+        self.span_s = kept * self.span_s + span
+        for slot, (last, new) in enumerate(zip(before, told, strict=True)):
+            more = new - last if new >= last else new
+            self._seconds[slot] = kept * self._seconds[slot] + min(max(0.0, more), span)
+
+    @property
+    def share(self) -> float:
+        """Of the time, that the loop waited."""
+        return min(1.0, sum(self._seconds) / self.span_s) if self.span_s else 0.0
+
+    def of(self, slot: int) -> float:
+        """Of the time, that the loop waited for this slot."""
+        return min(1.0, self._seconds[slot] / self.span_s) if self.span_s and slot < len(self._seconds) else 0.0
