@@ -210,7 +210,7 @@ class Books:
             self.save_slot(slot)
         self.save_box(attempt, box)
         self.bump_box(attempt, box)
-        self.events.add("box opened", f"attempt {attempt.number}: box {box.number} is {box.who()}", run=attempt.run)
+        self.events.add("box opened", f"box {box.number} is in attempt {attempt.number}", run=attempt.run)
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:

@@ -18,13 +18,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.appliance.gauges import AHEAD
+
 INPUT_BOUND = 0.05
 """A box that waits for more of its time than this is bound by its input."""
 LEAST_S = 3.0
 """Less than that says nothing."""
-AHEAD = 2.0
-"""Batches that lie ready at a slot that is not at its limit. One may be there at any: its runner has not heard yet that
-it was taken."""
 BLAME = 0.5
 """Of a box's waiting: who causes less is not alone."""
 
@@ -39,6 +38,8 @@ class SlotFacts:
     wait_share: float
     """Of the box's time, that it waited for this slot."""
     mean_queued: float
+    late: float = 0.0
+    """Of the waiting for it, the part while batches lay ready there."""
     restarts: int = 0
 
 
@@ -70,12 +71,14 @@ class Finding:
 
 def find(boxes: Iterable[BoxFacts]) -> Finding | None:
     """`boxes`: those of a run whose loops go on. None if there are none."""
-    worst = max(boxes, key=lambda box: box.wait_share, default=None)
-    if worst is None:
-        return None
-    top = max(worst.slots, key=lambda slot: slot.wait_share, default=None)
-    if top is None or worst.span_s < LEAST_S:
-        return Finding("starting", "It has just begun: not enough was seen yet.", worst.wait_share, worst.box)
+    boxes = list(boxes)
+    stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
+    if stuck is not None or not boxes:
+        return stuck
+    worst = max(boxes, key=lambda box: (box.span_s >= LEAST_S, box.wait_share))
+    if worst.span_s < LEAST_S:
+        return Finding("starting", _beginning(boxes), 0.0, worst.box)
+    top = max(worst.slots, key=lambda slot: slot.wait_share)
     share = worst.wait_share
     if share <= INPUT_BOUND or not top.wait_share:
         text = (
@@ -84,9 +87,27 @@ def find(boxes: Iterable[BoxFacts]) -> Finding | None:
         )
         return Finding("loop", text, share, worst.box)
     waits = f"Input-bound: box {worst.box} waits for data {_percent(share)} of its time"
-    return (
-        _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits) or _few(worst, waits)
+    alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
+    return alone or _few(worst, waits)
+
+
+def _unplaced(box: BoxFacts) -> Finding | None:
+    """A loop that has had nothing yet, of a box with a slot that nobody runs."""
+    slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
+    if slot is None or box.span_s >= LEAST_S:
+        return None
+    text = (
+        f"Box {box.box} cannot begin: no worker has room for its slot {slot.slot}. Start more workers, or ones with "
+        "more slots."
     )
+    return Finding("unplaced", text, box.wait_share, box.box, slot.slot)
+
+
+def _beginning(boxes: Sequence[BoxFacts]) -> str:
+    starting = [slot for box in boxes for slot in box.slots if slot.phase == "STARTING"]
+    if starting:
+        return f"Starting: the first batches of {len(starting)} slots are being made."
+    return "Starting: not enough was seen yet."
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
@@ -109,12 +130,13 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
 
 
 def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
-    if top.mean_queued < AHEAD:
+    if top.late < BLAME or top.mean_queued < AHEAD:
         return None
     blame = _share(top.wait_share, box)
     text = (
-        f"{waits}, {_percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches lie ready there "
-        f"on average: they come late from worker {top.worker}. Look at the network between, or at how busy that machine is."
+        f"{waits}, {_percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches lie ready "
+        f"there on average: they come late from worker {top.worker}. Look at the network between, or at how busy that "
+        "machine is."
     )
     return Finding("network", text, box.wait_share, box.box, top.slot, top.worker, blame)
 

@@ -5,10 +5,13 @@ Every rank of a job asks for the same step when it saves. They are one entry, wi
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.appliance.states import Gathering
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 64
@@ -16,6 +19,9 @@ MOST = 64
 TOGETHER_S = 60.0
 """Askers of one step within this time are ranks that save the same checkpoint."""
 _ERROR = 400
+
+
+OPERATOR = "operator"
 
 
 @dataclass
@@ -27,18 +33,20 @@ class Fetch:
     asker: str
     at: float
     wall_s: float
-    step: int = 0
+    step: int
     seconds: float = 0.0
     bytes: int = 0
     error: str = ""
     askers: int = 1
 
-    @property
-    def key(self) -> tuple[str, int, int, bool, bool]:
-        return self.run, self.attempt, self.step, self.asker == OPERATOR, bool(self.error)
+    def of(self, gathering: Gathering) -> None:
+        """What was asked for, by numbers: the request may have said "the newest"."""
+        self.attempt, self.step = gathering.attempt, gathering.step
 
-
-OPERATOR = "operator"
+    def is_with(self, other: Fetch) -> bool:
+        """Of the same checkpoint."""
+        same = (self.run, self.attempt, self.step) == (other.run, other.attempt, other.step)
+        return same and (self.asker == OPERATOR) == (other.asker == OPERATOR) and bool(self.error) == bool(other.error)
 
 
 class Fetches:
@@ -48,24 +56,37 @@ class Fetches:
         self._clock, self._wall = clock, wall
         self._done: deque[Fetch] = deque(maxlen=MOST)
 
-    def begin(self, request: pb.FetchStateRequest) -> Fetch:
-        """An asker has come. Say how it went with `end`."""
+    @contextmanager
+    def noted(self, request: pb.FetchStateRequest) -> Iterator[Fetch]:
+        """While it is answered. What ends it is noted, too; an asker that went away had no state."""
         asker = f"box {request.progress.box}" if request.HasField("progress") else OPERATOR
-        return Fetch(request.run, request.attempt, asker, self._clock(), self._wall(), request.step)
+        fetch = Fetch(request.run, request.attempt, asker, self._clock(), self._wall(), request.step)
+        try:
+            yield fetch
+        except (GeneratorExit, asyncio.CancelledError):
+            fetch.error = "the asker went away"
+            raise
+        except BaseException as error:
+            fetch.error = str(error)[:_ERROR] or type(error).__name__
+            raise
+        finally:
+            fetch.seconds = self._clock() - fetch.at
+            if not request.aggregate_blob:  # that is a part of what a training job does with a state that it has got
+                self._enter(fetch)
 
-    def end(self, fetch: Fetch, error: str = "") -> None:
-        fetch.seconds, fetch.error = self._clock() - fetch.at, error[:_ERROR]
+    def _enter(self, fetch: Fetch) -> None:
         for known in reversed(self._done):
-            if known.key == fetch.key and fetch.at - known.at <= TOGETHER_S:
+            if fetch.is_with(known) and fetch.at - known.at <= TOGETHER_S:
                 known.askers += 1
                 known.seconds = max(known.seconds, fetch.seconds)
                 return
         self._done.append(fetch)
 
-    def messages(self, run: str) -> list[pb.StateFetch]:
-        """Oldest first."""
-        return [
-            pb.StateFetch(
+    def messages(self) -> dict[str, list[pb.StateFetch]]:
+        """By run, oldest first."""
+        by_run: defaultdict[str, list[pb.StateFetch]] = defaultdict(list)
+        for fetch in self._done:
+            message = pb.StateFetch(
                 step=fetch.step,
                 asker=fetch.asker,
                 wall_s=fetch.wall_s,
@@ -74,6 +95,5 @@ class Fetches:
                 error=fetch.error,
                 askers=fetch.askers,
             )
-            for fetch in self._done
-            if fetch.run == run
-        ]
+            by_run[fetch.run].append(message)
+        return by_run

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 HALF_S = 15.0
 """Seconds after which a wait counts half. So shares are those of the last minute or so."""
 
+AHEAD = 2
+"""Batches that lie ready at a slot that is not at its limit. One may be there at any: its runner has not heard yet that
+it was taken."""
+
 
 @dataclass
 class Gauge:
@@ -43,27 +47,34 @@ class Gauge:
 
 @dataclass
 class Waits:
-    """Of a box."""
+    """Of a box, since its loop was handed its first batch: what goes before is the start, and says nothing."""
 
     span_s: float = 0.0
     """Seconds that the shares speak of, faded as they are."""
     _seconds: list[float] = field(default_factory=list)
+    _late: list[float] = field(default_factory=list)
     _told: list[float] = field(default_factory=list)
     _at: float = 0.0
 
-    def report(self, now: float, told: Sequence[float]) -> None:
-        """`told`: seconds that the loop has waited so far, by slot. A new executor counts from 0 again."""
-        first = len(self._told) != len(told)
-        before, self._told = self._told, list(told)
+    def report(self, now: float, told: Sequence[float], queued: Sequence[int], *, begun: bool) -> None:
+        """
+        Args:
+            told: seconds that the loop has waited so far, by slot. A new executor counts from 0 again.
+            queued: batches that lie ready at each slot.
+            begun: the loop has had a batch.
+        """
+        known = begun and len(self._told) == len(told)
+        before, self._told = self._told, list(told) if begun else []
         span, self._at = now - self._at, now
-        if first:  # of a loop that has waited for who knows how long
-            self._seconds, self.span_s = [0.0] * len(told), 0.0
+        if not known:
+            self._seconds, self._late, self.span_s = [0.0] * len(told), [0.0] * len(told), 0.0
             return
         kept = 0.5 ** (span / HALF_S)
         self.span_s = kept * self.span_s + span
         for slot, (last, new) in enumerate(zip(before, told, strict=True)):
-            more = new - last if new >= last else new
-            self._seconds[slot] = kept * self._seconds[slot] + min(max(0.0, more), span)
+            more = min(max(0.0, new - last if new >= last else new), span)
+            self._seconds[slot] = kept * self._seconds[slot] + more
+            self._late[slot] = kept * self._late[slot] + (more if queued[slot] >= AHEAD else 0.0)
 
     @property
     def share(self) -> float:
@@ -72,4 +83,8 @@ class Waits:
 
     def of(self, slot: int) -> float:
         """Of the time, that the loop waited for this slot."""
-        return min(1.0, self._seconds[slot] / self.span_s) if self.span_s and slot < len(self._seconds) else 0.0
+        return min(1.0, self._seconds[slot] / self.span_s) if self.span_s else 0.0
+
+    def late(self, slot: int) -> float:
+        """Of the waiting for this slot, the part while batches lay ready there."""
+        return self._late[slot] / self._seconds[slot] if self.span_s and self._seconds[slot] else 0.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -152,6 +153,12 @@ class Box:
             self.rate_from, self.rate_steps, self.rate_waited_s = now, 0, self.waited_s
         else:
             self.rate_steps += steps
+
+    def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
+        """What the client tells of its loop's waiting. One of an older release tells nothing."""
+        if len(by_slot_s) == len(self.slots):
+            begun = self.step > self.base.step
+            self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
     def anchor(self, step: int) -> Position | None:
         """The newest position known at or before `step`; None if the step is older than all.

@@ -222,8 +222,7 @@ class Registry:
                 self.books.touch(attempt, box)
             attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
-            if len(by_slot_s) == attempt.num_workers:
-                box.waits.report(now, by_slot_s)
+            box.note_waits(now, by_slot_s)
             if delivered.slots:
                 self._progress(attempt, box, request, now)
         self._settle()

@@ -103,10 +103,13 @@ async def serve(
         )
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
-        if http:
-            pages = Pages(service, loop)
+        pages = Pages(service, loop) if http else None
+        if pages is not None:
             web = open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)
             closing.callback(web.close)
+            service.dashboard = web.url
+            sampler = loop.create_task(pages.sample())
+            closing.callback(sampler.cancel)
         served = await server_aio(
             listen,
             tokens,
@@ -114,6 +117,8 @@ async def serve(
             tls=tls,
             insecure=insecure,
         )
+        if pages is not None:
+            pages.address = served.address
         ticker = loop.create_task(service.run_ticker())
         ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly
         try:

@@ -135,6 +135,7 @@ def facts(box: Box) -> BoxFacts:
             pb.SlotPhase.Name(slot.phase),
             box.waits.of(slot.key.slot),
             slot.gauge.mean_queued,
+            box.waits.late(slot.key.slot),
             slot.restarts,
         )
         for slot in box.slots

@@ -16,6 +16,7 @@ from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.state import state
 from penstock.deploy.commands.status import status
+from penstock.deploy.commands.top import top
 from penstock.deploy.commands.worker import worker
 from penstock.deploy.exits import guarded
 
@@ -51,6 +52,7 @@ def _penstock(
 app.command(epilog=EPILOG)(guarded(coordinator))
 app.add_typer(worker, name="worker")
 app.command(epilog=EPILOG)(guarded(status))
+app.command(epilog=EPILOG)(guarded(top))
 app.add_typer(state, name="state")
 app.command(epilog=EPILOG)(guarded(replay))
 app.command(epilog=EPILOG)(guarded(doctor))
