@@ -40,6 +40,8 @@ class SlotFacts:
     mean_queued: float
     late: float = 0.0
     """Of the waiting for it, the part while batches lay ready there."""
+    remote: bool = False
+    """Its batches cross a network."""
     restarts: int = 0
 
 
@@ -130,7 +132,7 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
 
 
 def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
-    if top.late < BLAME or top.mean_queued < AHEAD:
+    if not top.remote or top.late < BLAME or top.mean_queued < AHEAD:
         return None
     blame = _share(top.wait_share, box)
     text = (
@@ -147,17 +149,18 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
     worker = max(by_worker, key=lambda name: by_worker[name])
-    groups = [[top], [slot for slot in box.slots if slot.worker == worker]]
+    behind = [slot for slot in box.slots if slot.worker == top.worker and slot.mean_queued < AHEAD]
+    whole = [slot for slot in box.slots if slot.worker == worker]
+    groups = [[top], whole] if behind == [top] else [whole, [top]]
     for group in groups:
         others = [slot for slot in box.slots if slot not in group]
         blame = _share(sum(slot.wait_share for slot in group), box)
         if blame < BLAME or 2 * sum(slot.mean_queued >= AHEAD for slot in others) < len(others) or not others:
             continue
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
-        behind, ahead = _mean(group), _mean(others)
         text = (
-            f"{waits}, {_percent(blame)} of that for {who}, which is slower than the others: {behind:.1f} batches lie "
-            f"ready there on average, {ahead:.1f} at each other slot. Look at that machine, or at what its slot reads."
+            f"{waits}, {_percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} batches lie "
+            f"ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at what its slot reads."
         )
         return Finding("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
     return None

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 HALF_S = 15.0
 """Seconds after which a wait counts half. So shares are those of the last minute or so."""
 
+QUEUE_HALF_S = 5.0
+"""The same of a queue, which fills and empties within seconds."""
 AHEAD = 2
 """Batches that lie ready at a slot that is not at its limit. One may be there at any: its runner has not heard yet that
 it was taken."""
@@ -36,7 +38,7 @@ class Gauge:
     def report(self, now: float, produced: int, delivered: int) -> None:
         """`delivered`: the highest count that anybody knows of."""
         self.queued = max(0, produced - delivered)
-        kept = 0.5 ** ((now - self._at) / HALF_S) if self._at else 0.0
+        kept = 0.5 ** ((now - self._at) / QUEUE_HALF_S) if self._at else 0.0
         self.mean_queued = kept * self.mean_queued + (1 - kept) * self.queued
         self._at = now
 

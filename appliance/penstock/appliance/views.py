@@ -126,8 +126,10 @@ def _box_status(books: Books, box: Box, now: float) -> pb.BoxStatus:
     )
 
 
-def facts(box: Box) -> BoxFacts:
+def facts(books: Books, box: Box) -> BoxFacts:
     """What a bottleneck is found by."""
+    host, workers = box.opening.host_id, books.workers
+    near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
     slots = [
         SlotFacts(
             slot.key.slot,
@@ -136,6 +138,7 @@ def facts(box: Box) -> BoxFacts:
             box.waits.of(slot.key.slot),
             slot.gauge.mean_queued,
             box.waits.late(slot.key.slot),
+            slot.worker not in near,
             slot.restarts,
         )
         for slot in box.slots
@@ -198,7 +201,7 @@ def _fill_run(status: pb.RunStatus, books: Books, attempt: Attempt, now: float, 
         status.boxes.append(told)
         status.recoveries += sum(slot.restarts for slot in told.slots)
         if told.live and not told.pass_ended:
-            going.append(facts(box))
+            going.append(facts(books, box))
             status.steps_per_s += told.steps_per_s
             status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)
             status.wait_share = max(status.wait_share, told.wait_share)

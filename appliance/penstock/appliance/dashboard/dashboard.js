@@ -9,6 +9,7 @@ const DEADLINE_MS = 15000;
 const INPUT_BOUND = 0.05; // as in bottleneck.py
 const MOST_BOXES = 100; // of a run that are drawn: those that wait most
 const MOST_EVENTS = 200;
+const MOST_STATES = 12;
 const MOST_POINTS = 600;
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -257,7 +258,7 @@ class Card {
     this.rates = new Chart("rate", "Steps/s of a box", "steps/s");
     this.waits = new Chart("wait", "Waiting for data, of the box that waits most", "");
     this.span = 600;
-    this.ranges = [[600, "10 min"], [86400, "24 h"]].map(([span, label]) => {
+    this.ranges = [[120, "2 min"], [600, "10 min"], [86400, "24 h"]].map(([span, label]) => {
       const button = make("button", { type: "button", "aria-pressed": span === this.span }, label);
       button.addEventListener("click", () => this.choose(span));
       return [span, button];
@@ -273,7 +274,7 @@ class Card {
     slots.append(legend(), this.detail);
     this.boxes = table("Boxes", ["Box", "State", ">Step", ">Epoch", ">Steps/s", "Waits (last minute)", "Waits now for"]);
     this.states = table("Checkpoints and other states that were fetched",
-      [">Step", "For", "At", ">Took", ">Size", "Result"]);
+      ["Step", "For", "At", ">Took", ">Size", "Result"]);
     this.noStates = make("p", { class: "note" }, "No state was fetched yet.");
     const lower = make("div", null, this.states.whole, this.noStates);
     this.root = make("article", { class: "card", "aria-labelledby": title.id, "data-run": run.run });
@@ -315,11 +316,11 @@ class Card {
       ["", box.box], boxState(box), ["number", box.step], ["number", box.epoch], ["number", rate(box.steps_per_s)],
       waits(box.wait_share), ["text", box.waiting_for || "\u2013"],
     ]));
-    const states = [...run.states].reverse();
+    const states = [...run.states].reverse().slice(0, MOST_STATES);
     this.states.whole.hidden = !states.length;
     this.noStates.hidden = Boolean(states.length);
     fill(this.states.body, states, (one) => `${one.at} ${one.step} ${one.asker}`, () => make("tr"), (element, one) => row(element, [
-      ["number", one.step], ["", one.askers > 1 ? `${one.askers} ranks` : one.asker], ["", clock(one.at)],
+      ["", one.step], ["", one.askers > 1 ? `${one.askers} ranks` : one.asker], ["", clock(one.at)],
       ["number", duration(one.seconds)], ["number", size(one.bytes)],
       one.error ? ["state text", (cell) => { attribute(cell, "data-state", "lost"); text(cell, one.error); }]
         : ["state", (cell) => { attribute(cell, "data-state", "live"); text(cell, "done"); }],
