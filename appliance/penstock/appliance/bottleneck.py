@@ -159,8 +159,9 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
             continue
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
-            f"{waits}, {_percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} batches lie "
-            f"ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at what its slot reads."
+            f"{waits}, {_percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
+            f"batches lie ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
+            "what its slot reads."
         )
         return Finding("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
     return None
