@@ -149,9 +149,9 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
     for slot in box.slots:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
     worker = max(by_worker, key=lambda name: by_worker[name])
-    behind = [slot for slot in box.slots if slot.worker == top.worker and slot.mean_queued < AHEAD]
     whole = [slot for slot in box.slots if slot.worker == worker]
-    groups = [[top], whole] if behind == [top] else [whole, [top]]
+    alone = all(slot.mean_queued >= AHEAD for slot in whole if slot is not top)  # a worker is not slow for one slot
+    groups = [[top], whole] if alone else [whole, [top]]
     for group in groups:
         others = [slot for slot in box.slots if slot not in group]
         blame = _share(sum(slot.wait_share for slot in group), box)
