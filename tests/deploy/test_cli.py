@@ -17,7 +17,7 @@ from penstock.deploy.exits import CODES, CommandError, exit_code, guarded
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
-COMMANDS = ("coordinator", "worker", "status", "state", "replay", "doctor")
+COMMANDS = ("coordinator", "worker", "status", "top", "state", "replay", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -60,7 +60,7 @@ def test_version(shell: Any) -> None:
 
 LIGHT = (
     *("cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"),
-    *("replay", "replayed", "archive", "crew", "walk", "convert"),
+    *("replay", "replayed", "archive", "crew", "walk", "convert", "screen", "top"),
 )
 
 

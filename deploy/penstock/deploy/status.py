@@ -39,6 +39,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         ("run", "attempt>", "state", "boxes>", "workers a box>", "input_fn"),
         empty=f"No runs at {about}.",
     )
+    findings = Table("Bottlenecks", ("run", "kind", "finding"))
     boxes = Table("Boxes", ("run", "box>", "state", "step>", "epoch>", "steps/s>", "waited>", "waits for"))
     slots = Table("Slots", ("run", "box>", "slot>", "phase", "worker", "generation>", "restarts>", "skipped>", "note"))
     workers = Table(
@@ -57,6 +58,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
                 run["input_fn"] or "",
             )
         )
+        if run["bottleneck"] is not None:
+            findings.rows.append((run["run"], run["bottleneck"]["kind"], run["bottleneck"]["text"]))
         for box in run["boxes"]:
             boxes.rows.append(_box_row(run["run"], box))
             slots.rows.extend(_slot_row(run["run"], box["box"], slot) for slot in box["slots"])
@@ -71,7 +74,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
                 worker["tcp_address"] or "",
             )
         )
-    return [runs, boxes, slots, workers]
+    return [runs, findings, boxes, slots, workers]
 
 
 def _box_row(run: str, box: dict[str, Any]) -> tuple[str, ...]:
