@@ -18,7 +18,7 @@ TOGETHER_S = 5.0
 """The same event again within this time counts as one with it."""
 _LOOK_BACK = 8
 _TEXT = 400
-"""Characters: peers have a say in them."""
+"""Characters, of names too: peers have a say in them."""
 
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
@@ -57,7 +57,8 @@ class Events:
         return self._clock()
 
     def add(self, kind: str, text: str, *, run: str = "", worker: str = "") -> None:
-        now, text = self._clock(), text[:_TEXT]
+        now = self._clock()
+        text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for back in range(1, min(_LOOK_BACK, len(self._events)) + 1):
             known = self._events[-back]
             same = (known.kind, known.text, known.run, known.worker) == (kind, text, run, worker)
