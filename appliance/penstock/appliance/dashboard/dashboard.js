@@ -9,7 +9,7 @@ const DEADLINE_MS = 15000;
 const INPUT_BOUND = 0.05; // as in bottleneck.py
 const MOST_BOXES = 100; // of a run that are drawn: those that wait most
 const MOST_EVENTS = 200;
-const MOST_STATES = 12;
+const MOST_STATES = 6;
 const MOST_POINTS = 600;
 const SVG = "http://www.w3.org/2000/svg";
 
