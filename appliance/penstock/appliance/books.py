@@ -253,6 +253,7 @@ class Books:
                 slot.generation += 1
                 if slot.phase != pb.FAILED:
                     slot.phase, slot.note = pb.WAITING, note
+                    slot.gauge.restart(0.0)
                     slot.restarts += 1
             self.save_slot(slot)
         self.save_box(attempt, box)

@@ -43,7 +43,7 @@ class Gauge:
         self._at = now
 
     def restart(self, now: float) -> None:
-        """The slot has lost its runner."""
+        """The slot has lost its runner; 0 = together with its box, which is no recovery."""
         self.queued, self.mean_queued, self._at, self.moved_at = 0, 0.0, 0.0, now
 
 

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
 from importlib.resources import files
 from typing import Any, Protocol, TypeVar
 
@@ -88,6 +89,8 @@ class Pages:
             raise TimeoutError("the event loop has ended") from error
         try:
             return future.result(LOOP_S)
+        except CancelledError as error:
+            raise TimeoutError("the event loop has ended") from error
         finally:
             future.cancel()
 

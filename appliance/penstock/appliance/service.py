@@ -133,6 +133,7 @@ class Service(CoordinatorServicer):
         """Heartbeats under way, by name and session of the worker."""
         self._closing = False
         self._fetches = Fetches(time.monotonic, time.time)
+        self._telling: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
         """URL of the dashboard, if one is served."""
 
@@ -434,7 +435,12 @@ class Service(CoordinatorServicer):
         return self._registry.books.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
-        """Everything that an operator may see, as it is now."""
+        """Everything that an operator may see, as it is now; one that is under way serves all who ask meanwhile."""
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
+        return await asyncio.shield(self._telling)
+
+    async def _tell(self) -> pb.StatusReply:
         reply = pb.StatusReply()
         for _ in self._registry.status_steps(reply):
             await asyncio.sleep(0)  # thousands of slots are told in steps, between which others have their turn
