@@ -29,7 +29,7 @@ def top(
     tls_key: TlsKey = None,
     tls_name: TlsName = None,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Look so often. [default: 1]")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Look so often.")
     ] = 1.0,
     count: Annotated[
         int | None,
