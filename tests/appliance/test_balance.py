@@ -34,6 +34,18 @@ def planned(world: World, room: int = 10) -> list[tuple[int, str]]:
     return [(move.slot.key.slot, move.worker.name) for move in balance.plan(world.registry.books, world.now, room)]
 
 
+def hold_up(slot: Slot, share: float, world: World, *, others_ahead: bool = True) -> None:
+    """The loop waits for the slot through this share of its time; the others have batches lying ready."""
+    _, box = world.registry.books.box_of(slot)
+    waits = box.waits
+    waits.span_s = 10.0
+    waits._seconds = waits._seconds or [0.0] * len(box.slots)
+    waits._late = waits._late or [0.0] * len(box.slots)
+    waits._seconds[slot.key.slot] = 10.0 * share
+    for other in box.slots:
+        other.gauge.mean_queued = 8.0 if others_ahead and other is not slot else 0.0
+
+
 def slots_of(world: World) -> list[Slot]:
     return world.slots()
 
@@ -95,7 +107,7 @@ def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doub
     world.now += LIMITS.balance_after_s
     (straggler,) = [slot for slot in slots_of(world) if slot.worker == "slow"]
     assert planned(world) == []
-    straggler.waited_share = 0.4
+    hold_up(straggler, 0.4, world)
     assert planned(world) == [(straggler.key.slot, "spare")]
     straggler.nudges = 1
     assert planned(world) == []
@@ -112,7 +124,7 @@ def test_a_little_wait_and_one_that_all_have_move_nothing(world: World, shares: 
     world.worker("spare", 1, host="host-d")
     world.now += LIMITS.balance_after_s
     for slot, share in zip(slots_of(world), shares, strict=True):
-        slot.waited_share = share
+        hold_up(slot, share, world, others_ahead=False)
     assert planned(world) == []
 
 
@@ -130,22 +142,6 @@ def test_the_coordinator_moves_by_itself_and_never_if_told_so() -> None:
         assert len(world.registry.books.appointed) == moved
 
 
-def test_what_a_loop_waited_for_is_known_by_slot(world: World) -> None:
-    worker, box = world.worker("w"), world.open()
-    ready(worker)
-    box.deliver(1)
-    assert box.position is not None
-    for second in range(60):
-        world.now += 1.0
-        box.position.deliver()
-        request = box.progress()
-        request.waited_s, request.slot_waited_s[:] = 0.6 * (second + 1), [0.5 * (second + 1), 0.1 * (second + 1)]
-        world.registry.watch_run(request)
-    one, two = slots_of(world)
-    assert one.waited_share == pytest.approx(0.5, abs=0.05)
-    assert two.waited_share == pytest.approx(0.1, abs=0.05)
-
-
 # ------------------------------------------------------------------------------------------------------------- demand
 
 
@@ -161,11 +157,12 @@ def test_recommended_workers_follow_demand_and_supply(world: World) -> None:
     worker.beat(*reports)
     (at,) = world.registry.books.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
     # 20 steps a second and half of the time waited: 40 would be taken, of which a slot gives 10; a quarter more.
-    at.usual_steps_per_s, at.usual_waited_share = 20.0, 0.5
+    at.usual_steps_per_s = 20.0
+    hold_up(at.slots[0], 0.5, world)
     status = world.registry.status()
     assert status.runs[0].recommended_workers_per_box == 5
     assert status.recommended_workers == 2
-    at.usual_waited_share = 0.0
+    hold_up(at.slots[0], 0.0, world)
     assert world.registry.status().runs[0].recommended_workers_per_box == 3
     box.close()
     assert world.registry.status().recommended_workers == 0

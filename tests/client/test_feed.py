@@ -282,7 +282,7 @@ def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:
             if name == "waiting_for" and value and not thread.is_alive() and thread.ident is None:
                 thread.start()
 
-    rig.run.progress = Waiting()
+    rig.run.progress = Waiting(waited_by_slot=[0.0])
     assert rig.take(1) == [5]
     thread.join()
 

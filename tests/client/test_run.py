@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.run import Run
+from penstock.client.run import Progress, Run
 from penstock.proto.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -40,3 +40,21 @@ def test_a_reply_that_was_overtaken_changes_nothing(run: Run) -> None:
     run._take(reply(7, pb.READY, pb.READY))
     assert [view.phase for view in run.views] == [pb.READY, pb.READY]
     assert run.version == told + 1, "nothing new was told"
+
+
+def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("penstock.client.run.time.monotonic", lambda: now)
+    progress = Progress()
+    assert progress.waits() == []  # nothing is read yet
+    progress.waited_by_slot = [1.0, 2.0]
+    assert progress.waits() == [1.0, 2.0]
+    progress.waiting_since, progress.waiting_for = 100.0, 2
+    now = 103.0
+    assert progress.waits() == [1.0, 5.0]
+    progress.waiting_for = 0  # it is over, and not entered yet
+    assert progress.waits() == [1.0, 5.0]
+    progress.waited_by_slot[1] += 3.5
+    assert progress.waits() == [1.0, 5.5]
+    progress.waited_by_slot = [0.0, 0.0]  # another reader of the same run
+    assert progress.waits() == [0.0, 0.0]

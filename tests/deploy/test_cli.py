@@ -62,7 +62,7 @@ def test_version(shell: Any) -> None:
 
 LIGHT = (
     *("cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"),
-    *("replay", "replayed", "archive", "crew", "walk", "convert"),
+    *("replay", "replayed", "archive", "crew", "walk", "convert", "screen", "top"),
     *("config", "resolving", "completing", "findings", "machine", "probes", "checkup", "cluster", "importing"),
 )
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import stat
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,3 +195,49 @@ def test_unreachable_wrong_token_and_no_token(coordinator: Any) -> None:
     unreadable = coordinator.call("status", "--token-file", "no/such/file")
     assert unreadable.returncode == 12
     assert "no/such/file cannot be read" in unreadable.error
+
+
+# ---- the dashboard's door
+
+
+def dashboard(started: Any) -> str:
+    """Its URL, as the log says."""
+    found = re.search(r"dashboard at (http\S+)", started.log.read_text())
+    assert found is not None
+    return found.group(1)
+
+
+def test_coordinators_that_were_not_told_a_port_for_the_dashboard_each_take_one(shell: Any) -> None:
+    run = {"PENSTOCK_COORDINATOR_HTTP": None}
+    first = shell.start("coordinator", *LOCAL, "--state-dir", "a", **run)
+    second = shell.start("coordinator", *LOCAL, "--state-dir", "b", **run)
+    assert dashboard(first) != dashboard(second)
+    assert "127.0.0.1:7071 is in use, so the dashboard takes another port" in second.log.read_text()
+    for started in (first, second):
+        found = json.loads(shell.call("status", "--json", "--coordinator", started.line).stdout)
+        assert found["coordinator"]["dashboard"] == dashboard(started)
+        with urllib.request.urlopen(f"{dashboard(started)}/", timeout=30) as reply:
+            assert b"<title>Penstock</title>" in reply.read()
+    taken = dashboard(first).removeprefix("http://")
+    done = shell.call("coordinator", *LOCAL, "--state-dir", "c", "--http", taken)
+    assert done.returncode == 13
+    assert f"{taken} is in use by another process" in done.error
+
+
+def test_no_dashboard(shell: Any) -> None:
+    started = shell.start("coordinator", *LOCAL, "--state-dir", "state", "--http", "off")
+    assert "dashboard at" not in started.log.read_text()
+    found = json.loads(shell.call("status", "--json", "--coordinator", started.line).stdout)
+    assert found["coordinator"]["dashboard"] is None
+
+
+def test_a_dashboard_that_others_can_reach_asks_for_the_token(shell: Any) -> None:
+    done = shell.call("coordinator", *LOCAL, "--state-dir", "state", "--http", "0.0.0.0:0")
+    assert done.returncode == 16
+    started = shell.start("coordinator", *LOCAL, "--state-dir", "state", "--http", "0.0.0.0:0", "--insecure")
+    url = f"http://127.0.0.1:{dashboard(started).rpartition(':')[2]}/api/status.json"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=30)
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {shell.environment['PENSTOCK_TOKEN']}"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        assert json.load(reply)["coordinator"]["address"] == started.line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -17,9 +18,10 @@ import streams
 from penstock.appliance.testing import World
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.deploy.state import as_dict as state_dict
-from penstock.deploy.status import as_dict, tables
+from penstock.deploy.status import tables
 from penstock.proto.calls import FetchedState
 from penstock.proto.state import encode_state
+from penstock.proto.status import as_dict
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -136,7 +138,11 @@ def test_status_on_a_terminal_is_drawn(running: Running) -> None:
             environment = running.shell.env({"TERM": "xterm", "COLUMNS": "120"})
             command = [str(Path(sys.executable).with_name("penstock")), "status"]
             subprocess.run(command, env=environment, stdout=terminal, stdin=subprocess.DEVNULL, timeout=60, check=True)
-        text = os.read(screen.fileno(), 1 << 16).decode()
+        drawn = b""
+        with contextlib.suppress(OSError):  # the other end is closed, and all is read
+            while True:
+                drawn += os.read(screen.fileno(), 1 << 16)
+    text = drawn.decode()
     assert "─" in text
     assert "streams:shared" in text
 
@@ -224,10 +230,12 @@ def test_status_names_waits_errors_and_losses() -> None:
     error = records_pb2.ErrorDetail(name="InputFnError", message="it\n  raised")
     run.boxes[0].slots.add(slot=0, phase=pb.FAILED, worker="w", generation=3, restarts=1, error=error)
     run.boxes[1].slots.add(slot=0, phase=pb.WAITING, note="worker w drains")
+    run.bottleneck.kind, run.bottleneck.text = "straggler", "slot 0 holds it up"
     reply.workers.add(worker="w", slots=2, slots_used=1, live=False, seen_s_ago=130)
     found = as_dict(reply, "127.0.0.1:7070")
     assert json.loads(json.dumps(found)) == found
-    runs, boxes, slots, workers = tables(found)
+    runs, findings, boxes, slots, workers = tables(found)
+    assert findings.rows == [("j/0", "straggler", "slot 0 holds it up")]
     assert runs.title == "Runs at 127.0.0.1:7070 (Penstock 0.1.0, up 62 min)"
     assert boxes.rows == [
         ("j/0", "0", "live", "9", "0", "12.3", "26%", "worker w (slot 0)"),

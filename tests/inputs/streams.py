@@ -87,6 +87,12 @@ def paced(seconds: float) -> Paced:
     return Paced(seconds)
 
 
+def lagging(seconds: float, slot: int) -> Counter:
+    """Slot `slot` of box 0 takes its time, the others take none."""
+    place = current_assignment()
+    return Paced(seconds if (place.box, place.slot) == (0, slot) else 0.0)
+
+
 class Noting(Counter):
     """Notes in `path` after which batches its state was taken."""
 

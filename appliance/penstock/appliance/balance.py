@@ -2,11 +2,11 @@
 
 A move costs a runner's start on another worker and a short replay, so it is made for two reasons only.
 
-Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do. The
-client tells how long it waited for each slot. A slot that the loop waits for through a tenth of its time, and twice as
-long as for the usual other slot of the run, goes to another worker, on another machine if there is one with room: what
-is slow is a machine, its neighbours, or the network. It may also be the slot's own data; so the wait before the next
-such move doubles each time.
+Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do. Who that
+is, bottleneck.py finds: the slot that the loop waits for while the others have batches lying ready, or whose own come
+late. If it costs the loop a tenth of its time, it goes to another worker, on another machine if there is one with room:
+what is slow is a machine, its neighbours, or the network. It may also be the slot's own data; so the wait before the
+next such move doubles each time.
 
 Load. When workers join, slots go from those that are fullest to those that are emptiest, as long as that makes a
 difference of a quarter of a worker. Not for a loader that would replay its whole pass, and not away from the box's own
@@ -19,19 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 
 from penstock.appliance.books import Books
-from penstock.appliance.model import Place, Slot, Worker
+from penstock.appliance.bottleneck import Finding, find
+from penstock.appliance.model import Box, Place, Slot, Worker
+from penstock.appliance.views import facts
 from penstock.proto.allow import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 ONE_IN = 100
 """Of all slots so many may be on their way for the sake of balance, and one in any case."""
 STRAGGLES = 0.10
-"""Share of its time that a loop waits for a slot before that counts as straggling."""
-TIMES_USUAL = 2.0
-"""So many times the usual wait for a slot of the run it must be, too."""
+"""Share of its time that a loop waits for a slot before something is done about it."""
 WORTH = 0.25
 """Of a worker's capacity: a smaller difference in load is no reason to move."""
 
@@ -71,19 +70,27 @@ def _settled(books: Books, slot: Slot, now: float, times: int = 1) -> bool:
 def _stragglers(books: Books, now: float) -> Iterator[Move]:
     for attempt in books.open_attempts():
         boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE and not box.pass_ended]
-        slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY]
-        if len(slots) < 2:
-            continue
-        usual = median(slot.waited_share for slot in slots)
-        slow = [slot for slot in slots if slot.waited_share >= max(STRAGGLES, TIMES_USUAL * usual)]
-        for slot in sorted(slow, key=lambda slot: (-slot.waited_share, slot.key)):
+        found = [finding for box in boxes if (finding := _held_up(books, box)) is not None]
+        slow = {finding.worker for finding in found}
+        for finding in sorted(found, key=lambda finding: -finding.wait_share * finding.blame):
+            assert finding.box is not None
+            assert finding.slot is not None
+            slot = attempt.boxes[finding.box].slots[finding.slot]
             if not _settled(books, slot, now, 1 << min(slot.nudges, 10)):
                 continue
-            worker = _elsewhere(books, slot, {other.worker for other in slow})
+            worker = _elsewhere(books, slot, slow)
             if worker is not None:
-                share, box = f"{slot.waited_share:.0%}", slot.key.box
-                why = f"box {box} waited {share} of its time for it on worker {slot.worker}"
+                share = f"{finding.wait_share * finding.blame:.0%}"
+                why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
                 yield Move(slot, worker, why, nudge=True)
+
+
+def _held_up(books: Books, box: Box) -> Finding | None:
+    """By one slot, enough to do something about it."""
+    finding = find([facts(books, box)])
+    if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
+        return None
+    return finding if finding.wait_share * finding.blame >= STRAGGLES else None
 
 
 def _elsewhere(books: Books, slot: Slot, slow: set[str]) -> Worker | None:
@@ -108,7 +115,7 @@ def _levelled(books: Books, now: float) -> Iterator[Move]:
             return
         slots = [books.slot(key) for key in full.slots]
         fitting = [slot for slot in slots if slot is not None and _may_go(books, slot, full, empty, now)]
-        slot = min(fitting, key=lambda slot: (-slot.waited_share, slot.key), default=None)
+        slot = min(fitting, key=lambda slot: slot.key, default=None)
         if slot is not None:
             why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
             yield Move(slot, empty, why)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.appliance import history, quarantine
+from penstock.appliance.events import Events
 from penstock.appliance.journal import TABLES, Journal
 from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import Limits
@@ -40,11 +41,14 @@ Topic = tuple[str | int, ...]
 
 
 class Books:
-    def __init__(self, journal: Journal, ledger: Ledger, limits: Limits, changed: Callable[[Topic], None]) -> None:
+    def __init__(
+        self, journal: Journal, ledger: Ledger, limits: Limits, changed: Callable[[Topic], None], events: Events
+    ) -> None:
         self.journal = journal
         self.ledger = ledger
         self.limits = limits
         self.changed = changed
+        self.events = events
         self.runs: dict[str, Run] = {}
         self.workers: dict[str, Worker] = {}
         self.room = Room(self.workers)
@@ -209,12 +213,14 @@ class Books:
             self.save_slot(slot)
         self.save_box(attempt, box)
         self.bump_box(attempt, box)
+        self.events.add("box opened", f"box {box.number} is in attempt {attempt.number}", run=attempt.run)
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
         """The attempt is over: nobody owns anything of it any more, and its calls are refused with `why`."""
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
+        self.events.add(f"attempt {state.value}", why, run=attempt.run)
         run.current = None
         for box in attempt.boxes.values():
             for slot in box.slots:
@@ -242,6 +248,7 @@ class Books:
     def vacate(self, attempt: Attempt, box: Box, place: Place, note: str) -> None:
         """The box's client is gone or has closed: its workers are free at once."""
         box.place = place
+        self.events.add("box lost" if place is Place.GONE else "box closed", note, run=attempt.run)
         if box.told:
             self.save_track(attempt, box)
         for slot in box.slots:
@@ -251,6 +258,7 @@ class Books:
                 slot.generation = slot.next_generation
                 if slot.phase != pb.FAILED:
                     slot.phase, slot.note = pb.WAITING, note
+                    slot.gauge.restart(0.0)
                     slot.restarts += 1
             self.save_slot(slot)
         self.save_box(attempt, box)
@@ -259,6 +267,7 @@ class Books:
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
         """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
         box.place = Place.LIVE
+        self.events.add("box back", f"the training job of box {box.number} was heard of again", run=attempt.run)
         box.lease_until = now + self.box_pace().lease_s
         for slot in box.slots:
             if slot.phase == pb.WAITING:
@@ -300,8 +309,10 @@ class Books:
             loss = Loss(loss_at, loser, note, box.total(slot.key.slot), making)
             horizon = loss_at - self.limits.loss_window_s
             slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
+        self.events.add("slot moved" if loss_at is None else "slot lost", note, run=attempt.run, worker=loser)
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
+        slot.gauge.restart(self.events.now)
         if slot.phase == pb.WAITING and slot.successor is not None:
             self._succeed(slot)
         elif slot.phase == pb.WAITING:
@@ -317,19 +328,35 @@ class Books:
         if place is None or not box.opening.loader.options.skip_poison:
             error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
             slot.phase, slot.error = pb.FAILED, detail_of(error)
+            self.events.add("slot failed", error.message, run=slot.key.run)
             return
         count, name = len(slot.losses), quarantine.name_of(box, slot, place)
         quarantine.leave_out(slot, place)
         self._save_skip(slot, place.epoch, place.total)
         slot.note = f"{name} is quarantined and left out, for it killed its runner {count} times: {slot.note}"
+        self.events.add("batch quarantined", slot.note, run=slot.key.run)
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
         """For good. The worker keeps the slot: the batches before the error are in its ring, to be delivered first."""
         attempt, box = self.box_of(slot)
         self.dismiss(slot)
         slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))  # cut to size: it goes into every view
+        self.events.add("slot failed", f"{slot}: {slot.error.message}", run=attempt.run, worker=slot.worker)
         self.save_slot(slot)
         self.bump_box(attempt, box)
+
+    def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
+        """How fast its runner is, and how far ahead."""
+        slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
+        _, box = self.box_of(slot)
+        slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
+
+    def note_ready(self, slot: Slot, now: float) -> None:
+        """Its runner has its first batch. If another one had the slot before, that is the end of a recovery."""
+        lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
+        if lost_at:
+            text = f"{slot} goes on at worker {slot.worker}, {now - lost_at:.1f} s after it lost its runner"
+            self.events.add("slot recovered", text, run=slot.key.run, worker=slot.worker)
 
     def place_waiting(self) -> None:
         """Gives waiting slots to workers that have room."""
@@ -398,7 +425,9 @@ class Books:
         self._detach(slot)
         self._succeed(slot)
         slot.note, slot.doing, slot.moved_at, slot.handed_over = note, "", now, True
-        slot.restarts += 1
+        slot.gauge.restart(0.0)
+        text = f"{slot} went to worker {slot.worker}: {note}"
+        self.events.add("slot handed over", text, run=slot.key.run, worker=slot.worker)
         self.save_slot(slot)
         self.bump_box(*self.box_of(slot))
 
@@ -409,7 +438,9 @@ class Books:
         del self.appointed[slot.key]
         slot.generation, slot.worker, slot.session = successor.generation, successor.worker, successor.session
         slot.phase = pb.READY if successor.ready_at else pb.STARTING
-        slot.recovery, slot.waited_share, slot.batch_s = True, 0.0, 0.0
+        if successor.ready_at:
+            self.note_ready(slot, self.events.now)
+        slot.recovery, slot.batch_s = True, 0.0
         slot.moved_at = successor.ready_at or successor.since
         slot.traits = successor.traits or slot.traits
         worker = self.workers.get(successor.worker)

@@ -28,7 +28,7 @@ def workers_per_box(attempt: Attempt) -> int:
     """That the run should have; 0 if too little is known yet."""
     boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE]
     took = [slot.batch_s for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
-    rates = [box.usual_steps_per_s / (1 - min(box.usual_waited_share, MOST_WAITED)) for box in boxes]
+    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MOST_WAITED)) for box in boxes]
     if not took or not any(rates):
         return 0
     return max(1, math.ceil(max(rates) * fmean(took) * HEADROOM))

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from penstock.appliance.gauges import HALF_S, Gauge, Waits
 from penstock.proto.allow import under
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -96,8 +98,6 @@ class Slot:
     batches_per_s: float = 0.0
     batch_s: float = 0.0
     """Seconds of work a batch, as its worker says; 0 = not known."""
-    waited_share: float = 0.0
-    """Of the box's time, that its loop waited for this slot, of late."""
     doing: str = ""
     """What its runner is in for long; "" = nothing unusual."""
     stack: str = ""
@@ -108,6 +108,7 @@ class Slot:
     """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     """The same, of this attempt alone."""
+    gauge: Gauge = field(default_factory=Gauge)
 
     def is_succeeded_by(self, worker: str, generation: int) -> bool:
         """That worker, under that generation, is getting ready to take it over."""
@@ -156,12 +157,11 @@ class Box:
     waited_share: float = 0.0
     """Of the time that steps_per_s speaks of."""
     usual_steps_per_s: float = 0.0
-    usual_waited_share: float = 0.0
-    """The same of late, and not just now."""
+    """The same of late, as `waits` are: one report is no reason to decide anything."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
-    rate_slot_waited_s: tuple[float, ...] = ()
+    waits: Waits = field(default_factory=Waits)
     reported_at: float = 0.0
     lingers_until: float = 0.0
     """A closed box keeps its workers until then, for the others' state queries; 0 = it does not, or no longer."""
@@ -180,6 +180,26 @@ class Box:
     def total(self, slot: int) -> int:
         """Batches of the slot delivered, as far as reported."""
         return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
+
+    def measure(self, now: float, steps: int) -> None:
+        """So many steps more were delivered."""
+        if self.rate_from == 0.0:
+            self.rate_from, self.rate_waited_s = now, self.waited_s
+        elif now - self.rate_from >= 0.5:
+            span_s, waited_s = now - self.rate_from, self.waited_s - self.rate_waited_s
+            self.steps_per_s = (self.rate_steps + steps) / span_s
+            kept = 0.5 ** (span_s / HALF_S)
+            self.usual_steps_per_s = kept * self.usual_steps_per_s + (1 - kept) * self.steps_per_s
+            self.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
+            self.rate_from, self.rate_steps, self.rate_waited_s = now, 0, self.waited_s
+        else:
+            self.rate_steps += steps
+
+    def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
+        """What the client tells of its loop's waiting. One of an older release tells nothing."""
+        if len(by_slot_s) == len(self.slots):
+            begun = self.step > self.base.step
+            self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
 
     def anchor(self, step: int) -> Position | None:
         """The newest position known at or before `step`; None if the step is older than all.

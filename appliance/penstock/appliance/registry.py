@@ -22,6 +22,7 @@ from penstock.appliance import opening, progress, quarantine, views
 from penstock.appliance.books import Books, Topic
 from penstock.appliance.checks import check_counts, check_measures
 from penstock.appliance.desk import Desk
+from penstock.appliance.events import Events
 from penstock.appliance.handover import HandOvers
 from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
@@ -73,7 +74,7 @@ class Registry:
         fresh_seed: Callable[[], int],
         changed: Callable[[Topic], None],
     ) -> None:
-        self.books = Books(journal, ledger, limits, changed)
+        self.books = Books(journal, ledger, limits, changed, Events(clock, wall))
         self.limits = limits
         self._clock = clock
         self._wall = wall
@@ -195,9 +196,8 @@ class Registry:
 
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
-        check_measures(hold_s=request.hold_s, waited_s=request.waited_s)
-        for waited_s in request.slot_waited_s:
-            check_measures(slot_waited_s=waited_s)
+        by_slot_s = request.waited_by_slot_s
+        check_measures(hold_s=request.hold_s, waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for cut in request.cuts:
             check_counts(epoch=cut.epoch, step=cut.step)
@@ -208,8 +208,6 @@ class Registry:
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
-        if len(request.slot_waited_s) not in (0, attempt.num_workers):
-            raise InvalidArgumentError(f"waits for {len(request.slot_waited_s)} slots of {attempt.num_workers} workers")
         for cut in request.cuts:
             if cut.epoch not in box.cuts:
                 if len(box.cuts) >= self.limits.cuts_max:
@@ -225,6 +223,7 @@ class Registry:
                 self.books.touch(attempt, box)
             attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
+            box.note_waits(now, by_slot_s)
             if delivered.slots:
                 progress.advance(self.books, attempt, box, request, now)
         self._settle()
@@ -293,6 +292,7 @@ class Registry:
             slots=keeps,
         )
         books.workers[worker.name] = worker
+        books.events.add("worker joined", f"worker {worker.name} has {worker.capacity} slots", worker=worker.name)
         books.count_fleet(now)
         pace = books.worker_pace()
         self._to_workers.keep(pace.lease_s, now)
@@ -371,7 +371,7 @@ class Registry:
             return
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
             return  # fenced: the worker sees from its assignments that it has nothing to do there
-        slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
+        self.books.note_rate(slot, report, now)
         if report.doing != slot.doing:
             slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
             self.books.bump_box(*self.books.box_of(slot))
@@ -389,6 +389,7 @@ class Registry:
             traits = report.traits if report.HasField("traits") else slot.traits
             if slot.phase != pb.READY or traits != slot.traits:
                 slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
+                self.books.note_ready(slot, now)
                 slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
                 self.books.save_slot(slot)
                 self.books.bump_box(*self.books.box_of(slot))
@@ -411,6 +412,7 @@ class Registry:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.draining = True
+            self.books.events.add("worker drains", f"worker {worker.name} was told to end", worker=worker.name)
             self.books.drop_worker(worker, f"worker {worker.name} drains", None)
         self._settle()
 
@@ -449,10 +451,12 @@ class Registry:
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = Kept(header.total, header.epoch, header.size, header.origin)
-        if self.books.slot(key) is None:
+        slot = self.books.slot(key)
+        if slot is None:
             self.books.ledger.discard(key, kept)
         else:
             self.books.ledger.add(key, kept)
+            slot.gauge.saved_at = self._clock()
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int) -> None:
@@ -526,6 +530,7 @@ class Registry:
         for worker in [worker for worker in books.workers.values() if worker.lease_until <= now]:
             del books.workers[worker.name]
             note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
+            books.events.add("worker lost", note, worker=worker.name)
             books.drop_worker(worker, note, now)
         books.count_fleet(now)
         named: set[str] = set()

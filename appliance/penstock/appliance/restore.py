@@ -34,6 +34,8 @@ def restore(books: Books, now: float, worker_lease_s: float, client_lease_s: flo
 
 def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float) -> None:
     journal = books.journal
+    if journal.boots > 1:
+        books.events.add("coordinator restarted", "the coordinator was started again on its journal")
     for row in journal.rows("runs"):
         seed = int(row["seed"])
         run = Run(row["run"], seed, row["num_boxes"], row["num_workers"], row["attempt"], row["generation"])

@@ -108,13 +108,18 @@ async def serve(
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
         calls = CallTally()
-        if http:
-            pages = Pages(service, loop)
+        pages = Pages(service, loop) if http else None
+        if pages is not None:
             pages.routes["/metrics"] = metrics.route(
-                lambda: metrics.readings(pages.snapshot(), in_loop(loop, partial(service.vitals, calls)))
+                lambda: metrics.readings(
+                    pages.on_loop(service.snapshot()), in_loop(loop, partial(service.vitals, calls))
+                )
             )
             web = open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)
             closing.callback(web.close)
+            service.dashboard = web.url
+            sampler = loop.create_task(pages.sample())
+            closing.callback(sampler.cancel)
         served = await server_aio(
             listen,
             tokens,
@@ -123,6 +128,8 @@ async def serve(
             insecure=insecure,
             calls=calls,
         )
+        if pages is not None:
+            pages.address = served.address
         ticker = loop.create_task(service.run_ticker())
         ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly
         try:

@@ -27,10 +27,11 @@ from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.checks import check_counts
 from penstock.appliance.desk import ROOM
+from penstock.appliance.fetches import Fetches
 from penstock.appliance.ledger import Drop, DropBlob, Kept
 from penstock.appliance.limits import Limits
 from penstock.appliance.metrics import Vitals
-from penstock.appliance.model import SlotKey
+from penstock.appliance.model import Attempt, SlotKey
 from penstock.appliance.registry import Registry
 from penstock.appliance.states import BoxState, Gathering
 from penstock.appliance.store import Store
@@ -135,6 +136,10 @@ class Service(CoordinatorServicer):
         self._beating: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
         self._closing = False
+        self._fetches = Fetches(time.monotonic, time.time)
+        self._telling: asyncio.Task[pb.StatusReply] | None = None
+        self.dashboard = ""
+        """URL of the dashboard, if one is served."""
 
     async def run_ticker(self) -> None:
         """Looks at the leases and removes from disk what the ledger has dropped; for ever."""
@@ -231,23 +236,26 @@ class Service(CoordinatorServicer):
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
         gathering: Gathering | None = None
-        try:
-            async with self._journal.synced():
-                gathering = self._registry.begin_state(request)
-            for number in range(gathering.num_boxes):
+        with self._fetches.noted(request) as noted:
+            try:
                 async with self._journal.synced():
-                    state = await self._complete(gathering, number, until, request.deadline_s)
-                before = loop.time()
-                for part in _parts(state):
-                    yield part
-                    # A reader that is slow takes its own time, not the workers'.
-                    until, before = until + loop.time() - before, loop.time()
-                    gathering.deadline = max(gathering.deadline, until)
-                self._registry.sent_state(gathering, number)
-                sent += 1
-        finally:
-            if gathering is not None:  # an asker from then on, even if that could not be written
-                self._registry.end_state(gathering, sent)
+                    gathering = self._registry.begin_state(request)
+                noted.of(gathering)
+                for number in range(gathering.num_boxes):
+                    async with self._journal.synced():
+                        state = await self._complete(gathering, number, until, request.deadline_s)
+                    before = loop.time()
+                    noted.bytes += state.size
+                    for part in _parts(state):
+                        yield part
+                        # A reader that is slow takes its own time, not the workers'.
+                        until, before = until + loop.time() - before, loop.time()
+                        gathering.deadline = max(gathering.deadline, until)
+                    self._registry.sent_state(gathering, number)
+                    sent += 1
+            finally:
+                if gathering is not None:  # an asker from then on, even if that could not be written
+                    self._registry.end_state(gathering, sent)
 
     async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
         """The records of one box, once it is complete."""
@@ -447,9 +455,23 @@ class Service(CoordinatorServicer):
         }
         return Vitals(calls, self._journal.seconds, self._ledger.used, self._limits.budget, boxes)
 
+    def attempts(self) -> list[Attempt]:
+        """Those that are open."""
+        return self._registry.books.open_attempts()
+
     async def snapshot(self) -> pb.StatusReply:
-        """Everything that an operator may see, as it is now."""
+        """Everything that an operator may see, as it is now; one that is under way serves all who ask meanwhile."""
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
+        return await asyncio.shield(self._telling)
+
+    async def _tell(self) -> pb.StatusReply:
         reply = pb.StatusReply()
         for _ in self._registry.status_steps(reply):
             await asyncio.sleep(0)  # thousands of slots are told in steps, between which others have their turn
+        states = self._fetches.messages()
+        for run in reply.runs:
+            if run.run in states:
+                run.states.extend(states[run.run])
+        reply.dashboard = self.dashboard
         return reply

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from penstock.appliance import demand
 from penstock.appliance.books import Books
+from penstock.appliance.bottleneck import BoxFacts, Finding, SlotFacts, find
 from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
 from penstock.appliance.pace import Pace
 from penstock.appliance.states import Want
@@ -31,9 +33,7 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
         stack=slot.stack,
         skipped=sum(slot.skipped.values()),
         successor=slot.successor.worker if slot.successor is not None else "",
-        batch_s=slot.batch_s,
         handed_over=slot.handed_over,
-        waited_share=slot.waited_share,
     )
     worker = books.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
@@ -113,7 +113,17 @@ def heartbeat_reply(
     return reply
 
 
-def _box_status(books: Books, box: Box) -> pb.BoxStatus:
+def _slot_status(books: Books, box: Box, slot: Slot, now: float) -> pb.SlotView:
+    view, gauge = slot_view(books, slot), slot.gauge
+    view.ClearField("ticket")  # an operator may look, not open lanes
+    view.queued, view.batches_per_s = gauge.queued, slot.batches_per_s
+    view.wait_share, view.batch_s = box.waits.of(slot.key.slot), slot.batch_s
+    if gauge.saved_at:
+        view.snapshot_age_s = max(0.0, now - gauge.saved_at)
+    return view
+
+
+def _box_status(books: Books, box: Box, now: float) -> pb.BoxStatus:
     waiting_for = ""
     if 0 < box.waiting_for <= len(box.slots):
         slot = box.slots[box.waiting_for - 1]
@@ -127,14 +137,50 @@ def _box_status(books: Books, box: Box) -> pb.BoxStatus:
         waited_s=box.waited_s,
         waited_share=box.waited_share,
         waiting_for=waiting_for,
-        slots=[slot_view(books, slot) for slot in box.slots],
+        slots=[_slot_status(books, box, slot, now) for slot in box.slots],
         pass_ended=box.pass_ended,
+        wait_share=box.waits.share,
+    )
+
+
+def facts(books: Books, box: Box) -> BoxFacts:
+    """What a bottleneck is found by."""
+    host, workers = box.opening.host_id, books.workers
+    near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
+    slots = [
+        SlotFacts(
+            slot.key.slot,
+            slot.worker,
+            pb.SlotPhase.Name(slot.phase),
+            box.waits.of(slot.key.slot),
+            slot.gauge.mean_queued,
+            box.waits.late(slot.key.slot),
+            slot.worker not in near,
+            slot.restarts,
+        )
+        for slot in box.slots
+    ]
+    return BoxFacts(box.number, box.waits.span_s, box.waits.share, slots)
+
+
+def _bottleneck(found: Finding) -> pb.Bottleneck:
+    return pb.Bottleneck(
+        kind=found.kind,
+        input_bound=found.input_bound,
+        wait_share=found.wait_share,
+        box=found.box,
+        slot=found.slot,
+        worker=found.worker,
+        blame=found.blame,
+        text=found.text,
     )
 
 
 def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float) -> Iterator[None]:
     """In steps of a box or STEP workers; the books may change between them."""
     reply.version, reply.uptime_s = VERSION, uptime_s
+    caused: Counter[str] = Counter()
+    """Share of a box's time that it waited for a worker's slots, over all boxes."""
     for run in list(books.runs.values()):
         status = reply.runs.add(
             run=run.name,
@@ -145,12 +191,7 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
         )
         if run.current is not None:
             status.recommended_workers_per_box = demand.workers_per_box(run.current)
-            for _, box in sorted(run.current.boxes.items()):
-                status.input_fn = box.opening.loader.input_fn
-                status.boxes.append(_box_status(books, box))
-                for slot in status.boxes[-1].slots:
-                    slot.ClearField("ticket")  # an operator may look, not open lanes
-                yield
+            yield from _fill_run(status, books, run.current, now, caused)
     reply.recommended_workers = demand.daemons(books)
     for number, worker in enumerate(list(books.workers.values())):
         slots = [books.slot(key) for key in worker.slots]
@@ -166,6 +207,29 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
             draining=worker.draining,
             version=worker.release,
             allow=worker.allow,
+            wait_share=caused[worker.name],
         )
         if number % STEP == STEP - 1:
             yield
+    reply.events.extend(books.events.messages())
+
+
+def _fill_run(status: pb.RunStatus, books: Books, attempt: Attempt, now: float, caused: Counter[str]) -> Iterator[None]:
+    going: list[BoxFacts] = []
+    for _, box in sorted(attempt.boxes.items()):
+        status.input_fn = box.opening.loader.input_fn
+        told = _box_status(books, box, now)
+        status.boxes.append(told)
+        status.recoveries += sum(slot.restarts for slot in told.slots)
+        if told.live and not told.pass_ended:
+            going.append(facts(books, box))
+            status.steps_per_s += told.steps_per_s
+            status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)
+            status.wait_share = max(status.wait_share, told.wait_share)
+            for slot in told.slots:
+                caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
+        yield
+    status.steps_per_s /= max(1, len(going))
+    found = find(going)
+    if found is not None:
+        status.bottleneck.CopyFrom(_bottleneck(found))

@@ -94,13 +94,13 @@ class Feed:
         self._poll.register(run.wake_fd, select.POLLIN)
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
-        self._slot_waited_s = [0.0] * run.num_slots
         self._slow = [""] * run.num_slots
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
         self._moving = False
         self._cuts: list[tuple[int, int]] = []
         self._told_unsharded = False
+        run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.snapshot
         watched.feeds.add(self)
 
@@ -237,6 +237,7 @@ class Feed:
             until = min(until, now + RETRY_FLUSH_S)
         poll = self._poll if lane.consumer is None else lane.poll
         progress, worker = run.progress, view.worker
+        progress.waiting_since = now
         progress.waiting_for = lane.slot + 1
         try:
             for fd, _ in poll.poll(max(0.0, until - now) * 1000 + 0.5):
@@ -252,9 +253,7 @@ class Feed:
         stats = self.stats
         stats.waited_s += seconds
         stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
-        self._slot_waited_s[slot] += seconds
-        progress = self._run.progress
-        progress.waited_s, progress.slot_waited_s = stats.waited_s, tuple(self._slot_waited_s)
+        self._run.progress.waited_by_slot[slot] += seconds
 
     def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
         """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""
@@ -329,19 +328,16 @@ class Feed:
                 lane = self._lanes[slot] = lane.successor(view.generation, self._lane_name(slot, view.worker))
                 if moved:
                     self.stats.recoveries += 1
+                if moved and view.handed_over:
+                    what = f"slot {slot} of box {run.box} is on worker {view.worker} now: {view.note}"
+                    _log.info("%s: %s", self._label, what)
             if view.restarts > self._restarts[slot]:
                 self._restarts[slot] = view.restarts
                 stack = f"\nIts stack when it died:\n{view.stack}\n" if view.stack and not view.doing else ""
                 why = f"{view.note or f'moved to worker {view.worker}'}{stack}"
-                if view.handed_over:
-                    _log.info(
-                        "%s: slot %d of box %d is now on worker %s: %s", self._label, slot, run.box, view.worker, why
-                    )
-                else:
-                    notes.append(
-                        f"slot {slot} of box {run.box} was recovered: {why}; the stream goes on as if nothing had "
-                        "happened"
-                    )
+                notes.append(
+                    f"slot {slot} of box {run.box} was recovered: {why}; the stream goes on as if nothing had happened"
+                )
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing

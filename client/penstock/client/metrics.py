@@ -72,7 +72,7 @@ def _read_feed(found: Readings, feed: Feed) -> None:
     found.add("penstock_client_step", step, **of)
     found.add("penstock_client_steps_total", step - feed.first_step, **of)
     found.add("penstock_client_wait_seconds_total", stats.waited_s, **of)
-    for slot, seconds in enumerate(run.progress.slot_waited_s):
+    for slot, seconds in enumerate(list(run.progress.waited_by_slot)):
         if seconds:
             found.add("penstock_client_slot_wait_seconds_total", seconds, slot=slot, **of)
     # Copied in one go: the loop may enter another worker meanwhile.

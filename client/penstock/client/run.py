@@ -70,14 +70,31 @@ class Progress:
     """What the training thread tells the coordinator. The thread replaces values, never changes them in place."""
 
     position: Callable[[], records_pb2.BoxPosition | None] = lambda: None
-    waited_s: float = 0.0
-    slot_waited_s: tuple[float, ...] = ()
-    """The same by slot."""
     waiting_for: int = 0
     """Slot + 1; 0 = none."""
+    waiting_since: float = 0.0
+    """time.monotonic(), with `waiting_for`."""
+    waited_by_slot: list[float] = field(default_factory=list)
+    """Seconds; a new list starts anew."""
     pass_ended: bool = False
     cuts: tuple[tuple[int, int], ...] = field(default=())
     """(epoch, last step) of the passes left by `break`."""
+    _told: tuple[list[float], list[float]] = field(default=([], []))
+
+    def waits(self) -> list[float]:
+        """Seconds waited so far, by slot, with the wait that is under way: one that lasts is told while it does.
+
+        Never less than before, although the training thread may be between the end of a wait and its entry.
+        """
+        counted = self.waited_by_slot
+        seconds, slot = list(counted), self.waiting_for - 1
+        if 0 <= slot < len(seconds):
+            seconds[slot] += max(0.0, time.monotonic() - self.waiting_since)
+        of, before = self._told
+        if of is counted:
+            seconds = [max(pair) for pair in zip(before, seconds, strict=True)]
+        self._told = (counted, seconds)
+        return seconds
 
 
 class Run:
@@ -140,6 +157,7 @@ class Run:
 
     def _watch_request(self, seen: int, hold_s: float) -> pb.WatchRunRequest:
         progress = self.progress
+        waits = progress.waits()
         return pb.WatchRunRequest(
             run=self.name,
             attempt=self.attempt,
@@ -149,8 +167,8 @@ class Run:
             hold_s=hold_s,
             delivered=progress.position(),
             waiting_for=progress.waiting_for,
-            waited_s=progress.waited_s,
-            slot_waited_s=progress.slot_waited_s,
+            waited_s=sum(waits),
+            waited_by_slot_s=waits,
             pass_ended=progress.pass_ended,
             cuts=[pb.Cut(epoch=epoch, step=step) for epoch, step in progress.cuts],
             lease_s=self._lease_s,

@@ -18,6 +18,7 @@ from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.state import state
 from penstock.deploy.commands.status import status
+from penstock.deploy.commands.top import top
 from penstock.deploy.commands.worker import worker
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import ConfigFile
@@ -69,6 +70,7 @@ def _penstock(
 app.command()(guarded(coordinator))
 app.add_typer(worker, name="worker")
 app.command()(guarded(status))
+app.command()(guarded(top))
 app.add_typer(state, name="state")
 app.command()(guarded(replay))
 app.add_typer(doctor, name="doctor")

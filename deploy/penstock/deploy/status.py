@@ -1,8 +1,4 @@
-"""`penstock status`: what the coordinator knows now, as four tables or as one JSON object.
-
-The JSON is built here, name by name, and not by protobuf: its names are a promise to scripts (docs/cli.md), and
-protobuf would write every 64-bit number as a string.
-"""
+"""`penstock status`: what the coordinator knows now, as tables or as one JSON object (see penstock.proto.status)."""
 
 from __future__ import annotations
 
@@ -14,9 +10,9 @@ from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
 from penstock.deploy.tables import Table, seconds, show
 from penstock.deploy.tokens import peer_token
 from penstock.proto.calls import CoordinatorClient
-from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.status import as_dict
 
-__all__ = ["as_dict", "show_status", "tables"]
+__all__ = ["show_status", "tables"]
 
 
 def show_status(
@@ -34,73 +30,6 @@ def show_status(
         show(tables(found))
 
 
-def as_dict(reply: pb.StatusReply, address: str) -> dict[str, Any]:
-    """The reply as plain values."""
-    return {
-        "coordinator": {"address": address, "version": reply.version, "uptime_s": round(reply.uptime_s, 3)},
-        "runs": [_run(run) for run in reply.runs],
-        "workers": [_worker(worker) for worker in reply.workers],
-    }
-
-
-def _run(run: pb.RunStatus) -> dict[str, Any]:
-    return {
-        "run": run.run,
-        "attempt": run.attempt,
-        "open": run.open,
-        "input_fn": run.input_fn or None,
-        "num_boxes": run.num_boxes,
-        "num_workers_per_box": run.num_workers_per_box,
-        "boxes": [_box(box) for box in run.boxes],
-    }
-
-
-def _box(box: pb.BoxStatus) -> dict[str, Any]:
-    return {
-        "box": box.box,
-        "live": box.live,
-        "step": box.step,
-        "epoch": box.epoch,
-        "pass_ended": box.pass_ended,
-        "steps_per_s": round(box.steps_per_s, 3),
-        "waited_s": round(box.waited_s, 3),
-        "waited_share": round(box.waited_share, 4),
-        "waiting_for": box.waiting_for or None,
-        "slots": [_slot(slot) for slot in box.slots],
-    }
-
-
-def _slot(slot: pb.SlotView) -> dict[str, Any]:
-    error = {"name": slot.error.name, "message": slot.error.message} if slot.HasField("error") else None
-    return {
-        "slot": slot.slot,
-        "worker": slot.worker or None,
-        "generation": slot.generation,
-        "phase": pb.SlotPhase.Name(slot.phase),
-        "restarts": slot.restarts,
-        "note": slot.note or None,
-        "doing": slot.doing or None,
-        "skipped": slot.skipped,
-        "error": error if error is not None and error["name"] else None,
-    }
-
-
-def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:
-    return {
-        "worker": worker.worker,
-        "live": worker.live,
-        "draining": worker.draining,
-        "slots": worker.slots,
-        "slots_used": worker.slots_used,
-        "seen_s_ago": round(worker.seen_s_ago, 3),
-        "batches_per_s": round(worker.batches_per_s, 3),
-        "host_id": worker.host_id,
-        "tcp_address": worker.tcp_address or None,
-        "version": worker.version or None,
-        "allow": list(worker.allow),
-    }
-
-
 def tables(found: dict[str, Any]) -> list[Table]:
     """The same for people."""
     coordinator = found["coordinator"]
@@ -110,6 +39,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         ("run", "attempt>", "state", "boxes>", "workers a box>", "input_fn"),
         empty=f"No runs at {about}.",
     )
+    findings = Table("Bottlenecks", ("run", "kind", "finding"))
     boxes = Table("Boxes", ("run", "box>", "state", "step>", "epoch>", "steps/s>", "waited>", "waits for"))
     slots = Table("Slots", ("run", "box>", "slot>", "phase", "worker", "generation>", "restarts>", "skipped>", "note"))
     workers = Table(
@@ -128,6 +58,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
                 run["input_fn"] or "",
             )
         )
+        if run["bottleneck"] is not None:
+            findings.rows.append((run["run"], run["bottleneck"]["kind"], run["bottleneck"]["text"]))
         for box in run["boxes"]:
             boxes.rows.append(_box_row(run["run"], box))
             slots.rows.extend(_slot_row(run["run"], box["box"], slot) for slot in box["slots"])
@@ -142,7 +74,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
                 worker["tcp_address"] or "",
             )
         )
-    return [runs, boxes, slots, workers]
+    return [runs, findings, boxes, slots, workers]
 
 
 def _box_row(run: str, box: dict[str, Any]) -> tuple[str, ...]:

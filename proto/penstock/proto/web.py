@@ -15,10 +15,12 @@ from __future__ import annotations
 import base64
 import binascii
 import errno
+import io
 import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -36,7 +38,10 @@ __all__ = ["Page", "Route", "WebServer"]
 _log = logging.getLogger("penstock.web")
 
 REQUEST_S = 10.0
-"""Seconds that a caller may take for one request: one that says nothing keeps a thread no longer."""
+"""Seconds that a caller may take to say what it wants, and to take what it gets: one that says nothing, or a letter now
+and then, keeps a thread no longer."""
+AT_ONCE = 64
+"""Requests at a time; one more is hung up on."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -118,7 +123,10 @@ class _Guard:
 
     def refuses(self, headers: Mapping[str, str]) -> HTTPStatus | None:
         if self._tokens is None:
-            host = urlsplit(f"//{headers.get('Host') or ''}").hostname or ""
+            try:
+                host = urlsplit(f"//{headers.get('Host') or ''}").hostname or ""
+            except ValueError:
+                return HTTPStatus.FORBIDDEN
             return None if is_local(f"{host}:0") else HTTPStatus.FORBIDDEN
         shown = _shown(headers.get("Authorization") or "")
         return None if "admin" in self._tokens.roles_of(shown) else HTTPStatus.UNAUTHORIZED
@@ -146,22 +154,59 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.routes, self.guard, self.context = routes, guard, context
+        self._room = threading.BoundedSemaphore(AT_ONCE)
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """On the thread of the request: a slow handshake holds up nobody else."""
         request.settimeout(REQUEST_S)
-        if self.context is not None:
-            request = self.context.wrap_socket(request, server_side=True)
-        super().finish_request(request, client_address)
+        if self.context is None:
+            super().finish_request(request, client_address)
+            return
+        with self.context.wrap_socket(request, server_side=True) as encrypted:
+            super().finish_request(encrypted, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("a request of %s failed", client_address, exc_info=True)
 
 
+class _Patient(io.RawIOBase):
+    """Reads from a socket until a deadline, however many reads there are."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._until = sock, time.monotonic() + REQUEST_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(max(0.001, self._until - time.monotonic()))
+        return self._sock.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "Penstock", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Patient(self.connection))
+
+    def version_string(self) -> str:
+        return self.server_version
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -171,6 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         refused = self.server.guard.refuses(dict(self.headers.items()))
+        self.connection.settimeout(REQUEST_S)
         page = self._plain(refused) if refused is not None else self._page()
         self.send_response(page.status)
         if refused is HTTPStatus.UNAUTHORIZED:
@@ -183,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(page.body)
 
     def _page(self) -> Page:
-        route = self.server.routes.get(urlsplit(self.path).path)
+        route = self.server.routes.get(self.path.partition("?")[0])
         if route is None:
             return self._plain(HTTPStatus.NOT_FOUND)
         try:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
 from penstock.appliance.books import Books
+from penstock.appliance.events import Events
 from penstock.appliance.journal import TABLES, Journal
 from penstock.appliance.ledger import Ledger as Snapshots
 from penstock.appliance.limits import Limits
@@ -207,7 +208,7 @@ def _journal(data: bytes) -> None:
             rows[table].remove(row)
     journal = _Journal(rows)
     try:
-        books = Books(journal, Snapshots(Limits()), Limits(), lambda topic: None)
+        books = Books(journal, Snapshots(Limits()), Limits(), lambda topic: None, Events(lambda: 0.0, lambda: 0.0))
         restore(books, 0.0, 3.0, 10.0)
     finally:
         journal.close()

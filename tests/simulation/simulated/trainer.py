@@ -136,7 +136,7 @@ class Box:
         request.lease_s = self._lease_s
         request.waiting_for, request.pass_ended = self._waiting_for, self._pass_ended
         request.waited_s = sum(self._waited_s)
-        request.slot_waited_s.extend(self._waited_s)
+        request.waited_by_slot_s.extend(self._waited_s)
         for epoch, step in self._cuts:
             request.cuts.add(epoch=epoch, step=step)
         return request

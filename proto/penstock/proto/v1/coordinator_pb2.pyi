@@ -190,9 +190,12 @@ class SlotView(_message.Message):
     STACK_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     SUCCESSOR_FIELD_NUMBER: _builtins.int
-    BATCH_S_FIELD_NUMBER: _builtins.int
-    WAITED_SHARE_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    BATCHES_PER_S_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_AGE_S_FIELD_NUMBER: _builtins.int
+    WAIT_SHARE_FIELD_NUMBER: _builtins.int
+    BATCH_S_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     generation: _builtins.int
     phase: Global___SlotPhase.ValueType
@@ -216,12 +219,19 @@ class SlotView(_message.Message):
     """batches left out in this attempt, for they killed their runners"""
     successor: _builtins.str
     """the worker that is getting ready to take it over; "" = none"""
-    batch_s: _builtins.float
-    """that a batch takes its runner, waits for room in the ring apart; 0 = not known"""
-    waited_share: _builtins.float
-    """of the box's time, that it waited for this slot lately"""
     handed_over: _builtins.bool
     """it moved last in good order, and `note` is no reason to warn"""
+    queued: _builtins.int
+    """In a status only:
+    batches produced and not yet delivered
+    """
+    batches_per_s: _builtins.float
+    snapshot_age_s: _builtins.float
+    """of the newest durable one, if it was stored since the coordinator started"""
+    wait_share: _builtins.float
+    """of the last minute or so, that the box's loop waited for this slot"""
+    batch_s: _builtins.float
+    """that a batch takes its runner, waits for room in the ring apart; 0 = not known"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
@@ -245,15 +255,20 @@ class SlotView(_message.Message):
         stack: _builtins.str = ...,
         skipped: _builtins.int = ...,
         successor: _builtins.str = ...,
-        batch_s: _builtins.float = ...,
-        waited_share: _builtins.float = ...,
         handed_over: _builtins.bool = ...,
+        queued: _builtins.int = ...,
+        batches_per_s: _builtins.float = ...,
+        snapshot_age_s: _builtins.float | None = ...,
+        wait_share: _builtins.float = ...,
+        batch_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "error", b"error", "snapshot_age_s", b"snapshot_age_s", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_s", b"batch_s", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "stack", b"stack", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "waited_share", b"waited_share", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "queued", b"queued", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "snapshot_age_s", b"snapshot_age_s", "stack", b"stack", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__snapshot_age_s: _TypeAlias = _typing.Literal["snapshot_age_s"]  # noqa: Y015
+    _WhichOneofArgType__snapshot_age_s: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshot_age_s) -> _WhichOneofReturnType__snapshot_age_s | None: ...
 
 Global___SlotView: _TypeAlias = SlotView  # noqa: Y015
 
@@ -273,7 +288,7 @@ class WatchRunRequest(_message.Message):
     PASS_ENDED_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    SLOT_WAITED_S_FIELD_NUMBER: _builtins.int
+    WAITED_BY_SLOT_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -299,8 +314,8 @@ class WatchRunRequest(_message.Message):
         """passes that the loop left by `break`, all of this attempt"""
 
     @_builtins.property
-    def slot_waited_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """`waited_s` by slot; each executor counts from 0 again. None: not told"""
+    def waited_by_slot_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """waited_s, by the slot that was waited for; empty: not told"""
 
     def __init__(
         self,
@@ -317,11 +332,11 @@ class WatchRunRequest(_message.Message):
         pass_ended: _builtins.bool = ...,
         cuts: _abc.Iterable[Global___Cut] | None = ...,
         lease_s: _builtins.float = ...,
-        slot_waited_s: _abc.Iterable[_builtins.float] | None = ...,
+        waited_by_slot_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "slot_waited_s", b"slot_waited_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1380,16 +1395,24 @@ class StatusReply(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     RECOMMENDED_WORKERS_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    DASHBOARD_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
     recommended_workers: _builtins.int
     """daemons like those that are there, for the open runs: see demand.py"""
     wall_s: _builtins.float
     """the clock of the coordinator, by which tickets expire"""
+    dashboard: _builtins.str
+    """its URL; "" = none is served"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunStatus]: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """what happened lately, oldest first"""
+
     def __init__(
         self,
         *,
@@ -1399,10 +1422,12 @@ class StatusReply(_message.Message):
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         recommended_workers: _builtins.int = ...,
         wall_s: _builtins.float = ...,
+        events: _abc.Iterable[Global___Event] | None = ...,
+        dashboard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["recommended_workers", b"recommended_workers", "runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dashboard", b"dashboard", "events", b"events", "recommended_workers", b"recommended_workers", "runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1420,6 +1445,12 @@ class RunStatus(_message.Message):
     BOXES_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     RECOMMENDED_WORKERS_PER_BOX_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
+    STEPS_PER_S_FIELD_NUMBER: _builtins.int
+    WAIT_SHARE_FIELD_NUMBER: _builtins.int
+    BATCHES_PER_S_FIELD_NUMBER: _builtins.int
+    BOTTLENECK_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     input_fn: _builtins.str
@@ -1428,8 +1459,24 @@ class RunStatus(_message.Message):
     open: _builtins.bool
     recommended_workers_per_box: _builtins.int
     """by measured demand and supply; 0 = not known yet"""
+    recoveries: _builtins.int
+    """slots that moved to another runner in this attempt"""
+    steps_per_s: _builtins.float
+    """of a live box, on average"""
+    wait_share: _builtins.float
+    """of the last minute or so, that the box that waited most waited for data"""
+    batches_per_s: _builtins.float
+    """that all its slots make"""
     @_builtins.property
     def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxStatus]: ...
+    @_builtins.property
+    def bottleneck(self) -> Global___Bottleneck:
+        """absent: no box of it is live"""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateFetch]:
+        """states that were asked for lately, oldest first"""
+
     def __init__(
         self,
         *,
@@ -1441,14 +1488,169 @@ class RunStatus(_message.Message):
         boxes: _abc.Iterable[Global___BoxStatus] | None = ...,
         open: _builtins.bool = ...,
         recommended_workers_per_box: _builtins.int = ...,
+        recoveries: _builtins.int = ...,
+        steps_per_s: _builtins.float = ...,
+        wait_share: _builtins.float = ...,
+        batches_per_s: _builtins.float = ...,
+        bottleneck: Global___Bottleneck | None = ...,
+        states: _abc.Iterable[Global___StateFetch] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boxes", b"boxes", "input_fn", b"input_fn", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "recommended_workers_per_box", b"recommended_workers_per_box", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batches_per_s", b"batches_per_s", "bottleneck", b"bottleneck", "boxes", b"boxes", "input_fn", b"input_fn", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "recommended_workers_per_box", b"recommended_workers_per_box", "recoveries", b"recoveries", "run", b"run", "states", b"states", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
+
+@_typing.final
+class Bottleneck(_message.Message):
+    """What a run's speed hangs on: see penstock.appliance.bottleneck."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    INPUT_BOUND_FIELD_NUMBER: _builtins.int
+    WAIT_SHARE_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    BLAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """starting, loop, straggler, workers, network, unplaced, recovering"""
+    input_bound: _builtins.bool
+    wait_share: _builtins.float
+    """of the box that waits most"""
+    box: _builtins.int
+    """that box"""
+    slot: _builtins.int
+    """the slot that it waits for most"""
+    worker: _builtins.str
+    """the worker that has it"""
+    blame: _builtins.float
+    """the share of the box's waiting that is for that slot, or for that worker's slots"""
+    text: _builtins.str
+    """the finding as a sentence, with its numbers"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        input_bound: _builtins.bool = ...,
+        wait_share: _builtins.float = ...,
+        box: _builtins.int | None = ...,
+        slot: _builtins.int | None = ...,
+        worker: _builtins.str = ...,
+        blame: _builtins.float = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_box", b"_box", "_slot", b"_slot", "box", b"box", "slot", b"slot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_box", b"_box", "_slot", b"_slot", "blame", b"blame", "box", b"box", "input_bound", b"input_bound", "kind", b"kind", "slot", b"slot", "text", b"text", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__box: _TypeAlias = _typing.Literal["box"]  # noqa: Y015
+    _WhichOneofArgType__box: _TypeAlias = _typing.Literal["_box", b"_box"]  # noqa: Y015
+    _WhichOneofReturnType__slot: _TypeAlias = _typing.Literal["slot"]  # noqa: Y015
+    _WhichOneofArgType__slot: _TypeAlias = _typing.Literal["_slot", b"_slot"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__box) -> _WhichOneofReturnType__box | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slot) -> _WhichOneofReturnType__slot | None: ...
+
+Global___Bottleneck: _TypeAlias = Bottleneck  # noqa: Y015
+
+@_typing.final
+class StateFetch(_message.Message):
+    """One state that was asked for: by a checkpoint of the training job, or by an operator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ASKER_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ASKERS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    asker: _builtins.str
+    """"box 0", or "operator" """
+    wall_s: _builtins.float
+    """when it was asked for, seconds since the epoch"""
+    seconds: _builtins.float
+    """that it took"""
+    bytes: _builtins.int
+    """of all states that were sent"""
+    error: _builtins.str
+    """why it could not be had; "" = it could"""
+    askers: _builtins.int
+    """ranks that asked for the same"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        asker: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+        error: _builtins.str = ...,
+        askers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asker", b"asker", "askers", b"askers", "bytes", b"bytes", "error", b"error", "seconds", b"seconds", "step", b"step", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateFetch: _TypeAlias = StateFetch  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    """Something that happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """see penstock.appliance.events"""
+    fault: _builtins.bool
+    """nobody asked for it"""
+    wall_s: _builtins.float
+    """seconds since the epoch"""
+    age_s: _builtins.float
+    text: _builtins.str
+    run: _builtins.str
+    """"" = it concerns no run"""
+    worker: _builtins.str
+    """"" = it concerns no worker"""
+    count: _builtins.int
+    """of the same, told together"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        fault: _builtins.bool = ...,
+        wall_s: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+        text: _builtins.str = ...,
+        run: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "count", b"count", "fault", b"fault", "kind", b"kind", "run", b"run", "text", b"text", "wall_s", b"wall_s", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
 class BoxStatus(_message.Message):
@@ -1464,6 +1666,7 @@ class BoxStatus(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     PASS_ENDED_FIELD_NUMBER: _builtins.int
     WAITED_SHARE_FIELD_NUMBER: _builtins.int
+    WAIT_SHARE_FIELD_NUMBER: _builtins.int
     box: _builtins.int
     live: _builtins.bool
     step: _builtins.int
@@ -1475,6 +1678,8 @@ class BoxStatus(_message.Message):
     pass_ended: _builtins.bool
     waited_share: _builtins.float
     """of the time between the last two reports, that the loop waited for data"""
+    wait_share: _builtins.float
+    """the same of the last minute or so"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     def __init__(
@@ -1490,10 +1695,11 @@ class BoxStatus(_message.Message):
         slots: _abc.Iterable[Global___SlotView] | None = ...,
         pass_ended: _builtins.bool = ...,
         waited_share: _builtins.float = ...,
+        wait_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "epoch", b"epoch", "live", b"live", "pass_ended", b"pass_ended", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "waited_s", b"waited_s", "waited_share", b"waited_share", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "epoch", b"epoch", "live", b"live", "pass_ended", b"pass_ended", "slots", b"slots", "step", b"step", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share", "waited_s", b"waited_s", "waited_share", b"waited_share", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1514,6 +1720,7 @@ class WorkerStatus(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ALLOW_FIELD_NUMBER: _builtins.int
+    WAIT_SHARE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     host_id: _builtins.str
     slots: _builtins.int
@@ -1525,6 +1732,8 @@ class WorkerStatus(_message.Message):
     draining: _builtins.bool
     version: _builtins.str
     """of Penstock there"""
+    wait_share: _builtins.float
+    """of the last minute or so, that boxes waited for its slots: the sum over its slots"""
     @_builtins.property
     def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """prefixes of the modules that it may run; empty: not told"""
@@ -1543,10 +1752,11 @@ class WorkerStatus(_message.Message):
         draining: _builtins.bool = ...,
         version: _builtins.str = ...,
         allow: _abc.Iterable[_builtins.str] | None = ...,
+        wait_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "batches_per_s", b"batches_per_s", "draining", b"draining", "host_id", b"host_id", "live", b"live", "seen_s_ago", b"seen_s_ago", "slots", b"slots", "slots_used", b"slots_used", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "batches_per_s", b"batches_per_s", "draining", b"draining", "host_id", b"host_id", "live", b"live", "seen_s_ago", b"seen_s_ago", "slots", b"slots", "slots_used", b"slots_used", "tcp_address", b"tcp_address", "version", b"version", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

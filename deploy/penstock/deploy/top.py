@@ -1,0 +1,173 @@
+"""`penstock top`: what the coordinator knows, again and again.
+
+On a terminal it is a screen that is drawn anew; elsewhere lines to read or to grep, or JSON objects. A coordinator that
+cannot be reached at first is an error; one that goes away later is waited for, and the screen says so: training goes on
+meanwhile, and so does whoever watches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.screen import plain, screen
+from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
+from penstock.deploy.tokens import peer_token
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
+from penstock.proto.status import as_dict
+
+__all__ = ["run_top"]
+
+DEADLINE_S = 5.0
+"""Of one question: what is older than that is no live view."""
+AWAY = (CoordinatorUnavailableError, DeadlineError)
+
+
+def run_top(
+    coordinator: str | None,
+    tls_flags: dict[str, str | None],
+    token_file: Path | None,
+    *,
+    interval_s: float,
+    count: int | None,
+    as_json: bool,
+) -> None:
+    """`count`: looks; None = until told to end."""
+    settings = resolve(PeerSettings, coordinator=coordinator)
+    tls = resolve(TlsSettings, **tls_flags).load()
+    with CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls) as client:
+        watch = _Watch(client, settings.coordinator)
+        with contextlib.suppress(KeyboardInterrupt):  # how one ends it
+            if as_json:
+                _repeat(watch, interval_s, count, _print_json)
+            elif sys.stdout.isatty() and count is None:
+                _live(watch, interval_s)
+            else:
+                _repeat(watch, interval_s, count, _Printer().show)
+
+
+class _Watch:
+    """Asks, and remembers the last answer."""
+
+    def __init__(self, client: CoordinatorClient, address: str) -> None:
+        self._client, self._address = client, address
+        self.found: dict[str, Any] = {}
+        self.away_s = 0.0
+        """For so long there was no answer; 0 = there was one just now."""
+        self._answered_at = 0.0
+
+    def ask(self) -> None:
+        """Raises what the coordinator answers, and that it cannot be reached if it never was."""
+        try:
+            self.found = as_dict(self._client.status(deadline_s=DEADLINE_S), self._address)
+        except AWAY:
+            if not self.found:
+                raise
+            self.away_s = time.monotonic() - self._answered_at
+            self._client.reach(0.2)  # lets the channel work on its connection
+            return
+        self._answered_at, self.away_s = time.monotonic(), 0.0
+
+    @property
+    def away(self) -> str:
+        if not self.away_s:
+            return ""
+        return (
+            f"the coordinator at {self._address} has not answered for {self.away_s:.0f} s; training goes on from what "
+            "its lanes hold, and this is what it said last"
+        )
+
+
+def _repeat(watch: _Watch, interval_s: float, count: int | None, show: Callable[[_Watch], None]) -> None:
+    looks = 0
+    while True:
+        began = time.monotonic()
+        watch.ask()
+        show(watch)
+        looks += 1
+        if looks == count:
+            return
+        time.sleep(max(0.0, began + interval_s - time.monotonic()))
+
+
+def _print_json(watch: _Watch) -> None:
+    print(json.dumps({**watch.found, "at": round(time.time(), 3), "away_s": round(watch.away_s, 3)}), flush=True)
+
+
+class _Printer:
+    """Lines, with each event once."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def show(self, watch: _Watch) -> None:
+        if watch.away_s:
+            print(f"{time.strftime('%H:%M:%S')} {watch.away}", flush=True)
+            return
+        for line in plain(watch.found, self._since):
+            print(line, flush=True)
+        self._since = max((event["at"] for event in watch.found["events"]), default=self._since)
+
+
+def _live(watch: _Watch, interval_s: float) -> None:
+    """Until q or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    watch.ask()  # an error of the first answer is no matter for a screen
+    console = Console()
+
+    def drawn() -> Text:
+        """Text, not markup: nothing that a peer sent colours the screen."""
+        width, height = console.size
+        whole = Text(no_wrap=True, overflow="crop")
+        for number, (style, line) in enumerate(screen(watch.found, width, height - 1, watch.away)):
+            whole.append(("\n" if number else "") + line, style or None)
+        return whole
+
+    with _keys() as pressed, Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            until = time.monotonic() + interval_s
+            while (left := until - time.monotonic()) > 0:
+                key = pressed(left)
+                if key in ("q", "Q", "\x1b"):
+                    return
+            watch.ask()
+            live.update(drawn(), refresh=True)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds for a key; "" = there was none. Where standard input is no terminal there
+    are no keys, and it just waits."""
+
+    def wait(seconds: float) -> str:
+        time.sleep(seconds)
+        return ""
+
+    if not sys.stdin.isatty():
+        yield wait
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([fd], [], [], seconds)
+        return os.read(fd, 1).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(fd)
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

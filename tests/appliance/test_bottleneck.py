@@ -1,0 +1,97 @@
+"""Who holds a run up, from plain values: the loop, one slot, one worker, too few of them, the way between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.appliance.bottleneck import BoxFacts, Finding, SlotFacts, find
+
+FULL = 8.0
+
+
+def slot(number: int, worker: str = "", **changes: object) -> SlotFacts:
+    values = {"phase": "READY", "wait_share": 0.0, "mean_queued": FULL} | changes
+    return SlotFacts(number, worker or f"w{number}", **values)  # type: ignore[arg-type]
+
+
+def box(slots: Sequence[SlotFacts], number: int = 0, span_s: float = 20.0) -> BoxFacts:
+    return BoxFacts(number, span_s, sum(slot.wait_share for slot in slots), slots)
+
+
+def found(*boxes: BoxFacts) -> Finding:
+    finding = find(boxes)
+    assert finding is not None
+    return finding
+
+
+def test_nobody_is_there() -> None:
+    assert find([]) is None
+
+
+def test_a_loop_that_seldom_waits_sets_the_speed() -> None:
+    finding = found(box([slot(0, wait_share=0.04, mean_queued=0.5), slot(1)]))
+    assert (finding.kind, finding.input_bound, finding.wait_share) == ("loop", False, 0.04)
+    assert finding.text.startswith("Not input-bound: box 0, which waits most, waits for data 4% of its time")
+
+
+def test_waits_above_a_twentieth_are_input_bound() -> None:
+    assert found(box([slot(0, wait_share=0.06, mean_queued=0.5), slot(1)])).input_bound
+
+
+def test_one_slot_behind_while_the_others_are_ahead_is_a_straggler() -> None:
+    finding = found(box([slot(0), slot(1, wait_share=0.6, mean_queued=0.4), slot(2, wait_share=0.02), slot(3)]))
+    assert (finding.kind, finding.input_bound, finding.box, finding.slot) == ("straggler", True, 0, 1)
+    assert (finding.worker, round(finding.blame, 2)) == ("w1", 0.97)
+    assert "box 0 waits for data 62% of its time, 97% of that for slot 1 on worker w1" in finding.text
+    assert "0.4 batches lie ready there on average, 8.0 at each other slot" in finding.text
+
+
+def test_a_worker_whose_slots_are_all_behind_is_named_and_not_one_of_its_slots() -> None:
+    slow = {"worker": "slow", "wait_share": 0.2, "mean_queued": 0.3}
+    finding = found(box([slot(0), slot(1, **slow), slot(2), slot(3, **slow)]))  # type: ignore[arg-type]
+    assert (finding.kind, finding.worker, finding.blame) == ("straggler", "slow", 1.0)
+    assert "100% of that for worker slow, which is slower than the others" in finding.text
+
+
+def test_the_slot_that_is_asked_first_is_no_straggler_where_nobody_is_ahead() -> None:
+    """Slots that are equally slow: the whole wait falls on one of them, for the others use that time."""
+    finding = found(box([slot(0, wait_share=0.7, mean_queued=0.5), *(slot(k, mean_queued=0.6) for k in (1, 2, 3))]))
+    assert (finding.kind, finding.slot, finding.worker) == ("workers", None, "")
+    assert "all its 4 slots are busy" in finding.text
+    assert "more workers, or a faster input_fn" in finding.text
+
+
+def test_one_slot_alone_has_nobody_to_be_slower_than() -> None:
+    finding = found(box([slot(0, wait_share=0.5, mean_queued=0.5)]))
+    assert finding.kind == "workers"
+    assert "its one slot is busy" in finding.text
+
+
+def test_batches_that_lie_ready_while_they_are_waited_for_arrive_late() -> None:
+    late = slot(0, wait_share=0.4, mean_queued=6.0, late=0.9, remote=True)
+    assert found(box([late, slot(1)])).kind == "network"
+    here = slot(0, wait_share=0.4, mean_queued=6.0, late=0.9, remote=False)  # no network lies between
+    assert found(box([here, slot(1)])).kind == "straggler"
+
+
+def test_the_box_that_waits_most_speaks_for_the_run() -> None:
+    """The others wait for it in their collectives, not for data."""
+    finding = found(
+        box([slot(0), slot(1)], 0), box([slot(0), slot(1, wait_share=0.5, mean_queued=0.1)], 1), box([slot(0)], 2)
+    )
+    assert (finding.kind, finding.box, finding.slot) == ("straggler", 1, 1)
+
+
+def test_a_slot_without_a_worker_or_with_a_new_runner() -> None:
+    assert found(box([slot(0, wait_share=0.5, phase="WAITING"), slot(1)])).kind == "unplaced"
+    moved = found(box([slot(0, wait_share=0.5, phase="STARTING", restarts=1), slot(1)]))
+    assert (moved.kind, moved.input_bound) == ("recovering", True)
+    assert "is being recovered on worker w0" in moved.text
+    assert found(box([slot(0, wait_share=0.5, phase="FAILED"), slot(1)])).kind == "recovering"
+
+
+def test_a_run_that_has_just_begun_is_not_judged() -> None:
+    finding = found(box([slot(0, wait_share=1.0, phase="STARTING"), slot(1, phase="STARTING")], span_s=0.0))
+    assert (finding.kind, finding.input_bound) == ("starting", False)
+    assert finding.text == "Starting: the first batches of 2 slots are being made."
+    assert "no worker has room for its slot 1" in found(box([slot(0), slot(1, phase="WAITING")], span_s=0.0)).text

@@ -1,0 +1,215 @@
+"""Waits that fade, queues, events, fetched states and series: what the dashboard shows, without a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.appliance.events import MOST, Events
+from penstock.appliance.fetches import Fetches
+from penstock.appliance.gauges import HALF_S, Gauge, Waits
+from penstock.appliance.series import MINUTES, RUNS, SECONDS, Series, Track
+from penstock.appliance.testing import World
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def told(waits: Waits, *reports: tuple[float, list[float]], queued: tuple[int, ...] = (0, 0)) -> Waits:
+    for at, seconds in reports:
+        waits.report(at, seconds, queued, begun=True)
+    return waits
+
+
+def test_a_share_is_of_the_time_since_the_first_batch() -> None:
+    waits = Waits()
+    waits.report(100, [9.0, 0.0], (0, 0), begun=False)  # the start says nothing
+    assert told(waits, (110, [19.0, 0.0])).share == 0.0
+    told(waits, (111, [19.5, 0.0]), (112, [20.0, 0.0]))
+    assert waits.share == pytest.approx(0.5)
+    assert waits.of(0) == pytest.approx(0.5)
+    assert waits.of(1) == 0.0
+
+
+def test_old_waits_fade() -> None:
+    waits = told(Waits(), (100, [0.0, 0.0]), (100 + HALF_S, [HALF_S, 0.0]))
+    assert waits.share == 1.0
+    told(waits, (100 + 2 * HALF_S, [HALF_S, 0.0]))
+    assert waits.share == pytest.approx(0.5 / 1.5)
+
+
+def test_a_new_executor_counts_from_0_again() -> None:
+    waits = told(Waits(), (100, [50.0, 0.0]), (101, [50.0, 0.0]), (102, [0.5, 0.25]))
+    assert 0.36 < waits.share < 0.40
+    assert waits.of(0) == pytest.approx(2 * waits.of(1))
+
+
+def test_nobody_waits_for_longer_than_there_was_time() -> None:
+    assert told(Waits(), (100, [0.0, 0.0]), (101, [1e9, 0.0])).share == 1.0
+    assert told(Waits(), (100, [0.0, 0.0]), (101, [-5.0, 0.0])).share == 0.0
+
+
+def test_waits_while_batches_lay_ready_are_known() -> None:
+    waits = told(Waits(), (100, [0.0, 0.0]), (101, [0.5, 0.1]), queued=(7, 1))
+    assert (waits.late(0), waits.late(1)) == (1.0, 0.0)
+
+
+def test_a_queue_is_what_was_produced_and_not_delivered() -> None:
+    gauge = Gauge()
+    gauge.report(10, 20, 12)
+    assert (gauge.queued, gauge.mean_queued) == (8, 8.0)
+    gauge.report(11, 20, 22)  # the box said so since
+    assert gauge.queued == 0
+    assert 0 < gauge.mean_queued < 8
+    gauge.restart(12)
+    assert (gauge.queued, gauge.mean_queued, gauge.lost_at) == (0, 0.0, 12)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_same_of_many_slots_is_one_event_with_a_count() -> None:
+    clock = Clock()
+    events = Events(clock, lambda: 5.0)
+    for _ in range(100):
+        events.add("slot lost", "worker w was not heard of", run="job/0", worker="w")
+    events.add("slot recovered", "box 0 slot 0", run="job/0")
+    clock.now += 60
+    events.add("slot lost", "worker w was not heard of", run="job/0", worker="w")
+    first, second, third = events.messages()
+    assert (first.kind, first.count, first.fault, first.wall_s, first.age_s) == ("slot lost", 100, True, 5.0, 60.0)
+    assert (second.fault, third.count) == (False, 1)
+
+
+def test_events_are_bounded_in_number_and_length() -> None:
+    events = Events(Clock(), lambda: 0.0)
+    for number in range(2 * MOST):
+        events.add("slot failed", f"{number} " + "x" * 10_000)
+    assert len(events.messages()) == MOST
+    assert sum(event.ByteSize() for event in events.messages()) < 500 * MOST
+
+
+def asked(fetches: Fetches, box: int | None, step: int) -> pb.FetchStateRequest:
+    request = pb.FetchStateRequest(run="job/0", attempt=1, step=step)
+    if box is not None:
+        request.progress.box = box
+    return request
+
+
+def test_ranks_that_save_the_same_step_are_one_entry() -> None:
+    clock = Clock()
+    fetches = Fetches(clock, lambda: 7.0)
+    for box, seconds in ((0, 0.25), (1, 0.5)):
+        with fetches.noted(asked(fetches, box, 40)) as fetch:
+            fetch.bytes = 10
+            clock.now += seconds
+    with fetches.noted(asked(fetches, None, 40)):
+        pass
+    ranks, operator = fetches.messages()["job/0"]
+    assert (ranks.step, ranks.asker, ranks.askers, ranks.seconds, ranks.bytes) == (40, "box 0", 2, 0.5, 10)
+    assert (operator.asker, operator.askers) == ("operator", 1)
+
+
+def test_what_ended_a_fetch_is_told() -> None:
+    fetches = Fetches(Clock(), lambda: 7.0)
+    with pytest.raises(ValueError, match="no such step"), fetches.noted(asked(fetches, 0, 40)):
+        raise ValueError("no such step")
+
+    def reader() -> Iterator[int]:
+        with fetches.noted(asked(fetches, 0, 41)):
+            yield 1
+
+    reading = reader()
+    next(reading)
+    del reading
+    assert [state.error for state in fetches.messages()["job/0"]] == ["no such step", "the asker went away"]
+
+
+def test_minutes_are_means_of_seconds_and_both_are_bounded() -> None:
+    track = Track()
+    for second in range(60, 60 + 3 * 86400, 2):
+        track.add((second, float(second % 60), 0.5, 1.0))
+    assert len(track.seconds) == SECONDS
+    assert len(track.minutes) == MINUTES
+    assert all(point[0] % 60 == 0 and point[1] == 29.0 for point in track.minutes)
+
+
+def test_runs_that_are_gone_give_their_room_to_others() -> None:
+    series = Series()
+    for number in range(3 * RUNS):
+        series.add(f"job/{number}", (1.0, 2.0, 0.1, 3.0))
+    found = series.as_dict()
+    assert len(found["runs"]) == RUNS
+    assert found["runs"][f"job/{3 * RUNS - 1}"] == {"seconds": [[1.0, 2.0, 0.1, 3.0]], "minutes": []}
+
+
+# ---- in the registry
+
+
+def test_a_status_tells_queues_waits_and_snapshots() -> None:
+    world = World()
+    worker, box = world.worker("w"), world.open()
+    worker.ready()
+    box.deliver(2)
+    assignment = worker.of(1)
+    ahead, report = worker.tell(worker.of(0), pb.READY), worker.tell(assignment, pb.READY)
+    ahead.produced, ahead.delivered = 9, 1
+    report.produced, report.delivered, report.batches_per_s = 2, 0, 4.0
+    worker.beat(ahead, report)
+    header = pb.SnapshotHeader(run="job/0", attempt=1, slot=1, generation=assignment.generation, total=1, size=10)
+    world.registry.snapshot_stored(header)
+    world.now += 2
+    request = box.progress()
+    request.waited_by_slot_s.extend([0.0, 0.0])
+    world.registry.watch_run(request)
+    for _ in range(5):
+        world.now += 1
+        request.waited_by_slot_s[:] = [0.0, request.waited_by_slot_s[1] + 0.5]
+        world.registry.watch_run(request)
+        worker.beat(ahead, report)
+    (run,) = world.registry.status().runs
+    other, slot = run.boxes[0].slots
+    assert (slot.queued, slot.batches_per_s, slot.snapshot_age_s) == (1, 4.0, 7.0)  # one of the two was delivered
+    assert slot.wait_share == pytest.approx(0.5)
+    assert run.boxes[0].wait_share == pytest.approx(0.5)
+    assert (other.queued, other.wait_share, other.HasField("snapshot_age_s")) == (8, 0.0, False)
+    assert (run.bottleneck.kind, run.bottleneck.input_bound) == ("straggler", True)
+    assert (run.bottleneck.box, run.bottleneck.slot) == (0, 1)
+
+
+def kinds(world: World) -> list[tuple[str, int]]:
+    return [(event.kind, event.count) for event in world.registry.status().events]
+
+
+def test_a_lost_worker_is_a_fault_and_its_slots_recover() -> None:
+    world = World()
+    first, box = world.worker("first"), world.open()
+    first.ready()
+    box.deliver(3)
+    world.run_for(10, [box])
+    assert kinds(world) == [("worker joined", 1), ("box opened", 1), ("worker lost", 1), ("slot lost", 2)]
+    second = world.worker("second")
+    second.ready()
+    assert kinds(world)[4:] == [("worker joined", 1), ("slot recovered", 1), ("slot recovered", 1)]
+    (run,) = world.registry.status().runs
+    assert run.recoveries == 2
+    world.run_for(20, [second])
+    assert ("box lost", 1) in kinds(world)
+    assert world.registry.status().events[-1].text.startswith("the training job of box 0 was not heard of for")
+
+
+def test_waits_that_are_no_clocks_are_refused_and_of_another_shape_passed_over() -> None:
+    world = World()
+    world.worker("w")
+    box = world.open()
+    request = box.progress()
+    request.waited_by_slot_s.extend([float("nan"), 0.0])
+    with pytest.raises(Exception, match="waited_by_slot_s=nan"):
+        world.registry.watch_run(request)
+    request.waited_by_slot_s[:] = [1.0] * 5
+    world.registry.watch_run(request)
+    assert world.registry.status().runs[0].boxes[0].wait_share == 0.0

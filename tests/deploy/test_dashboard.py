@@ -1,0 +1,357 @@
+"""The dashboard in a real browser, and `penstock top` on a terminal: a slot lags, a worker is killed, the coordinator
+goes away and comes back. One run, looked at from start to end: the tests stand in its order."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+from tests.deploy.conftest import DEADLINE_S, Shell
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:streams.lagging. slot:UserWarning")  # it was recovered
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+NASTY = "<img src=x onerror=alert(1)>"
+"""Name of a worker: what peers say of themselves."""
+LAGS = 1
+"""The slot that takes 60 ms for each batch, where the loop takes 4 ms for one and there are four slots."""
+
+
+class Live:
+    """A coordinator with a dashboard, two workers, and a training loop that goes on in a thread of this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shell = Shell(folder)
+        self.coordinator = self._coordinator("127.0.0.1:0", "127.0.0.1:0")
+        self.address = self.coordinator.line
+        self.shell.environment["PENSTOCK_COORDINATOR"] = self.address
+        self.url = str(self.status()["coordinator"]["dashboard"])
+        self.workers = {
+            name: self.shell.start("worker", "--slots", "4", "--allow", "streams", "--name", name)
+            for name in ("w1", NASTY)
+        }
+        self.saved = 0
+        self._wish = threading.Event()
+        self._end = threading.Event()
+        self.error: BaseException | None = None
+        self._loop = threading.Thread(target=self._train)
+        self._loop.start()
+
+    def _coordinator(self, listen: str, http: str) -> Any:
+        return self.shell.start("coordinator", "--listen", listen, "--state-dir", "state", "--http", http)
+
+    def restart_coordinator(self) -> None:
+        self.coordinator = self._coordinator(self.address, self.url.removeprefix("http://"))
+
+    def status(self) -> Any:
+        done = self.shell.call("status", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=DEADLINE_S) as reply:
+            return json.load(reply)
+
+    def save(self) -> None:
+        """Have the loop save its loader's state."""
+        before = self.saved
+        self._wish.set()
+        until = time.monotonic() + DEADLINE_S
+        while self.saved == before:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+    def _train(self) -> None:
+        token = self.shell.environment["PENSTOCK_TOKEN"]
+        try:
+            with Appliance(
+                self.address, token=token, job="lm", num_workers_per_box=4, seed=1, timeout_s=60
+            ) as appliance:
+                loader = DataLoader(streams.lagging, 0.06, LAGS)
+                for _ in DataExecutor(loader, num_steps=1 << 40, appliance=appliance):
+                    time.sleep(0.004)
+                    if self._wish.is_set():
+                        self._wish.clear()
+                        loader.state_dict()
+                        self.saved += 1
+                    if self._end.is_set():
+                        break
+        except BaseException as error:  # for the test's thread
+            self.error = error
+
+    def close(self) -> None:
+        self._end.set()
+        self._loop.join(DEADLINE_S)
+        self.shell.close()
+        assert self.error is None, self.error
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    live = Live(tmp_path_factory.mktemp("live"))
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="module")
+def browser(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("Debian's chromium and chromium-driver are not here (apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    flags = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--window-size=1280,1400",
+    )
+    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+    for flag in (*flags, *quiet, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        driver.get(live.url)
+        yield driver
+    finally:
+        driver.quit()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(0.15)
+
+
+def shown(browser: Any, selector: str) -> list[str]:
+    script = "return Array.from(document.querySelectorAll(arguments[0]), (one) => one.innerText)"
+    return [str(text) for text in browser.execute_script(script, selector)]
+
+
+def complaints(browser: Any) -> list[str]:
+    """What the browser's console says, but for answers that did not come."""
+    said = [str(entry["message"]) for entry in browser.get_log("browser")]
+    return [message for message in said if "ERR_CONNECTION" not in message and "ERR_EMPTY_RESPONSE" not in message]
+
+
+class Top:
+    """`penstock top` on a terminal of its own."""
+
+    def __init__(self, live: Live, columns: int = 110, rows: int = 30) -> None:
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.before = termios.tcgetattr(theirs)
+        self.terminal = theirs
+        command = [str(Path(sys.executable).with_name("penstock")), "top", "--interval", "0.3"]
+        environment = live.shell.env({"TERM": "xterm-256color", "COLUMNS": None, "LINES": None})
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        self.said = ""
+
+    def has(self, text: str) -> bool:
+        """Whether it says so from now on."""
+        self.said = ""
+        until = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until:
+            ready, _, _ = select.select([self.ours], [], [], 0.2)
+            if ready:
+                self.said += os.read(self.ours, 1 << 16).decode(errors="replace")
+            if text in self.said:
+                return True
+        return False
+
+    def press(self, keys: bytes) -> int:
+        os.write(self.ours, keys)
+        ended = threading.Thread(target=self.process.wait, daemon=True)
+        ended.start()
+        while ended.is_alive():
+            ready, _, _ = select.select([self.ours], [], [], 0.1)
+            if ready:
+                self.said += os.read(self.ours, 1 << 16).decode(errors="replace")
+        return int(self.process.returncode)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+        os.close(self.terminal)
+
+
+@pytest.fixture(scope="module")
+def top(live: Live) -> Iterator[Top]:
+    top = Top(live)
+    yield top
+    top.close()
+
+
+def test_the_data_of_the_page_are_those_of_the_command(live: Live) -> None:
+    until(lambda: bool(live.get("/api/status.json")["runs"]))
+    page, command = live.get("/api/status.json"), live.status()
+    assert set(page) == {*command, "at"}
+    assert page["coordinator"]["address"] == live.address
+    assert page["runs"][0].keys() == command["runs"][0].keys()
+    assert page["workers"][0].keys() == command["workers"][0].keys()
+    assert "ticket" not in json.dumps(page)
+    assert live.shell.environment["PENSTOCK_TOKEN"] not in json.dumps(page)
+    until(lambda: len(live.get("/api/history.json")["runs"].get("lm/0", {"seconds": []})["seconds"]) >= 2)
+    assert live.get("/api/history.json")["columns"] == ["at", "steps_per_s", "waited_share", "batches_per_s"]
+
+
+def test_the_slot_that_lags_is_found(live: Live) -> None:
+    until(lambda: (live.get("/api/status.json")["runs"][0]["bottleneck"] or {}).get("kind") == "straggler")
+    (run,) = live.get("/api/status.json")["runs"]
+    found, slots = run["bottleneck"], run["boxes"][0]["slots"]
+    assert (found["input_bound"], found["box"], found["slot"]) == (True, 0, LAGS)
+    assert found["worker"] == slots[LAGS]["worker"]
+    assert found["wait_share"] > 0.3
+    assert slots[LAGS]["wait_share"] > 0.2
+    assert all(slot["queued"] > slots[LAGS]["queued"] for slot in slots if slot["slot"] != LAGS)
+    assert all(slot["snapshot_age_s"] is not None for slot in slots)
+
+
+def test_the_page_shows_the_run_and_names_the_slot(live: Live, browser: Any) -> None:
+    until(lambda: shown(browser, ".finding strong") == ["▲ Straggler"])
+    assert f"for slot {LAGS} on worker" in shown(browser, ".finding p")[0]
+    assert shown(browser, "article h2") == ["lm/0"]
+    assert browser.title == "Penstock"
+    assert shown(browser, "#link") == ["live"]
+    states = "return Array.from(document.querySelectorAll('.map .slot'), (one) => one.dataset.state)"
+    until(lambda: browser.execute_script(states) == ["ahead", "hot", "ahead", "ahead"])
+    label = browser.execute_script("return document.querySelectorAll('.map .slot')[1].getAttribute('aria-label')")
+    assert label.startswith(f"Box 0 slot {LAGS}: ready, worker ")
+    until(lambda: float(shown(browser, "#tiles dd")[4].split()[0]) > 1)  # batches/s delivered
+    until(lambda: browser.execute_script("return document.querySelectorAll('svg path.stroke').length") >= 2)
+    steps = "return Number(document.querySelectorAll('article table')[0].tBodies[0].rows[0].cells[2].innerText)"
+    before = browser.execute_script(steps)
+    until(lambda: browser.execute_script(steps) > before)
+    assert complaints(browser) == []
+
+
+def test_a_slot_that_is_chosen_tells_more_and_stays_chosen(browser: Any) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    slot = browser.find_elements(By.CSS_SELECTOR, ".map .slot")[LAGS]
+    slot.send_keys(Keys.ENTER)
+    uptime = shown(browser, "#about")
+    until(lambda: shown(browser, "#about") != uptime)  # drawn again since
+    assert "its box waits" in shown(browser, ".detail")[0]
+    assert slot.get_attribute("aria-pressed") == "true"
+    assert browser.execute_script("return document.activeElement === arguments[0]", slot)
+    slot.send_keys(Keys.ENTER)
+    assert shown(browser, ".detail") == [""] or not browser.find_element(By.CSS_SELECTOR, ".detail").is_displayed()
+
+
+def test_what_peers_call_themselves_is_text(browser: Any) -> None:
+    assert NASTY in shown(browser, "#workers tbody th")
+    assert browser.execute_script("return document.images.length") == 0
+    assert complaints(browser) == []
+
+
+def test_the_page_fits_a_phone(browser: Any) -> None:
+    phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_checkpoint_is_shown(live: Live, browser: Any) -> None:
+    live.save()
+    until(lambda: len(shown(browser, "article table:last-of-type tbody tr td.state[data-state=live]")) >= 2)
+    (state,) = live.get("/api/status.json")["runs"][0]["states"]
+    assert (state["asker"], state["askers"], state["error"]) == ("box 0", 1, None)
+    assert state["bytes"] > 0
+    assert "box 0" in " ".join(shown(browser, "article table")[1].split())
+
+
+def test_top_on_a_terminal(live: Live, top: Top) -> None:
+    assert top.has("Input-bound: box 0 waits for data")
+    assert "lm/0" in top.said
+    assert "steps/s" in top.said
+    assert "\x1b[?1049h" in top.said or top.has("waits")  # a screen of its own: what was there comes back
+    assert "Traceback" not in top.said
+
+
+def test_top_elsewhere_is_lines_or_objects(live: Live) -> None:
+    done = live.shell.call("top", "-n", "2", "--interval", "0.2")
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert sum("  lm/0  " in f"  {line.split(' ', 1)[1]}" for line in done.stdout.splitlines()) == 2
+    assert sum("worker joined" in line for line in done.stdout.splitlines()) == 2  # each event once
+    objects = [
+        json.loads(line)
+        for line in live.shell.call("top", "--json", "-n", "2", "--interval", "0.2").stdout.splitlines()
+    ]
+    assert len(objects) == 2
+    assert objects[0]["runs"][0]["run"] == "lm/0"
+    assert objects[0]["away_s"] == 0
+
+
+def test_a_worker_that_is_killed_is_a_fault(live: Live, browser: Any, top: Top) -> None:
+    os.killpg(live.workers["w1"].process.pid, signal.SIGKILL)
+    until(lambda: any("worker lost" in line for line in shown(browser, "#events li[data-fault=true]")))
+    until(lambda: any("slot recovered" in line for line in shown(browser, "#events li")))
+    assert "w1" not in shown(browser, "#workers tbody th")
+    assert "alarm" in browser.execute_script("return document.querySelectorAll('#tiles div')[5].className")
+    assert top.has("worker lost")
+    assert live.get("/api/status.json")["runs"][0]["recoveries"] == 2
+    assert complaints(browser) == []
+
+
+def test_a_coordinator_that_goes_away_is_said_to_be_and_found_again(live: Live, browser: Any, top: Top) -> None:
+    step = live.get("/api/status.json")["runs"][0]["boxes"][0]["step"]
+    live.coordinator.stop(signal.SIGKILL)
+    until(lambda: "the coordinator is away for" in shown(browser, "#link")[0])
+    assert shown(browser, "article h2") == ["lm/0"]  # what it said last
+    assert top.has("has not answered for")
+    live.restart_coordinator()
+    until(lambda: shown(browser, "#link") == ["live"])
+    until(lambda: any("coordinator restarted" in line for line in shown(browser, "#events li[data-fault=true]")))
+    until(lambda: live.get("/api/status.json")["runs"][0]["boxes"][0]["step"] > step)
+    assert top.has("coordinator restarted")
+    assert complaints(browser) == []
+
+
+def test_q_ends_top_and_leaves_the_terminal_as_it_was(top: Top) -> None:
+    assert top.press(b"q") == 0
+    assert "\x1b[?25h" in top.said  # the cursor is back
+    assert "\x1b[?1049l" in top.said  # and what the screen had shown before
+    assert termios.tcgetattr(top.terminal) == top.before
+
+
+def test_ctrl_c_ends_top_too(live: Live) -> None:
+    top = Top(live)
+    try:
+        assert top.has("lm/0")
+        top.process.send_signal(signal.SIGINT)
+        assert top.press(b"") == 0
+        assert "Traceback" not in top.said
+    finally:
+        top.close()

@@ -1,0 +1,119 @@
+"""What `penstock top` shows, from plain values: it fits, what matters most is on top, and peers move no cursor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.deploy.screen import LEAST_ROWS, fit, plain, screen
+from penstock.proto.status import as_dict
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+TEXT = "Input-bound: box 7 waits for data 62% of its time, 97% of that for slot 1 on worker w7."
+
+
+def status(boxes: int = 50, slots: int = 8, worker: str = "w") -> dict[str, Any]:
+    """A run in which box 7 waits for its slot 1."""
+    reply = pb.StatusReply(version="0.1.0", uptime_s=90, dashboard="http://127.0.0.1:7071")
+    run = reply.runs.add(
+        run="job/0", attempt=1, num_boxes=boxes, num_workers_per_box=slots, open=True, steps_per_s=12.5
+    )
+    run.bottleneck.CopyFrom(pb.Bottleneck(kind="straggler", input_bound=True, text=TEXT))
+    for number in range(boxes):
+        box = run.boxes.add(box=number, live=True, step=100 + number, steps_per_s=12.5)
+        for slot in range(slots):
+            share = 0.6 if (number, slot) == (7, 1) else 0.0
+            box.slots.add(slot=slot, phase=pb.READY, worker=f"{worker}{number}", queued=4, wait_share=share)
+            box.wait_share += share
+        reply.workers.add(
+            worker=f"{worker}{number}", slots=slots, slots_used=slots, live=True, wait_share=box.wait_share
+        )
+    for number in range(30):
+        reply.events.add(kind="worker joined", text=f"worker {number}", wall_s=number, count=1)
+    reply.events.add(kind="slot lost", fault=True, text="its worker was killed", run="job/0", wall_s=40, count=3)
+    return as_dict(reply, "127.0.0.1:7070")
+
+
+@pytest.mark.parametrize("height", [5, 10, 24, 60, 500])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits_and_the_bottleneck_is_never_cut_away(width: int, height: int) -> None:
+    lines = screen(status(), width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width for _, line in lines)
+    assert "Input-bound: box 7" in "\n".join(line for _, line in lines)
+
+
+def test_the_most_interesting_comes_first() -> None:
+    lines = [line for _, line in screen(status(), 120, 40)]
+    slots = next(number for number, line in enumerate(lines) if line.startswith("slot "))
+    assert "more)" in lines[slots]
+    assert lines[slots + 1].startswith("job/0 7.1")
+    assert "60%" in lines[slots + 1]
+    events = next(number for number, line in enumerate(lines) if line.split()[:2] == ["when", "event"])
+    assert "slot lost x3" in lines[events + 1]
+    boxes = next(number for number, line in enumerate(lines) if line.startswith("box "))
+    assert lines[boxes + 1].startswith("job/0 7")
+    assert slots < events < boxes
+
+
+def test_a_failed_slot_stands_above_those_that_are_waited_for() -> None:
+    found = status(2, 2)
+    error = records_pb2.ErrorDetail(name="InputFnError", message="it raised")
+    found["runs"][0]["boxes"][1]["slots"][1] |= {
+        "phase": "FAILED",
+        "error": {"name": error.name, "message": error.message},
+    }
+    style, row = next((style, line) for style, line in screen(found, 160, 40) if line.startswith("job/0 1.1"))
+    assert style == "red"
+    assert row.endswith("InputFnError: it raised")
+
+
+def test_room_is_dealt_out_by_what_matters() -> None:
+    assert fit([100, 100, 100], 15) == [LEAST_ROWS] * 3
+    assert fit([100, 2, 100], 30) == [3 + 30 - 5 - 4 - 5, 2, 3]
+    assert fit([100, 100], 6) == [4, 0]
+    assert fit([], 10) == []
+
+
+def test_an_old_picture_says_so() -> None:
+    lines = screen(status(), 100, 20, away="the coordinator has not answered for 5 s")
+    assert lines[1] == ("bold red", "the coordinator has not answered for 5 s")
+
+
+def test_nothing_that_a_peer_sent_moves_the_cursor() -> None:
+    found = status(2, 2, worker="\x1b[2J\x1b]0;owned\x07\n")
+    for text in ("\n".join(line for _, line in screen(found, 400, 60)), "\n".join(plain(found, 0.0))):
+        assert "\x1b" not in text
+        assert "\x07" not in text
+    assert all("\n" not in line for _, line in screen(found, 400, 60))
+
+
+def test_lines_hold_a_run_each_and_events_once() -> None:
+    found = status()
+    events = [line for line in plain(found, 39.0) if " fault: " in line or " event: " in line]
+    assert len(events) == 1
+    assert events[0].endswith("fault: slot lost x3: job/0: its worker was killed")
+    (run,) = plain(found, 100.0)
+    assert "job/0  step 100  12.5 steps/s  waits 0%" in run
+    assert run.endswith(TEXT)
+
+
+def test_no_run() -> None:
+    found = as_dict(pb.StatusReply(version="0.1.0"), "127.0.0.1:7070")
+    assert [line for _, line in screen(found, 80, 24)][1] == "No run is open."
+    assert next(iter(plain(found, 0.0))).endswith("no run is open, 0 workers are there")
+
+
+def test_without_a_coordinator_it_is_an_error(shell: Any) -> None:
+    done = shell.call("top", "--once", "--coordinator", "127.0.0.1:1")
+    assert done.returncode == 11
+    assert "cannot be reached" in done.error
+
+
+def test_an_idle_coordinator(coordinator: Any) -> None:
+    done = coordinator.call("top", "--once")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no run is open, 0 workers are there" in done.stdout
+    assert coordinator.call("top", "--once", PENSTOCK_TOKEN="wrong-wrong-wrong").returncode == 12

@@ -1,0 +1,233 @@
+"""The web server against callers of every kind: without a token, from another site, silent, curious, and too late."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from pki import Pair, Pki
+from tests.security.conftest import SECRETS, TOKENS
+
+from penstock.proto import web
+from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError, UnsafeBindError
+from penstock.proto.tls import load_tls
+from penstock.proto.web import Page, WebServer
+
+HTML = "text/html; charset=utf-8"
+
+
+def broken() -> Page:
+    raise ValueError("a bug, with a secret in it")
+
+
+ROUTES = {"/": lambda: Page(HTML, "<p>ready ✓</p>".encode()), "/broken": broken}
+
+
+@contextlib.contextmanager
+def serving(listen: str = "127.0.0.1:0", **given: object) -> Iterator[WebServer]:
+    server = WebServer(listen, ROUTES, tokens=TOKENS, **given)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[WebServer]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def beyond() -> Iterator[WebServer]:
+    """One that other machines can reach."""
+    with serving("0.0.0.0:0", insecure=True) as server:
+        yield server
+
+
+Reply = tuple[http.client.HTTPResponse, bytes]
+
+
+def ask(server: WebServer, path: str = "/", method: str = "GET", **headers: str) -> Reply:
+    port = int(server.address.rpartition(":")[2])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, headers=headers)
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    return reply, body
+
+
+def test_a_page_comes_with_what_keeps_scripts_of_others_out(local: WebServer) -> None:
+    reply, body = ask(local, "/?anything=1")
+    assert (reply.status, body.decode()) == (200, "<p>ready ✓</p>")
+    assert reply.headers["Content-Type"] == HTML
+    assert int(reply.headers["Content-Length"]) == len(body)
+    policy = reply.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline" not in policy
+    assert (reply.headers["X-Content-Type-Options"], reply.headers["Cache-Control"]) == ("nosniff", "no-store")
+    assert "Python" not in reply.headers["Server"]
+
+
+def test_head_is_the_page_without_its_body(local: WebServer) -> None:
+    reply, body = ask(local, method="HEAD")
+    assert (reply.status, body) == (200, b"")
+    assert reply.headers["Content-Length"] == "16"
+
+
+def test_what_is_not_there_and_what_is_not_done(local: WebServer) -> None:
+    assert ask(local, "/nothing")[0].status == 404
+    assert ask(local, "/../../etc/passwd")[0].status == 404
+    assert ask(local, "/%2e%2e/etc/passwd")[0].status == 404
+    assert ask(local, method="POST")[0].status == 501
+
+
+def test_a_page_that_cannot_be_made_says_so_and_shows_nothing_of_why(
+    local: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "penstock.web"):
+        reply, body = ask(local, "/broken")
+    assert (reply.status, body) == (500, b"500 Internal Server Error\n")
+    assert "the page /broken cannot be made" in caplog.text
+    assert ask(local)[0].status == 200
+
+
+@pytest.mark.parametrize("host", ["localhost:7071", "127.0.0.1", "127.9.9.9:1", "[::1]:7071"])
+def test_this_machine_by_its_own_names(local: WebServer, host: str) -> None:
+    assert ask(local, Host=host)[0].status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7071", "127.0.0.1.evil.example", "10.0.0.1", "", "["])
+def test_a_site_that_points_its_name_at_this_machine_is_refused(local: WebServer, host: str) -> None:
+    """DNS rebinding: the browser asks us, and says the site's name."""
+    assert ask(local, Host=host)[0].status == 403
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+
+def test_beyond_this_machine_an_admin_shows_its_token(beyond: WebServer) -> None:
+    for shown in (f"Bearer {SECRETS['admin']}", basic(SECRETS["admin"])):
+        assert ask(beyond, Host="node7:7071", Authorization=shown)[0].status == 200
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        *("", f"Bearer {SECRETS['client']}", f"Bearer {SECRETS['worker']}", basic(SECRETS["client"]), basic("")),
+        *("Bearer", "Basic %%%", "Basic /w==", "Digest x", SECRETS["admin"], "Bearer \xff"),
+    ],
+)
+def test_others_are_refused_and_a_browser_is_told_to_ask(beyond: WebServer, shown: str) -> None:
+    reply, body = ask(beyond, Authorization=shown)
+    assert (reply.status, body) == (401, b"401 Unauthorized\n")
+    assert reply.headers["WWW-Authenticate"].startswith("Basic realm=")
+    assert ask(beyond, "/nothing")[0].status == 401  # who may not look learns no names of pages
+
+
+def test_beyond_this_machine_tls_or_the_word(pki: Pki, pair: Pair) -> None:
+    with pytest.raises(UnsafeBindError, match="can be reached from other machines"):
+        WebServer("0.0.0.0:0", ROUTES, tokens=TOKENS)
+    with serving("0.0.0.0:0", tls=load_tls("", pair.cert, pair.key)) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=pki.ca)
+        context.check_hostname = False
+        port = int(server.address.rpartition(":")[2])
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+        connection.request("GET", "/", headers={"Authorization": basic(SECRETS["admin"])})
+        assert connection.getresponse().status == 200
+        connection.close()
+        with pytest.raises((http.client.HTTPException, OSError)):
+            ask(server)  # plain HTTP
+        connection.request("GET", "/")  # and it still serves
+        assert connection.getresponse().status == 401
+        connection.close()
+
+
+def test_an_address_that_cannot_be() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(PortTakenError, match=f"{taken} is in use by another process"):
+            WebServer(taken, ROUTES)
+    wrong: list[tuple[str, type[PenstockError]]] = [
+        ("unix-abstract:x", InvalidArgumentError),
+        ("127.0.0.1", InvalidArgumentError),
+        ("127.0.0.1:99999", InvalidArgumentError),
+    ]
+    for listen, error in wrong:
+        with pytest.raises(error):
+            WebServer(listen, ROUTES)
+
+
+def test_callers_that_say_nothing_keep_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "REQUEST_S", 0.3)
+    with serving() as server:
+        host, _, port = server.address.rpartition(":")
+        before = threading.active_count()
+        silent = [socket.create_connection((host, int(port))) for _ in range(10)]
+        try:
+            for sock in silent[:5]:
+                sock.sendall(b"GET / HTTP/1.0\r\nHost: localh")  # and the rest never comes
+            assert ask(server)[0].status == 200
+            for sock in silent:
+                sock.settimeout(10)
+                assert sock.recv(1) == b""
+            until = time.monotonic() + 10
+            while threading.active_count() > before:
+                assert time.monotonic() < until, "their threads are still there"
+                time.sleep(0.01)
+        finally:
+            for sock in silent:
+                sock.close()
+
+
+def test_callers_that_say_a_letter_now_and_then_keep_no_thread_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "REQUEST_S", 0.5)
+    with serving() as server:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as slow:
+            begun = time.monotonic()
+            slow.settimeout(0.05)
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() - begun < 20:
+                    slow.sendall(b"G")
+                    with contextlib.suppress(TimeoutError):
+                        if slow.recv(1) == b"":
+                            break
+            assert time.monotonic() - begun < 10
+
+
+def test_more_callers_than_there_is_room_for_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "AT_ONCE", 4)
+    with serving() as server, contextlib.ExitStack() as silent:
+        host, _, port = server.address.rpartition(":")
+        for _ in range(4):
+            silent.enter_context(socket.create_connection((host, int(port))))
+        with pytest.raises((http.client.HTTPException, OSError)):
+            ask(server)
+        silent.close()
+        until = time.monotonic() + 10
+        while True:
+            try:
+                assert ask(server)[0].status == 200
+                return
+            except (http.client.HTTPException, OSError):
+                assert time.monotonic() < until, "nobody is let in any more"
+
+
+def test_closing_frees_the_port_at_once() -> None:
+    with serving() as server:
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    with serving(server.address) as again:
+        assert ask(again)[0].status == 200
