@@ -183,6 +183,14 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.fixture(scope="module")
+def module_shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """One for all tests of a module."""
+    shell = Shell(tmp_path_factory.mktemp("shell"))
+    yield shell
+    shell.close()
+
+
+@pytest.fixture(scope="module")
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A shell with a coordinator that all tests of a module share, in PENSTOCK_COORDINATOR."""
     shell = Shell(tmp_path_factory.mktemp("coordinator"))

@@ -13,9 +13,11 @@ import typer
 from penstock.deploy.commands.base import CONTEXT, EPILOG
 from penstock.deploy.commands.coordinator import coordinator
 from penstock.deploy.commands.doctor import doctor
+from penstock.deploy.commands.down import down
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.state import state
 from penstock.deploy.commands.status import status
+from penstock.deploy.commands.up import up
 from penstock.deploy.commands.worker import worker
 from penstock.deploy.exits import guarded
 
@@ -50,6 +52,8 @@ def _penstock(
 # Daemons, then what looks at them, then what works on a loader.
 app.command(epilog=EPILOG)(guarded(coordinator))
 app.add_typer(worker, name="worker")
+app.command(epilog=EPILOG)(guarded(up))
+app.command(epilog=EPILOG)(guarded(down))
 app.command(epilog=EPILOG)(guarded(status))
 app.add_typer(state, name="state")
 app.command(epilog=EPILOG)(guarded(replay))

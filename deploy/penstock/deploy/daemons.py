@@ -40,8 +40,10 @@ def run_coordinator(
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
+    lifeline_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. `flags`, `tls_flags`: what was given
+    on the command line, None for the rest."""
     from penstock.appliance.limits import MEMORY_BUDGET, Limits
     from penstock.appliance.server import serve
 
@@ -69,6 +71,7 @@ def run_coordinator(
             tokens,
             tls=tls,
             insecure=settings.insecure,
+            lifeline_pid=lifeline_pid,
             ready=ready,
             limits=limits,
         )
@@ -83,8 +86,10 @@ def run_worker(
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
+    lifeline_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. `flags`, `tls_flags`: what was given
+    on the command line, None for the rest."""
     from penstock.worker.daemon import Settings, serve
 
     _start_log(debug)
@@ -117,6 +122,7 @@ def run_worker(
                 allow=settings.prefixes,
                 listen=settings.listen,
                 name=settings.name,
+                lifeline_pid=lifeline_pid,
                 runner_memory=bytes_of(settings.runner_memory),
                 tls=tls,
                 insecure=settings.insecure,

@@ -9,6 +9,7 @@ from penstock.deploy.options import (
     CoordinatorListen,
     Debug,
     Lease,
+    LifelinePid,
     ReadyFile,
     StateDir,
     TlsCa,
@@ -31,6 +32,7 @@ def coordinator(
     lease: Lease = None,
     client_lease: ClientLease = None,
     ready_file: ReadyFile = None,
+    lifeline_pid: LifelinePid = None,
     debug: Debug = False,
 ) -> None:
     """Run the coordinator: it hands out the work and keeps the books.
@@ -48,4 +50,4 @@ def coordinator(
         "lease": lease,
         "client_lease": client_lease,
     }
-    run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), token_file, ready_file, debug)
+    run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), token_file, ready_file, debug, lifeline_pid)

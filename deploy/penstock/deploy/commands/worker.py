@@ -10,6 +10,7 @@ from penstock.deploy.options import (
     Allow,
     Coordinator,
     Debug,
+    LifelinePid,
     Name,
     ReadyFile,
     RunnerMemory,
@@ -44,6 +45,7 @@ def _worker(
     tls_name: TlsName = None,
     insecure: WorkerInsecure = None,
     ready_file: ReadyFile = None,
+    lifeline_pid: LifelinePid = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
@@ -64,4 +66,4 @@ def _worker(
         "insecure": insecure,
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
-    guarded(run_worker)(coordinator, flags, tls, token_file, ready_file, debug)
+    guarded(run_worker)(coordinator, flags, tls, token_file, ready_file, debug, lifeline_pid)
