@@ -12,6 +12,7 @@ import typer
 
 from penstock.deploy.commands.base import CONTEXT, EPILOG
 from penstock.deploy.commands.coordinator import coordinator
+from penstock.deploy.commands.demo import demo
 from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.down import down
 from penstock.deploy.commands.replay import replay
@@ -54,6 +55,7 @@ app.command(epilog=EPILOG)(guarded(coordinator))
 app.add_typer(worker, name="worker")
 app.command(epilog=EPILOG)(guarded(up))
 app.command(epilog=EPILOG)(guarded(down))
+app.command(epilog=EPILOG)(guarded(demo))
 app.command(epilog=EPILOG)(guarded(status))
 app.add_typer(state, name="state")
 app.command(epilog=EPILOG)(guarded(replay))

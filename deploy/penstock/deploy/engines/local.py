@@ -30,8 +30,11 @@ POLL_S = 0.05
 class LocalEngine:
     """`up` starts a supervisor that outlives this process. The foreground is penstock.deploy.engines.supervisor."""
 
-    def up(self, plan: Plan, folder: Path) -> Fleet:
-        """Start it, or tell the one that is up to have another number of workers. CommandError, DeadlineError."""
+    def up(self, plan: Plan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
+        """Start it, or tell the one that is up to have another number of workers. CommandError, DeadlineError.
+
+        ends_with_us: it does not outlive this process after all, however that ends.
+        """
         where = Folder(folder)
         if where.supervised:
             return _adjust(plan, where)
@@ -43,6 +46,7 @@ class LocalEngine:
                 [
                     *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
                     *(str(where.path), "--ready-fd", str(write)),
+                    *(["--lifeline-pid", str(os.getpid())] if ends_with_us else []),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

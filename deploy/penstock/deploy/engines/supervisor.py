@@ -41,8 +41,9 @@ LEFTOVERS_S = 30.0
 """For daemons of a supervisor that was killed, which are on their way out."""
 
 
-def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None]) -> None:
-    """Run the fleet until it is told to end. `ready`: called once, when coordinator and workers are.
+def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None], *, lifeline_pid: int | None = None) -> None:
+    """Run the fleet until it is told to end, or the process `lifeline_pid` is gone. `ready`: called once, when
+    coordinator and workers are.
 
     Raises CommandError when it does not get ready, when the coordinator is given up, or when no worker is left.
     """
@@ -52,7 +53,7 @@ def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None]) -> Non
     try:
         _end_leftovers(folder)
         try:
-            asyncio.run(_Supervisor(plan, folder, ready).run())
+            asyncio.run(_Supervisor(plan, folder, ready).run(lifeline_pid))
         finally:
             folder.forget()
     finally:
@@ -105,9 +106,14 @@ class _Supervisor:
             changed=self._record,
         )
 
-    async def run(self) -> None:
+    async def run(self, lifeline_pid: int | None) -> None:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
+        if lifeline_pid is not None:
+            try:
+                loop.add_reader(os.pidfd_open(lifeline_pid), stop.set)
+            except ProcessLookupError:
+                return
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(signal.SIGUSR1, self._tell.set)
@@ -258,6 +264,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--lifeline-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     folder, said = Folder(options.folder), False
@@ -275,7 +282,7 @@ def main() -> int:
         plan = folder.plan()
         if plan is None:
             raise CommandError(f"there is no plan in {folder.path}", USAGE)
-        supervise(plan, folder, lambda fleet: say({"fleet": asdict(fleet)}))
+        supervise(plan, folder, lambda fleet: say({"fleet": asdict(fleet)}), lifeline_pid=options.lifeline_pid)
     except (CommandError, PenstockError) as error:
         code = error.code if isinstance(error, CommandError) else exit_code(error)
         _log.error("%s", error)
