@@ -25,4 +25,4 @@ def test_the_demo_shows_equal_streams_and_leaves_nothing(shell: Any, tmp_path: P
     assert found["digest"] == found["digest_resumed"]
     assert found["recoveries"] >= 1
     assert found["killed"]["worker"].startswith("demo-")
-    assert os.listdir(place) == []
+    assert [path.name for path in place.rglob("*")] in ([], [f"penstock-{os.getuid()}"])  # where runners have a place

@@ -171,12 +171,17 @@ class Folder:
             return named.expanduser().absolute()
         text = os.environ.get("PENSTOCK_TOKEN")
         if text:
-            fd = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "w") as out:
-                out.write(text + "\n")
+            self.save_token(text)
         else:
             make_token(self.token)
         return self.token
+
+    def save_token(self, text: str) -> None:
+        """Into our own file, which only we can read."""
+        self.token.unlink(missing_ok=True)
+        fd = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as out:
+            out.write(text.strip() + "\n")
 
 
 def _from_environment() -> Path | None:

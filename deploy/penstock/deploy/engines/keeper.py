@@ -26,7 +26,7 @@ from pathlib import Path
 from penstock.deploy.exits import BUG, CommandError
 from penstock.proto.logs import printable
 
-__all__ = ["Keeper", "last_words"]
+__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "Keeper", "last_words"]
 
 _log = logging.getLogger("penstock.deploy.engines")
 
@@ -36,6 +36,9 @@ QUICK_DEATHS = 5
 """In a row, before a daemon is given up. With the pauses below that is 8 s of trying."""
 STEADY_S = 30.0
 """A daemon that lived so long starts counting anew."""
+WORKER_GRACE_S = 20.0
+"""For a worker to end after SIGTERM: it hands its slots on, and its runners end."""
+COORDINATOR_GRACE_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 WORDS = 5
 """Lines of a log that an error shows."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from penstock.deploy.engines.base import Fleet, Plan, worker_name
 from penstock.deploy.engines.folder import Folder, Identity
-from penstock.deploy.engines.keeper import Keeper
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
 from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError, exit_code
 from penstock.proto.errors import DeadlineError, PenstockError
 
@@ -34,9 +34,6 @@ __all__ = ["supervise"]
 
 _log = logging.getLogger("penstock.deploy.engines")
 
-WORKER_GRACE_S = 20.0
-"""Seconds for a worker to end after SIGTERM: it hands its slots on, and its runners end."""
-COORDINATOR_GRACE_S = 10.0
 LEFTOVERS_S = 30.0
 """For daemons of a supervisor that was killed, which are on their way out."""
 
