@@ -162,7 +162,7 @@ def _fleet() -> Iterator[Fleet]:
             slots=3,
             allow=INPUT,
             listen="127.0.0.1:0",
-            token_file=str(folder.token_file(None)),
+            token_file=str(folder.token_file(None, make=True)),
         )
         LocalEngine().up(plan, folder.path, ends_with_us=True)
         try:

@@ -36,7 +36,7 @@ def run_up(
         raise CommandError(f"--render: the engine {settings.engine} has no files to show", USAGE)
     if not render:
         folder.make()
-    plan = plan_of(settings, tls, token_file, folder)
+    plan = plan_of(settings, tls, token_file, folder, make_token=not render)
     if render:
         print(_rendered(plan, folder.path), end="")
         return

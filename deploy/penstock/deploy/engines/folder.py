@@ -164,15 +164,18 @@ class Folder:
     def address(self, value: str) -> None:
         write_whole(self._address, value.encode() + b"\n")
 
-    def token_file(self, given: Path | None) -> Path:
-        """The file with the fleet's token: the one that was given, else ours, with PENSTOCK_TOKEN or a fresh one."""
+    def token_file(self, given: Path | None, *, make: bool) -> Path:
+        """The file with the fleet's token: the one that was given, else ours, with PENSTOCK_TOKEN or a fresh one.
+
+        make: write ours; else it is only said where it will be.
+        """
         named = given or (None if os.environ.get("PENSTOCK_TOKEN") else _from_environment())
         if named is not None:
             return named.expanduser().absolute()
         text = os.environ.get("PENSTOCK_TOKEN")
-        if text:
+        if make and text:
             self.save_token(text)
-        else:
+        elif make:
             make_token(self.token)
         return self.token
 

@@ -1,7 +1,7 @@
 """Kubernetes: a coordinator with a volume and a Deployment of workers, handed to kubectl.
 
-What is rendered is the least that runs safely: one coordinator, TLS from a Secret, no root, no way to write but where it
-must. The repository's deploy/kubernetes has more: autoscalers, job-scoped fleets. The manifests are JSON, which
+What is rendered is the least that runs safely: one coordinator, TLS from a Secret, no root, nothing writable but what
+must be. The repository's deploy/kubernetes has more: autoscalers, job-scoped fleets. The manifests are JSON, which
 kubectl takes as well as YAML, so that nothing is needed to write them.
 """
 
@@ -50,8 +50,8 @@ def _check(plan: Plan) -> None:
         raise CommandError("--image is missing: the image that has Penstock and your code in it", USAGE)
     if not plan.options["tls_secret"] and not plan.insecure:
         raise UnsafeBindError(
-            "pods talk to each other over the network: give --tls-secret, a Secret with ca.crt, tls.crt and tls.key for "
-            "the name penstock, or say --insecure on a network that you trust"
+            "pods talk to each other over the network: give --tls-secret, a Secret with ca.crt, tls.crt and tls.key "
+            "for the name penstock, or say --insecure on a network that you trust"
         )
 
 

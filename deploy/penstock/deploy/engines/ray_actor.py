@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,22 @@ class DaemonActor:
         )
         self._is_worker = bool(name)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._keep, name="penstock-keeper", daemon=True).start()
+        threading.Thread(target=self._run_loop, name="penstock-keeper", daemon=True).start()
 
-    def _keep(self) -> None:
+    def _run_loop(self) -> None:
+        keeping = self._loop.create_task(self._keep())
+        self._loop.run_forever()  # to the end of this process: `stop` runs here too
+        keeping.cancel()
+
+    async def _keep(self) -> None:
         try:
-            self._loop.run_until_complete(self._keeper.run())
+            await self._keeper.run()
         except CommandError as error:
             self._error = error
             self._over.set()
             # Whoever starts the fleet reads the error and ends us. Else this node is no good for the daemon, now or
             # any more: Ray starts us again, perhaps elsewhere, after a pause.
-            time.sleep(LONGEST_PAUSE_S)
-            os._exit(1)
+            self._loop.call_later(LONGEST_PAUSE_S, os._exit, 1)
 
     def _changed(self) -> None:
         if self._keeper.state == "ready":
@@ -111,7 +114,7 @@ class DaemonActor:
 
     def stop(self) -> None:
         """End the daemon, and wait for it."""
-        if self._error is None and not self._loop.is_closed():
+        if self._error is None:
             asyncio.run_coroutine_threadsafe(self._keeper.stop(self._grace_s), self._loop).result()
 
 

@@ -96,7 +96,9 @@ class UpSettings(Section):
     tls_secret: str = Field("", description="Kubernetes: Secret with tls.crt, tls.key and ca.crt, for all daemons.")
 
 
-def plan_of(settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: Folder) -> Plan:
+def plan_of(
+    settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: Folder, *, make_token: bool
+) -> Plan:
     """The plan of what was asked for, checked as the daemons will check it."""
     if not settings.allow:
         raise InvalidArgumentError(
@@ -118,7 +120,7 @@ def plan_of(settings: UpSettings, tls: TlsSettings, token_file: Path | None, fol
         slots=slots,
         allow=checked.allow,
         listen=settings.listen,
-        token_file=str(folder.token_file(token_file)),
+        token_file=str(folder.token_file(token_file, make=make_token)),
         runner_memory=settings.runner_memory,
         insecure=settings.insecure,
         tls={

@@ -108,8 +108,8 @@ class SlurmEngine:
                 raise PenstockError(f"job {job} has ended: {last_words(where.logs / f'slurm-{job}.log')}")
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"job {job} is {state}, not up, after {plan.timeout_s:g} s; it stays queued: the same command waits on, "
-                    "`penstock down` cancels it"
+                    f"job {job} is {state}, not up, after {plan.timeout_s:g} s; it stays queued: the same command "
+                    "waits on, `penstock down` cancels it"
                 )
             time.sleep(POLL_S)
 

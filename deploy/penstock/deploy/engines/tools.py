@@ -24,7 +24,7 @@ def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADL
     except FileNotFoundError:
         raise CommandError(f"{command[0]} is not installed here: run this where {command[0]} works", USAGE) from None
     except subprocess.TimeoutExpired:
-        raise DeadlineError(f"{' '.join(command[:3])} did not answer within {deadline_s:g} s") from None
+        raise DeadlineError(f"{' '.join(command[:5])} did not answer within {deadline_s:g} s") from None
     if done.returncode:
-        raise PenstockError(f"{' '.join(command[:3])} failed with status {done.returncode}: {done.stderr.strip()}")
+        raise PenstockError(f"{' '.join(command[:5])} failed with status {done.returncode}: {done.stderr.strip()}")
     return done.stdout
