@@ -49,19 +49,10 @@ class DaemonActor:
         """Ready, or given up."""
         if token:
             self._folder.save_token(token)
-        if name:
-            command = self._plan.worker_command(name, coordinator, f"{_bracketed(self._host)}:0")
-            self._grace_s = WORKER_GRACE_S
-        else:
-            # The port may have been ours to choose: peers know the one that it was.
-            port = self._plan.listen.rpartition(":")[2]
-            listen = self._folder.address if port == "0" else ""
-            listen = listen or f"{_bracketed(self._host)}:{port}"
-            command = self._plan.coordinator_command(str(self._folder.state_dir), listen)
-            self._grace_s = COORDINATOR_GRACE_S
+        self._grace_s = WORKER_GRACE_S if name else COORDINATOR_GRACE_S
         self._keeper = Keeper(
             f"worker {name}" if name else "coordinator",
-            lambda line: command,
+            lambda line: self._command(name, coordinator),
             self._folder.logs / f"{name or 'coordinator'}.log",
             come_back=not name,
             changed=self._changed,
@@ -69,6 +60,15 @@ class DaemonActor:
         self._is_worker = bool(name)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run_loop, name="penstock-keeper", daemon=True).start()
+
+    def _command(self, name: str, coordinator: str) -> list[str]:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        if name:
+            return self._plan.worker_command(name, coordinator, f"{host}:0")
+        # The port may have been ours to choose: peers know the one that it was, from then on.
+        port = self._plan.listen.rpartition(":")[2]
+        before = self._folder.address if port == "0" else ""
+        return self._plan.coordinator_command(str(self._folder.state_dir), before or f"{host}:{port}")
 
     def _run_loop(self) -> None:
         keeping = self._loop.create_task(self._keep())
@@ -116,7 +116,3 @@ class DaemonActor:
         """End the daemon, and wait for it."""
         if self._error is None:
             asyncio.run_coroutine_threadsafe(self._keeper.stop(self._grace_s), self._loop).result()
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
