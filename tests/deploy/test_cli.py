@@ -17,7 +17,7 @@ from penstock.deploy.exits import CODES, CommandError, exit_code, guarded
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
-COMMANDS = ("coordinator", "worker", "status", "state", "replay", "doctor")
+COMMANDS = ("coordinator", "worker", "up", "down", "demo", "status", "state", "replay", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -60,7 +60,8 @@ def test_version(shell: Any) -> None:
 
 LIGHT = (
     *("cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"),
-    *("replay", "replayed", "archive", "crew", "walk", "convert"),
+    *("replay", "replayed", "archive", "crew", "walk", "convert", "demo"),
+    *(f"engines.{name}" for name in ("command", "supervisor", "local", "ray", "slurm", "kubernetes")),
 )
 
 
@@ -95,6 +96,7 @@ def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
 
 
 def test_the_manual_has_all_settings() -> None:
+    from penstock.deploy.engines.settings import UpSettings
     from penstock.deploy.settings import (
         CoordinatorSettings,
         PeerSettings,
@@ -106,7 +108,7 @@ def test_the_manual_has_all_settings() -> None:
     )
 
     manual = (REPO / "docs" / "cli.md").read_text()
-    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings]
+    sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings, UpSettings]
     for section in sections:
         for field in section.model_fields:
             assert f"`{variable(section, field)}`" in manual
