@@ -219,7 +219,7 @@ def test_the_job_script_runs_daemons_and_ends_them(shell: Any, tmp_path: Path, u
         until(lambda: set(workers()) == {"penstock-1", "penstock-2"})
         before = workers()
         os.kill(_process(job.pid, "penstock-2"), signal.SIGKILL)
-        until(lambda: set(workers()) == set(before) and workers()["penstock-2"] != before["penstock-2"])
+        until(lambda: set(now := workers()) == set(before) and now["penstock-2"] != before["penstock-2"])
         os.killpg(job.pid, signal.SIGTERM)
         assert job.wait(60) == 0, (tmp_path / "log").read_text()
         assert not _session(job.pid)
