@@ -97,7 +97,7 @@ def test_what_is_up_answers_and_its_folder_is_its_owners(fleet: Fleet) -> None:
 
 
 def test_a_second_one_in_the_same_folder_is_refused(fleet: Fleet) -> None:
-    for arguments, says in (((), "is up in"), (("--slots", "2"), "another slots was given")):
+    for arguments, says in (((), "is up in"), (("--slots", "2"), "another --slots was given")):
         done = fleet.shell.call(*UP, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert says in done.error

@@ -89,7 +89,7 @@ def fleet(module_shell: Any) -> Iterator[RayFleet]:
         module_shell.environment |= QUIET
         # The head has room too, but is none of the nodes with boxes.
         head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster: Any = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(2):
                 cluster.add_node(wait=False, **OURS)
@@ -104,8 +104,11 @@ def fleet(module_shell: Any) -> Iterator[RayFleet]:
 def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
     fleet: RayFleet, until: Callable[[Callable[[], bool]], None]
 ) -> None:
-    done = fleet.up("--workers", "2")
+    done = fleet.up("--workers", "2", "--send-token")
     assert done.returncode == 0, done.stderr
+    assert f"PENSTOCK_TOKEN_FILE={fleet.folder.token}\n" in done.stdout
+    on_node = fleet.shell.folder / "node" / "penstock" / "token"
+    assert (on_node.read_text(), on_node.stat().st_mode & 0o777) == (fleet.folder.token.read_text(), 0o600)
     daemons, lanes = fleet.daemons(), fleet.lanes()
     near = {node.node_id: node for node in fleet.cluster.worker_nodes}
     assert {daemons[name]["node"] for name in ("penstock-1", "penstock-2")} == set(near)
@@ -134,6 +137,9 @@ def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
     until(lambda: (now := fleet.status()) != {} and now["coordinator"]["uptime_s"] < time.monotonic() - killed)
     until(lambda: set(fleet.lanes()) == set(lanes))
     assert fleet.job("after").finish(110) == undisturbed
+    done = fleet.up("--workers", "2")
+    assert done.returncode == 2
+    assert "another --send-token was given" in done.error
 
     done = fleet.run("down", "--dir", "fleet")
     assert done.returncode == 0, done.stderr

@@ -43,12 +43,16 @@ class Plan:
     """Until all of it is ready."""
 
     def differences(self, other: Plan) -> list[str]:
-        """Names of what is not the same."""
-        return [
-            part.name
-            for part in fields(self)
-            if part.name != "timeout_s" and getattr(self, part.name) != getattr(other, part.name)
-        ]
+        """Flags of what is not the same."""
+
+        def flat(plan: Plan) -> dict[str, Any]:
+            own = {part.name: getattr(plan, part.name) for part in fields(plan)}
+            del own["timeout_s"], own["tls"], own["options"]
+            return {**own, **plan.tls, **plan.options}
+
+        mine, theirs = flat(self), flat(other)
+        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        return [f"--{name.replace('_', '-')}" for name in names]
 
     def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
         """Arguments of `penstock`."""

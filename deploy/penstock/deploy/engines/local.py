@@ -94,7 +94,7 @@ def _adjust(plan: Plan, where: Folder) -> Fleet:
     current, fleet = where.plan(), where.fleet()
     if current is None or fleet is None or not fleet.about["ready"]:
         raise CommandError(f"a fleet is being started in {where.path} by another `penstock up`", USAGE)
-    others = [name for name in current.differences(plan) if name != "workers"]
+    others = [name for name in current.differences(plan) if name != "--workers"]
     if others or current.workers == plan.workers:
         what = f" (another {', '.join(others)} was given)" if others else ""
         raise CommandError(

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.engines.base import Fleet, Plan, worker_name
+from penstock.deploy.engines.folder import Folder
 from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
 from penstock.deploy.exits import USAGE, CommandError
 from penstock.proto.addresses import refuse_unsafe
-from penstock.proto.errors import DeadlineError, PenstockError
+from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
 
 __all__ = ["NAMESPACE", "RayEngine", "worker_options"]
 
@@ -72,7 +73,9 @@ class RayEngine:
         """
         with _connected(str(plan.options["ray_address"])) as ray:
             there = _there(ray, plan.name)
-            token = Path(plan.token_file).read_text() if plan.options["send_token"] else ""
+            where, asked = Folder(folder), plan
+            _refuse_another_plan(there, where, plan)
+            token = _token(plan)
             if token:
                 plan = _with_token_on_nodes(plan)
             started: dict[str, Any] = dict(there)
@@ -93,12 +96,13 @@ class RayEngine:
                 _stop(ray, {name: actor for name, actor in started.items() if name not in there}, GIVE_UP_S)
                 raise
             _stop(ray, {name: actor for name, actor in started.items() if name not in about})
+            where.save_plan(asked)
             return Fleet(
                 engine="ray",
                 name=plan.name,
                 folder=str(folder),
                 coordinator=address,
-                token_file=plan.token_file,
+                token_file=asked.token_file,
                 tls=plan.tls,
                 about={
                     "ray_address": _cluster(ray, plan),
@@ -180,6 +184,30 @@ def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, 
     raise CommandError(
         f"the Ray cluster has {what} for the coordinator; --coordinator-node takes one of {known}", USAGE
     )
+
+
+def _refuse_another_plan(there: Mapping[str, Any], where: Folder, plan: Plan) -> None:
+    """What is up may be given another number of workers, and nothing else: those that are there would not follow."""
+    if not there:
+        return
+    before = where.plan()
+    others = [name for name in before.differences(plan) if name != "--workers"] if before is not None else ["--dir"]
+    if others:
+        raise CommandError(
+            f"a fleet {plan.name} is up on this Ray cluster already, and another {', '.join(others)} was given: "
+            "`penstock down` ends it",
+            USAGE,
+        )
+
+
+def _token(plan: Plan) -> str:
+    """The text to send, if that was asked for."""
+    if not plan.options["send_token"]:
+        return ""
+    try:
+        return Path(plan.token_file).read_text()
+    except OSError as error:
+        raise AuthenticationError(f"the token file {plan.token_file} cannot be read: {error.strerror}") from None
 
 
 def _with_token_on_nodes(plan: Plan) -> Plan:

@@ -38,12 +38,12 @@ class DaemonActor:
     """
 
     def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
-        import ray.util
+        import ray
 
         self._plan = Plan(**plan)
         self._folder = Folder(node_folder(self._plan))
         self._folder.make()
-        self._host = ray.util.get_node_ip_address()
+        self._host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray is partly typed
         self._error: CommandError | None = None
         self._over = threading.Event()
         """Ready, or given up."""

@@ -144,14 +144,14 @@ class _Supervisor:
         self._announce(self._fleet())
         while True:
             told = asyncio.ensure_future(self._tell.wait())
-            done, _ = await asyncio.wait([told, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([told, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
             told.cancel()
             if self._tell.is_set():
                 self._tell.clear()
                 self._plan = self._folder.plan() or self._plan
                 _log.info("told to keep %d workers", self._plan.workers)
                 self._adjust()
-            for task in done - {told}:
+            for task in [task for task in self._tasks if task.done()]:
                 self._ended(task)
 
     async def _start_coordinator(self) -> None:
