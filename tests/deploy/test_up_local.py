@@ -102,8 +102,13 @@ def test_a_second_one_in_the_same_folder_is_refused(fleet: Fleet) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert says in done.error
         assert "penstock down" in done.error
-    done = fleet.shell.call(*(part for part in UP if part != "--detach"))
-    assert done.returncode == 2
+    plan, token = fleet.folder.plan(), fleet.folder.token.read_text()
+    foreground = [part for part in UP if part != "--detach"]
+    for environment, says in (({}, "is up in"), ({"PENSTOCK_TOKEN": "of-another-fleet"}, "with another token")):
+        done = fleet.shell.call(*foreground, "--slots", "2", **environment)
+        assert done.returncode == 2
+        assert says in done.error
+    assert (fleet.folder.plan(), fleet.folder.token.read_text()) == (plan, token)  # and nothing of it has changed
 
 
 def test_a_killed_worker_and_a_killed_coordinator_come_back_under_their_names(fleet: Fleet, until: Until) -> None:

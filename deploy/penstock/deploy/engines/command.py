@@ -58,7 +58,6 @@ def run_up(
         return
     from penstock.deploy.engines.supervisor import supervise
 
-    folder.save_plan(plan)
     supervise(plan, folder, lambda fleet: _say(fleet, as_json))
 
 

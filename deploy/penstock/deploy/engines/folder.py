@@ -180,8 +180,15 @@ class Folder:
         return self.token
 
     def save_token(self, text: str) -> None:
-        """Into our own file, which only we can read."""
-        self.token.unlink(missing_ok=True)
+        """Into our own file, which only we can read. CommandError: a fleet that is up has another one."""
+        if self.token.exists():
+            if self.token.read_text().split() == text.split():
+                return
+            if self.fleet() is not None:
+                raise CommandError(
+                    f"a fleet is up in {self.path} already, with another token: `penstock down` ends it", USAGE
+                )
+            self.token.unlink()
         fd = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as out:
             out.write(text.strip() + "\n")

@@ -48,6 +48,7 @@ def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None], *, lif
     if lock is None:
         raise CommandError(f"a fleet is up in {folder.path} already: `penstock down` ends it", USAGE)
     try:
+        folder.save_plan(plan)
         _end_leftovers(folder)
         try:
             asyncio.run(_Supervisor(plan, folder, ready).run(lifeline_pid))
