@@ -79,6 +79,12 @@ for module in {modules}:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_command_line_does_not_import_grpc() -> None:
+    """It is told to be quiet before that, by the command; and help is quicker."""
+    code = "import penstock.deploy.cli, sys; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_every_error_has_one_exit_code() -> None:
     named = [name for code in CODES for name in code.errors]
     assert sorted(named) == sorted(CATALOGUE)

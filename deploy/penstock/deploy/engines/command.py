@@ -10,7 +10,8 @@ from typing import Any
 
 from penstock.deploy.engines.base import Fleet, Plan, engine, exports
 from penstock.deploy.engines.folder import Folder, default_folder
-from penstock.deploy.engines.settings import UpSettings, plan_of
+from penstock.deploy.engines.planning import plan_of
+from penstock.deploy.engines.settings import UpSettings
 from penstock.deploy.exits import USAGE, CommandError
 from penstock.deploy.settings import TlsSettings, resolve
 from penstock.proto.addresses import refuse_unsafe

@@ -1,38 +1,17 @@
-"""What `penstock up` was given: flags over PENSTOCK_UP_* over defaults; and the plan that it makes."""
+"""What `penstock up` was given: flags over PENSTOCK_UP_* over defaults. Light, for every command imports it."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
-from penstock.deploy.engines.base import Plan
-from penstock.deploy.engines.folder import Folder
-from penstock.deploy.settings import (
-    DEFAULT_COORDINATOR,
-    Section,
-    TlsSettings,
-    WorkerSettings,
-    flag,
-    lane_address,
-    memory_size,
-    resolve,
-    variable,
-)
-from penstock.proto.errors import InvalidArgumentError
+from penstock.deploy.settings import DEFAULT_COORDINATOR, Section, lane_address, memory_size
 
-__all__ = ["ENGINES", "UpSettings", "plan_of"]
+__all__ = ["ENGINES", "UpSettings"]
 
 ENGINES = ("local", "ray", "slurm", "kubernetes")
-_OWN = {
-    "ray": ("ray_address", "near", "coordinator_node", "state_dir", "send_token"),
-    "slurm": ("state_dir", "sbatch"),
-    "kubernetes": ("namespace", "image", "storage", "tls_secret"),
-}
-"""Engine -> the settings that it alone knows."""
 
 
 class UpSettings(Section):
@@ -94,40 +73,3 @@ class UpSettings(Section):
     image: str = Field("", description="Kubernetes: the image with Penstock and your code.")
     storage: str = Field("1Gi", description="Kubernetes: size of the coordinator's volume.")
     tls_secret: str = Field("", description="Kubernetes: Secret with tls.crt, tls.key and ca.crt, for all daemons.")
-
-
-def plan_of(
-    settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: Folder, *, make_token: bool
-) -> Plan:
-    """The plan of what was asked for, checked as the daemons will check it."""
-    if not settings.allow:
-        raise InvalidArgumentError(
-            f"{flag('allow')} is missing (or the variable {variable(UpSettings, 'allow')}): module prefixes of your "
-            "input_fn, such as mypackage; '*' for any"
-        )
-    mine = _OWN.get(settings.engine, ())
-    for engine, names in _OWN.items():
-        for name in names:
-            if name in settings.model_fields_set and name not in mine and engine != settings.engine:
-                raise InvalidArgumentError(f"{flag(name)} means nothing to the engine {settings.engine}")
-    cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
-    slots = settings.slots or (cores if settings.engine == "local" else 8)
-    checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)
-    return Plan(
-        engine=settings.engine,
-        name=settings.name,
-        workers=settings.workers,
-        slots=slots,
-        allow=checked.allow,
-        listen=settings.listen,
-        token_file=str(folder.token_file(token_file, make=make_token)),
-        runner_memory=settings.runner_memory,
-        insecure=settings.insecure,
-        tls={
-            name: value if name == "tls_name" else str(Path(value).expanduser().absolute())
-            for name in TlsSettings.model_fields
-            if (value := getattr(tls, name))
-        },
-        options={name: getattr(settings, name) for name in mine},
-        timeout_s=settings.timeout,
-    )
