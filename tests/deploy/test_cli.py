@@ -62,8 +62,9 @@ def test_version(shell: Any) -> None:
 
 LIGHT = (
     *("cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"),
-    *("replay", "replayed", "archive", "crew", "walk", "convert", "screen", "top"),
+    *("replay", "replayed", "archive", "crew", "walk", "convert", "screen", "top", "demo"),
     *("config", "resolving", "completing", "findings", "machine", "probes", "checkup", "cluster", "importing"),
+    *(f"engines.{name}" for name in ("command", "supervisor", "local", "ray", "slurm", "kubernetes")),
 )
 
 
@@ -79,6 +80,12 @@ for module in {modules}:
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_command_line_does_not_import_grpc() -> None:
+    """It is told to be quiet before that, by the command; and help is quicker."""
+    code = "import penstock.deploy.cli, sys; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_every_error_has_one_exit_code() -> None:
@@ -98,6 +105,7 @@ def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
 
 
 def test_the_manual_has_all_settings() -> None:
+    from penstock.deploy.engines.settings import UpSettings
     from penstock.deploy.settings import (
         CoordinatorSettings,
         PeerSettings,
@@ -111,6 +119,7 @@ def test_the_manual_has_all_settings() -> None:
 
     manual = (REPO / "docs" / "cli.md").read_text()
     sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings]
+    sections.append(UpSettings)
     for section in sections:
         for field in section.model_fields:
             assert f"`{variable(section, field)}`" in manual

@@ -78,7 +78,7 @@ def test_mistakes_are_named_with_their_line(written: Path, text: str, says: str)
 def test_the_example_is_every_setting_at_its_default(written: Path) -> None:
     written.write_text("")
     text = "\n".join(example())
-    assert tomllib.loads(text) == {"cluster": {}, "coordinator": {}, "worker": {}, "client": {}}
+    assert tomllib.loads(text) == {"cluster": {}, "coordinator": {}, "worker": {}, "client": {}, "up": {}}
     parsed = tomllib.loads(re.sub(r"^#(\w+ = )", r"\1", text, flags=re.MULTILINE))
     for section in (CoordinatorSettings, WorkerSettings, PeerSettings, TlsSettings, JobSettings):
         for name, field in section.model_fields.items():
@@ -118,7 +118,7 @@ def test_config_as_json_tells_all_three_and_no_secret(shell: Any) -> None:
     found = json.loads(done.stdout)
     assert done.returncode == 2
     assert set(found) == {"file", "token", "settings"}
-    assert list(found["settings"]) == ["coordinator", "worker", "client"]
+    assert list(found["settings"]) == ["coordinator", "worker", "client", "up"]
     slots = next(each for each in found["settings"]["worker"] if each["name"] == "slots")
     assert (slots["value"], slots["source"]) == ("none", "PENSTOCK_WORKER_SLOTS")
     assert "valid integer" in slots["problem"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import kubernetes_validate  # type: ignore[import-untyped]
+import kubernetes_validate
 import pytest
 import yaml
 from manifests import KUBERNETES, rendered

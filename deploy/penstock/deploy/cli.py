@@ -14,11 +14,14 @@ import typer
 from penstock.deploy.commands.base import CONTEXT, EPILOG, App, Group
 from penstock.deploy.commands.config import config
 from penstock.deploy.commands.coordinator import coordinator
+from penstock.deploy.commands.demo import demo
 from penstock.deploy.commands.doctor import doctor
+from penstock.deploy.commands.down import down
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.state import state
 from penstock.deploy.commands.status import status
 from penstock.deploy.commands.top import top
+from penstock.deploy.commands.up import up
 from penstock.deploy.commands.worker import worker
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import ConfigFile
@@ -69,6 +72,9 @@ def _penstock(
 
 app.command()(guarded(coordinator))
 app.add_typer(worker, name="worker")
+app.command()(guarded(up))
+app.command()(guarded(down))
+app.command()(guarded(demo))
 app.command()(guarded(status))
 app.command()(guarded(top))
 app.add_typer(state, name="state")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.engines.settings import UpSettings
 from penstock.deploy.exits import USAGE
 from penstock.deploy.resolving import check_settings_file
 from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings
@@ -25,6 +26,7 @@ OF: dict[str, tuple[type[Section], ...]] = {
     "coordinator": (CoordinatorSettings, TlsSettings, TelemetrySettings),
     "worker": (WorkerSettings, PeerSettings, TlsSettings, TelemetrySettings),
     "client": (JobSettings,),
+    "up": (UpSettings,),
 }
 TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its owner alone. Never the token itself."
 
@@ -102,12 +104,13 @@ def example() -> Iterator[str]:
     yield "# What coordinator, workers and training jobs share. Paths are relative to this file. With a coordinator"
     yield "# here, Appliance() in a training job uses that one; without, it is embedded."
     yield f"[{CLUSTER}]"
-    yield from _lines((PeerSettings, TlsSettings))
+    yield from _lines((PeerSettings, TlsSettings, TelemetrySettings))
     yield from _setting("token_file", '""', TOKEN_FILE, "PENSTOCK_TOKEN_FILE")
     for name, about in (
         ("coordinator", "penstock coordinator"),
         ("worker", "penstock worker"),
         ("client", "Appliance(...) in a training job"),
+        ("up", "penstock up"),
     ):
         yield ""
         yield f"# Of {about}."

@@ -44,8 +44,10 @@ def run_coordinator(
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
+    lifeline_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. The dicts: what was given on the command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. The dicts: what was given on the
+    command line, None for the rest."""
     from penstock.appliance.limits import MEMORY_BUDGET, Limits
     from penstock.appliance.server import serve
 
@@ -83,6 +85,7 @@ def run_coordinator(
             tokens,
             tls=tls,
             insecure=settings.insecure,
+            lifeline_pid=lifeline_pid,
             ready=ready,
             limits=limits,
             http=settings.http,
@@ -100,8 +103,10 @@ def run_worker(
     token_file: Path | None,
     ready_file: Path | None,
     debug: bool,
+    lifeline_pid: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. The dicts: what was given on the command line, None for the rest."""
+    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. The dicts: what was given on the
+    command line, None for the rest."""
     from penstock.worker.daemon import Settings, own_name, serve
 
     peer = resolve(PeerSettings, coordinator=coordinator)
@@ -142,6 +147,7 @@ def run_worker(
                 allow=settings.prefixes,
                 listen=settings.listen,
                 name=name,
+                lifeline_pid=lifeline_pid,
                 runner_memory=bytes_of(settings.runner_memory),
                 drain_s=settings.drain,
                 pulse_file=settings.pulse_file,

@@ -38,6 +38,7 @@ __all__ = [
     "Debug",
     "Drain",
     "Lease",
+    "LifelinePid",
     "LogFormat",
     "Name",
     "Otel",
@@ -54,10 +55,12 @@ __all__ = [
     "WorkerHttp",
     "WorkerInsecure",
     "WorkerListen",
+    "option",
 ]
 
 
-def _option(section: type[Section], field: str, metavar: str | None = None) -> Any:
+def option(section: type[Section], field: str, metavar: str | None = None) -> Any:
+    """Of a setting."""
     info = section.model_fields[field]
     facts = [variable(section, field)]
     if info.is_required():
@@ -68,32 +71,32 @@ def _option(section: type[Section], field: str, metavar: str | None = None) -> A
     return typer.Option(flag(field), metavar=metavar, help=f"{info.description} [{'; '.join(facts)}]")
 
 
-CoordinatorListen = Annotated[str | None, _option(CoordinatorSettings, "listen", "HOST:PORT")]
-CoordinatorHttp = Annotated[str | None, _option(CoordinatorSettings, "http", "HOST:PORT")]
-StateDir = Annotated[Path | None, _option(CoordinatorSettings, "state_dir", "DIR")]
-CoordinatorInsecure = Annotated[bool | None, _option(CoordinatorSettings, "insecure")]
-Lease = Annotated[float | None, _option(CoordinatorSettings, "lease", "SECONDS")]
-BalanceAfter = Annotated[float | None, _option(CoordinatorSettings, "balance_after", "SECONDS")]
-ClientLease = Annotated[float | None, _option(CoordinatorSettings, "client_lease", "SECONDS")]
+CoordinatorListen = Annotated[str | None, option(CoordinatorSettings, "listen", "HOST:PORT")]
+CoordinatorHttp = Annotated[str | None, option(CoordinatorSettings, "http", "HOST:PORT")]
+StateDir = Annotated[Path | None, option(CoordinatorSettings, "state_dir", "DIR")]
+CoordinatorInsecure = Annotated[bool | None, option(CoordinatorSettings, "insecure")]
+Lease = Annotated[float | None, option(CoordinatorSettings, "lease", "SECONDS")]
+BalanceAfter = Annotated[float | None, option(CoordinatorSettings, "balance_after", "SECONDS")]
+ClientLease = Annotated[float | None, option(CoordinatorSettings, "client_lease", "SECONDS")]
 
-Coordinator = Annotated[str | None, _option(PeerSettings, "coordinator", "HOST:PORT")]
-Slots = Annotated[int | None, _option(WorkerSettings, "slots", "N")]
-Allow = Annotated[list[str] | None, _option(WorkerSettings, "allow", "PREFIX")]
-WorkerListen = Annotated[str | None, _option(WorkerSettings, "listen", "HOST:PORT")]
-RunnerMemory = Annotated[str | None, _option(WorkerSettings, "runner_memory", "SIZE")]
-PulseFile = Annotated[str | None, _option(WorkerSettings, "pulse_file", "PATH")]
-Name = Annotated[str | None, _option(WorkerSettings, "name", "NAME")]
-WorkerHttp = Annotated[str | None, _option(WorkerSettings, "http", "HOST:PORT")]
-Drain = Annotated[float | None, _option(WorkerSettings, "drain", "SECONDS")]
-WorkerInsecure = Annotated[bool | None, _option(WorkerSettings, "insecure")]
+Coordinator = Annotated[str | None, option(PeerSettings, "coordinator", "HOST:PORT")]
+Slots = Annotated[int | None, option(WorkerSettings, "slots", "N")]
+Allow = Annotated[list[str] | None, option(WorkerSettings, "allow", "PREFIX")]
+WorkerListen = Annotated[str | None, option(WorkerSettings, "listen", "HOST:PORT")]
+RunnerMemory = Annotated[str | None, option(WorkerSettings, "runner_memory", "SIZE")]
+PulseFile = Annotated[str | None, option(WorkerSettings, "pulse_file", "PATH")]
+Name = Annotated[str | None, option(WorkerSettings, "name", "NAME")]
+WorkerHttp = Annotated[str | None, option(WorkerSettings, "http", "HOST:PORT")]
+Drain = Annotated[float | None, option(WorkerSettings, "drain", "SECONDS")]
+WorkerInsecure = Annotated[bool | None, option(WorkerSettings, "insecure")]
 
-LogFormat = Annotated[str | None, _option(TelemetrySettings, "log_format", "text|json")]
-Otel = Annotated[bool | None, _option(TelemetrySettings, "otel")]
+LogFormat = Annotated[str | None, option(TelemetrySettings, "log_format", "text|json")]
+Otel = Annotated[bool | None, option(TelemetrySettings, "otel")]
 
-TlsCa = Annotated[str | None, _option(TlsSettings, "tls_ca", "FILE")]
-TlsCert = Annotated[str | None, _option(TlsSettings, "tls_cert", "FILE")]
-TlsKey = Annotated[str | None, _option(TlsSettings, "tls_key", "FILE")]
-TlsName = Annotated[str | None, _option(TlsSettings, "tls_name", "NAME")]
+TlsCa = Annotated[str | None, option(TlsSettings, "tls_ca", "FILE")]
+TlsCert = Annotated[str | None, option(TlsSettings, "tls_cert", "FILE")]
+TlsKey = Annotated[str | None, option(TlsSettings, "tls_key", "FILE")]
+TlsName = Annotated[str | None, option(TlsSettings, "tls_name", "NAME")]
 
 TokenFile = Annotated[
     Path | None,
@@ -128,6 +131,16 @@ ReadyFile = Annotated[
         "--ready-file",
         metavar="PATH",
         help="File to write the line to that is printed once this is ready, for scripts.",
+    ),
+]
+LifelinePid = Annotated[
+    int | None,
+    typer.Option(
+        "--lifeline-pid",
+        metavar="PID",
+        min=1,
+        hidden=True,  # for programs that start this as their child
+        help="End when this process, the parent, is gone however it ends; Ctrl-C is left to it.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -34,6 +34,8 @@ __all__ = [
     "bytes_of",
     "describe",
     "flag",
+    "lane_address",
+    "memory_size",
     "resolve",
     "variable",
 ]
@@ -64,7 +66,7 @@ def _peer_address(value: str) -> str:
     return _listen_address(value)
 
 
-def _lane_address(value: str) -> str:
+def lane_address(value: str) -> str:
     host = _listen_address(value).rpartition(":")[0].strip("[]")
     try:
         unspecified = ipaddress.ip_address(host).is_unspecified
@@ -85,7 +87,7 @@ def bytes_of(size: str) -> int:
     return int(float(number) * 1024 ** " KMGT".index((unit or " ")[0]))
 
 
-def _size(value: str) -> str:
+def memory_size(value: str) -> str:
     if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
         raise ValueError("a size is a number with a unit: 500MiB, 4GiB, 1.5GiB")
     if value and bytes_of(value) < 1 << 20:
@@ -128,6 +130,7 @@ class TelemetrySettings(Section):
     """Of both daemons: how they tell what they do. Training jobs have PENSTOCK_OTEL too."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
 
     log_format: Literal["text", "json"] = Field(
         "text", description="text for people, or json: an object a line, with run, box, slot and step."
@@ -191,10 +194,10 @@ class WorkerSettings(Section):
     allow: str = Field(
         description="Prefix of modules whose input_fn may run here: mypackage, mypackage.data; repeatable. '*': any."
     )
-    listen: Annotated[str, AfterValidator(_lane_address)] = Field(
+    listen: Annotated[str, AfterValidator(lane_address)] = Field(
         "127.0.0.1:0", description="Address for lanes from other machines, HOST:PORT; port 0 takes a free one."
     )
-    runner_memory: Annotated[str, AfterValidator(_size)] = Field(
+    runner_memory: Annotated[str, AfterValidator(memory_size)] = Field(
         "",
         description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
         "above twice as much killed (default: any).",

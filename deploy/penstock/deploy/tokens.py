@@ -14,7 +14,7 @@ from penstock.proto.errors import InvalidArgumentError, JournalError
 from penstock.proto.roles import Role
 from penstock.proto.settings_file import token_file_of_settings
 
-__all__ = ["coordinator_tokens", "peer_token"]
+__all__ = ["coordinator_tokens", "make_token", "peer_token"]
 
 _log = logging.getLogger("penstock.deploy")
 FILE = "token"
@@ -41,7 +41,7 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
             "--token-file"
         )
     path = state_dir / FILE
-    made = _make(path)
+    made = make_token(path)
     _log.info(
         "token: %s in %s; give workers and training jobs PENSTOCK_TOKEN_FILE=%s",
         "made one" if made else "the one",
@@ -51,8 +51,11 @@ def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
     return read_tokens(path)
 
 
-def _make(path: Path) -> bool:
-    """A fresh token in a file that only we can read; False if there is one already. Whole or not there at all."""
+def make_token(path: Path) -> bool:
+    """A fresh token in a file that only we can read; False if there is one already. Whole or not there at all.
+
+    Raises JournalError if it cannot be written.
+    """
     if path.exists():
         return False
     beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")

@@ -143,7 +143,9 @@ class JobSettings(Section):
         return job
 
 
-CLUSTER_KEYS = frozenset({*(key for table, key in JobSettings.places.values() if table == CLUSTER), "token_file"})
+CLUSTER_KEYS = frozenset(
+    {*(key for table, key in JobSettings.places.values() if table == CLUSTER), "token_file", "log_format", "otel"}
+)
 """What [cluster] may hold."""
 
 

@@ -33,7 +33,7 @@ __all__ = ["CLUSTER", "TABLES", "VARIABLE", "SettingsFile", "read_settings_file"
 
 VARIABLE = "PENSTOCK_CONFIG"
 CLUSTER = "cluster"
-TABLES = (CLUSTER, "coordinator", "worker", "client")
+TABLES = (CLUSTER, "coordinator", "worker", "client", "up")
 MAX_FILE = 1 << 20
 """Bytes: one that is larger is another file."""
 _HEAD = re.compile(r"\s*\[\s*([\w-]+)\s*\]")

@@ -18,13 +18,14 @@ class Of(StrEnum):
     coordinator = "coordinator"
     worker = "worker"
     client = "client"
+    up = "up"
 
 
 def config(
     of: Annotated[
         Of | None,
         typer.Argument(
-            metavar="[coordinator|worker|client]", help="Whose settings; client: a training job's. Default: all."
+            metavar="[coordinator|worker|client|up]", help="Whose settings; client: a training job's. Default: all."
         ),
     ] = None,
     example: Annotated[

@@ -11,6 +11,7 @@ from penstock.deploy.options import (
     CoordinatorListen,
     Debug,
     Lease,
+    LifelinePid,
     LogFormat,
     Otel,
     ReadyFile,
@@ -39,6 +40,7 @@ def coordinator(
     otel: Otel = None,
     balance_after: BalanceAfter = None,
     ready_file: ReadyFile = None,
+    lifeline_pid: LifelinePid = None,
     debug: Debug = False,
 ) -> None:
     """Run the coordinator: it hands out the work and keeps the books.
@@ -66,4 +68,5 @@ def coordinator(
         "balance_after": balance_after,
     }
     telemetry = {"log_format": log_format, "otel": otel}
-    run_coordinator(flags, tls_flags(tls_ca, tls_cert, tls_key), telemetry, token_file, ready_file, debug)
+    tls = tls_flags(tls_ca, tls_cert, tls_key)
+    run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)

@@ -16,6 +16,7 @@ from penstock.deploy.options import (
     Coordinator,
     Debug,
     Drain,
+    LifelinePid,
     LogFormat,
     Name,
     Otel,
@@ -60,6 +61,7 @@ def _worker(
     ready_file: ReadyFile = None,
     config: ConfigFile = None,
     pulse_file: PulseFile = None,
+    lifeline_pid: LifelinePid = None,
     debug: Debug = False,
 ) -> None:
     """Run a worker daemon: it runs your input_fn in child processes and streams their batches.
@@ -91,7 +93,7 @@ def _worker(
     }
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
     telemetry = {"log_format": log_format, "otel": otel}
-    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug)
+    guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)
 
 
 @worker.command("drain")

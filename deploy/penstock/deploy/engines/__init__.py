@@ -1,0 +1,1 @@
+"""What starts and supervises coordinator and workers: on this machine, on Ray, under Slurm, in Kubernetes."""

@@ -1,0 +1,205 @@
+"""Keeps one daemon running: a real `penstock coordinator` or `penstock worker`, as a child of this process.
+
+Used by the local engine's supervisor and by Ray's actors. A child ends with us, however we end: it watches this process
+by a pidfd (`--lifeline-pid`), which a parent-death signal does not do as well, for that one fires when the *thread*
+that started the child ends. It has a session of its own, so that a Ctrl-C reaches the supervisor alone, which knows the
+order to end them in.
+
+A daemon that dies is started again, after a pause that doubles; one that dies at once again and again, or says that it
+cannot run as it is told (a usage error, a token that cannot be read), is given up by name, with its last words. So is
+one that dies before it was ready for the first time: whoever started it is still there to read why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.deploy.exits import BUG, CommandError
+from penstock.proto.logs import printable
+
+__all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "Keeper", "last_words"]
+
+_log = logging.getLogger("penstock.deploy.engines")
+
+HOPELESS = frozenset({2, 3, 12, 15, 16})
+"""Exit codes (penstock.deploy.exits) of what another try does not mend: usage, TLS, token, version, unsafe address."""
+QUICK_DEATHS = 5
+"""In a row, before a daemon is given up. With the pauses below that is 8 s of trying."""
+STEADY_S = 30.0
+"""A daemon that lived so long starts counting anew."""
+WORKER_GRACE_S = 20.0
+"""For a worker to end after SIGTERM: it hands its slots on, and its runners end."""
+COORDINATOR_GRACE_S = 10.0
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+WORDS = 5
+"""Lines of a log that an error shows."""
+
+
+class Keeper:
+    """One daemon, from start to `stop`.
+
+    Args:
+        title: what it is, for people: "worker fleet-1".
+        command: arguments of `penstock`; told the line that it said when it was ready last, "" before.
+        log: file that its standard error goes to, appended.
+        come_back: start it again also after an orderly end that we did not ask for. Workers are not: whoever told one
+            to end (SIGTERM, `penstock worker drain`) meant it.
+        changed: called whenever `pid`, `line`, `restarts` or `state` is another.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        command: Callable[[str], Sequence[str]],
+        log: Path,
+        *,
+        come_back: bool,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.title = title
+        self.line = ""
+        self.pid = 0
+        self.restarts = 0
+        self.state = "starting"
+        """starting, ready, waiting (to be started again), left (ended as told), failed, ended."""
+        self.ready = asyncio.Event()
+        """Set when it has said its line for the first time."""
+        self._command, self._path, self._come_back, self._changed = command, log, come_back, changed
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns after `stop`, or when the daemon was told by others to leave. CommandError: it is given up."""
+        quick, pause = 0, PAUSE_S
+        while True:
+            began = time.monotonic()
+            code = await self._life()
+            if self._stopping.is_set():
+                self._become("ended")
+                return
+            if code == 0 and not self._come_back:
+                _log.info("%s left as it was told", self.title)
+                self._become("left")
+                return
+            if time.monotonic() - began >= STEADY_S:
+                quick, pause = 0, PAUSE_S
+            quick += 1
+            how = f"was killed by {_signal(-code)}" if code < 0 else f"ended with status {code}"
+            if code in HOPELESS or quick >= QUICK_DEATHS or not self.ready.is_set():
+                self._become("failed")
+                again = f" ({quick} times in a row)" if quick > 1 else ""
+                raise CommandError(
+                    f"the {self.title} {how}{again}: {last_words(self._path)}", code if code > 1 else BUG
+                )
+            self._become("waiting")
+            _log.warning("%s %s; starting it again in %g s (log: %s)", self.title, how, pause, self._path)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                self._become("ended")
+                return
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self.restarts += 1
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after so long. `run` returns soon after."""
+        self._stopping.set()
+        self._send(signal.SIGTERM)
+        end = time.monotonic() + grace_s
+        while self.pid and time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), end - time.monotonic())
+        if self.pid:
+            _log.warning("%s has not ended within %g s: killing it", self.title, grace_s)
+            self._send(signal.SIGKILL)
+            await self._gone.wait()
+
+    def _become(self, state: str) -> None:
+        self.state = state
+        self._changed()
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.pid:  # it is our child and not reaped yet, so the number is its own
+            os.kill(self.pid, number)
+
+    async def _life(self) -> int:
+        """Start it, and wait for its end; its exit status, negative for a signal."""
+        loop = asyncio.get_running_loop()
+        self._gone = asyncio.Event()
+        with self._path.open("ab") as log:
+            child = subprocess.Popen(
+                # -P: a file of the user's in the working directory must not stand in for a module of ours.
+                [
+                    *(sys.executable, "-P", "-m", "penstock.deploy", *self._command(self.line)),
+                    *("--lifeline-pid", str(os.getpid())),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert child.stdout is not None
+        ended = asyncio.Event()
+        pidfd, out = os.pidfd_open(child.pid), child.stdout.fileno()
+        os.set_blocking(out, False)
+        said = b""
+
+        def hear() -> None:
+            nonlocal said
+            data = os.read(out, 4096)
+            if not data:
+                loop.remove_reader(out)
+            said += data
+            if b"\n" in said and self.state != "ready":
+                self.line = said.split(b"\n", 1)[0].decode(errors="replace").strip()
+                self._become("ready")
+                self.ready.set()
+
+        loop.add_reader(pidfd, ended.set)
+        loop.add_reader(out, hear)
+        self.pid = child.pid
+        self._become("starting")
+        if self._stopping.is_set():
+            self._send(signal.SIGTERM)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            loop.remove_reader(out)
+            os.close(pidfd)
+            child.stdout.close()
+            code = child.wait()
+            self.pid = 0
+            self._gone.set()
+        return code
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def last_words(log: Path, lines: int = WORDS) -> str:
+    """The end of a log, for an error: the daemon's own last line if that is an error of ours, else a few lines."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 8192))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"its log {log} cannot be read: {error.strerror}"
+    found = [printable(line) for line in text.splitlines() if line.strip()]
+    if not found:
+        return f"it said nothing ({log})"
+    if found[-1].startswith("penstock: "):
+        return f"{found[-1].removeprefix('penstock: ')} ({log})"
+    return f"{' | '.join(found[-lines:])} ({log})"

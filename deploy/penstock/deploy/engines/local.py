@@ -1,0 +1,134 @@
+"""The local engine: real daemons on this machine, under a supervisor in the foreground or, detached, of its own.
+
+All that is known of a detached one is in its folder (penstock.deploy.engines.folder), so that another shell finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.deploy.engines.base import Fleet, Plan
+from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.engines.keeper import last_words
+from penstock.deploy.exits import BUG, USAGE, CommandError
+from penstock.proto.errors import DeadlineError
+
+__all__ = ["LocalEngine"]
+
+POLL_S = 0.05
+"""Between two looks at a record that a supervisor is about to change."""
+
+
+class LocalEngine:
+    """`up` starts a supervisor that outlives this process. The foreground is penstock.deploy.engines.supervisor."""
+
+    def up(self, plan: Plan, folder: Path, *, ends_with_us: bool = False) -> Fleet:
+        """Start it, or tell the one that is up to have another number of workers. CommandError, DeadlineError.
+
+        ends_with_us: it does not outlive this process after all, however that ends.
+        """
+        where = Folder(folder)
+        if where.supervised:
+            return _adjust(plan, where)
+        where.save_plan(plan)
+        read, write = os.pipe()
+        log = where.logs / "supervisor.log"
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
+                    *(str(where.path), "--ready-fd", str(write)),
+                    *(["--lifeline-pid", str(os.getpid())] if ends_with_us else []),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                pass_fds=[write],
+                start_new_session=True,
+            )
+        os.close(write)
+        with open(read, "rb") as pipe:
+            try:
+                in_time = select.select([pipe], [], [], plan.timeout_s + 60)[0]
+                said = pipe.readline() if in_time else b""
+            except BaseException:
+                process.terminate()
+                raise
+        if not said:
+            process.terminate()
+            raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
+        answer = json.loads(said)
+        if "error" in answer:
+            process.wait(plan.timeout_s)
+            raise CommandError(answer["error"], answer["code"])
+        process.returncode = 0  # it stays: nobody here waits for it
+        return Fleet(**answer["fleet"])
+
+    def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
+        """End the supervisor, which ends the rest; and daemons of one that was killed, if there are any left."""
+        where = Folder(Path(fleet.folder))
+        deadline = time.monotonic() + timeout_s
+        supervisor = Identity(**fleet.about["supervisor"])
+        ended = []
+        if where.supervised and _end(supervisor, deadline):
+            ended.append(f"supervisor (pid {supervisor.pid})")
+        for daemon in fleet.about["daemons"]:
+            if daemon["identity"] is None:
+                continue
+            # Those of a supervisor that lived have ended with it; of one that was killed they end by themselves.
+            _end(Identity(**daemon["identity"]), deadline)
+            ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
+        where.forget()
+        return ended
+
+
+def _adjust(plan: Plan, where: Folder) -> Fleet:
+    current, fleet = where.plan(), where.fleet()
+    if current is None or fleet is None or not fleet.about["ready"]:
+        raise CommandError(f"a fleet is being started in {where.path} by another `penstock up`", USAGE)
+    others = [name for name in current.differences(plan) if name != "--workers"]
+    if others or current.workers == plan.workers:
+        what = f" (another {', '.join(others)} was given)" if others else ""
+        raise CommandError(
+            f"a fleet is up in {where.path} already{what}: `penstock down` ends it; --workers with another number, and "
+            "all else as it was, adjusts it",
+            USAGE,
+        )
+    where.save_plan(replace(current, workers=plan.workers))
+    if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
+        raise CommandError(f"the supervisor in {where.path} has just ended: try again", USAGE)
+    deadline = time.monotonic() + plan.timeout_s
+    while time.monotonic() < deadline:
+        fleet = where.fleet()
+        if fleet is None:
+            raise CommandError(f"the supervisor ended: {last_words(where.logs / 'supervisor.log')}", BUG)
+        states = [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
+        if len(states) == plan.workers and set(states) <= {"ready", "failed", "left"}:
+            return fleet
+        time.sleep(POLL_S)
+    raise DeadlineError(f"{where.path} has not {plan.workers} workers ready after {plan.timeout_s:g} s")
+
+
+def _end(process: Identity, deadline: float) -> bool:
+    """SIGTERM, SIGKILL at the deadline; returns when it has ended. False if it had before."""
+    fd = process.open()
+    if fd is None:
+        return False
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGTERM)
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            select.select([fd], [], [], 10)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(fd)
+    return True

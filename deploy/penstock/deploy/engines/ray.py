@@ -1,0 +1,254 @@
+"""Ray: coordinator and workers as detached actors, each the parent of a real daemon (ray_actor.py).
+
+The coordinator is bound to one node, the head node unless another is named, for its books are on that node's disk: Ray
+starts it again there, however often it dies, and nowhere else. Were it moved, it would come up with empty books, and
+what a run had saved would be forgotten in silence. Workers go where there is room, spread over the nodes, or to nodes
+with a resource or label, where the boxes are; when a node is lost Ray starts its workers on others.
+
+Ray stores what actors are given in clear text, and everybody who can reach the Ray cluster can read it (and run code
+there). So the token is not given to Ray: its file has the same path on all nodes, unless --send-token says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.engines.base import Fleet, Plan, worker_name
+from penstock.deploy.engines.folder import Folder
+from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
+from penstock.deploy.exits import USAGE, CommandError
+from penstock.proto.addresses import refuse_unsafe
+from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
+
+__all__ = ["NAMESPACE", "RayEngine", "worker_options"]
+
+_log = logging.getLogger("penstock.deploy.engines")
+
+NAMESPACE = "penstock"
+"""Ray's, of all fleets' actors: they are called as their daemons, NAME-coordinator, NAME-1, NAME-2."""
+HEAD = "node:__internal_head__"
+"""The resource by which Ray marks its head node."""
+TRACE = 0.001
+"""Of a resource: to be where it is without taking it from others."""
+GIVE_UP_S = 5.0
+"""The same after a start that failed: an actor that found no room never answers."""
+STOP_S = 40.0
+"""For an actor to end its daemon: more than the daemon's own grace."""
+
+
+def worker_options(plan: Plan) -> dict[str, Any]:
+    """What Ray is asked for, for one worker: a core for each slot, spread out, near what was named."""
+    near = str(plan.options["near"])
+    key, equals, value = near.partition("=")
+    where: dict[str, Any] = {}
+    if equals:
+        where["label_selector"] = {key: value}
+    elif near:
+        where["resources"] = {near: TRACE}
+    return {"num_cpus": plan.slots, "scheduling_strategy": "SPREAD", **where, **_LASTING}
+
+
+_LASTING: dict[str, Any] = {
+    "namespace": NAMESPACE,
+    "lifetime": "detached",
+    "max_restarts": -1,
+    "max_task_retries": 3,
+    "max_concurrency": 4,  # `stop` is heard while `ready` waits
+}
+
+
+class RayEngine:
+    """Starts a fleet on a Ray cluster, and ends it."""
+
+    def up(self, plan: Plan, folder: Path) -> Fleet:
+        """Returns when all are ready. Another number of workers than are there is made so.
+
+        Raises DeadlineError when Ray finds no room for them, CommandError for what a daemon said, PenstockError.
+        """
+        with _connected(str(plan.options["ray_address"])) as ray:
+            there = _there(ray, plan.name)
+            where, asked = Folder(folder), plan
+            _refuse_another_plan(there, where, plan)
+            token = _token(plan)
+            if token:
+                plan = _with_token_on_nodes(plan)
+            started: dict[str, Any] = dict(there)
+            deadline = time.monotonic() + plan.timeout_s
+            try:
+                coordinator = _coordinator_name(plan.name)
+                if coordinator not in started:
+                    started[coordinator] = _start_coordinator(ray, plan, token)
+                about = _ready(ray, {coordinator: started[coordinator]}, plan, deadline)
+                address = about[coordinator]["line"]
+                wanted = [worker_name(plan.name, number) for number in range(1, plan.workers + 1)]
+                for name in wanted:
+                    if name not in started:
+                        options = worker_options(plan) | {"name": name}
+                        started[name] = _remote(ray, options, asdict(plan), name, address, token)
+                about |= _ready(ray, {name: started[name] for name in wanted}, plan, deadline)
+            except BaseException:
+                _stop(ray, {name: actor for name, actor in started.items() if name not in there}, GIVE_UP_S)
+                raise
+            _stop(ray, {name: actor for name, actor in started.items() if name not in about})
+            where.save_plan(asked)
+            return Fleet(
+                engine="ray",
+                name=plan.name,
+                folder=str(folder),
+                coordinator=address,
+                token_file=asked.token_file,
+                tls=plan.tls,
+                about={
+                    "ray_address": _cluster(ray, plan),
+                    "daemons": [{"name": name, **one} for name, one in about.items()],
+                },
+            )
+
+    def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
+        """End the workers, then the coordinator; a line for each."""
+        with _connected(fleet.about["ray_address"]) as ray:
+            there = _there(ray, fleet.name)
+            return _stop(ray, there, timeout_s)
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    try:
+        import ray
+    except ImportError as error:
+        raise CommandError("--engine ray needs Ray: pip install 'penstock[ray]'", USAGE) from error
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        raise PenstockError(f"the Ray cluster at {address} cannot be reached (--ray-address): {error}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _cluster(ray: Any, plan: Plan) -> str:
+    """The address to find the cluster by again: what "auto" meant here."""
+    given = str(plan.options["ray_address"])
+    return given if given.startswith("ray://") else str(ray.get_runtime_context().gcs_address)
+
+
+def _coordinator_name(fleet: str) -> str:
+    return f"{fleet}-coordinator"
+
+
+def _there(ray: Any, fleet: str) -> dict[str, Any]:
+    """The actors of a fleet that Ray knows, by name."""
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    found = {}
+    for name in names:
+        head, _, tail = name.rpartition("-")
+        if head == fleet and (tail == "coordinator" or tail.isdigit()):
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+    return found
+
+
+def _remote(ray: Any, options: Mapping[str, Any], *arguments: Any) -> Any:
+    return ray.remote(DaemonActor).options(**options).remote(*arguments)
+
+
+def _start_coordinator(ray: Any, plan: Plan, token: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = _node_of_coordinator(ray.nodes(), str(plan.options["coordinator_node"]))
+    host, port = node["NodeManagerAddress"], plan.listen.rpartition(":")[2]
+    refuse_unsafe(f"{host}:{port}", encrypted=bool(plan.tls.get("tls_cert")), insecure=plan.insecure)
+    options = {
+        **_LASTING,
+        "name": _coordinator_name(plan.name),
+        "num_cpus": 0,  # a head node is often told to have none to give
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+    }
+    return _remote(ray, options, asdict(plan), "", "", token)
+
+
+def _node_of_coordinator(nodes: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
+    living = [node for node in nodes if node["Alive"]]
+    for node in living:
+        if wanted in (node["NodeID"], node["NodeManagerAddress"]) if wanted else HEAD in node["Resources"]:
+            return node
+    known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in living)
+    what = f"no node {wanted}" if wanted else "no head node"
+    raise CommandError(
+        f"the Ray cluster has {what} for the coordinator; --coordinator-node takes one of {known}", USAGE
+    )
+
+
+def _refuse_another_plan(there: Mapping[str, Any], where: Folder, plan: Plan) -> None:
+    """What is up may be given another number of workers, and nothing else: those that are there would not follow."""
+    if not there:
+        return
+    before = where.plan()
+    others = [name for name in before.differences(plan) if name != "--workers"] if before is not None else ["--dir"]
+    if others:
+        raise CommandError(
+            f"a fleet {plan.name} is up on this Ray cluster already, and another {', '.join(others)} was given: "
+            "`penstock down` ends it",
+            USAGE,
+        )
+
+
+def _token(plan: Plan) -> str:
+    """The text to send, if that was asked for."""
+    if not plan.options["send_token"]:
+        return ""
+    try:
+        return Path(plan.token_file).read_text()
+    except OSError as error:
+        raise AuthenticationError(f"the token file {plan.token_file} cannot be read: {error.strerror}") from None
+
+
+def _with_token_on_nodes(plan: Plan) -> Plan:
+    return Plan(**{**asdict(plan), "token_file": str(node_folder(plan) / "token")})
+
+
+def _ready(ray: Any, actors: Mapping[str, Any], plan: Plan, deadline: float) -> dict[str, dict[str, Any]]:
+    """What each says of itself once it is ready."""
+    waits = {actor.ready.remote(): name for name, actor in actors.items()}
+    done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
+    found: dict[str, dict[str, Any]] = {}
+    for ref in done:
+        try:
+            said = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            text = str(error).strip().splitlines()[-1]
+            raise PenstockError(f"Ray lost the actor {waits[ref]} before it was ready: {text}") from error
+        if "error" in said:
+            remedy = "; have the token file on every node, or say --send-token" if said["code"] == 12 else ""
+            raise CommandError(f"on node {said['host']}: {said['error']}{remedy}", said["code"])
+        found[waits[ref]] = said
+    if len(found) < len(waits):
+        late = ", ".join(sorted(set(waits.values()) - set(found)))
+        near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
+        free = ray.available_resources().get("CPU", 0)
+        raise DeadlineError(
+            f"Ray did not start {late} within {plan.timeout_s:g} s: a worker asks for {plan.slots} CPUs{near}; the "
+            f"cluster has {free:g} free now (--slots, --workers, --near; `ray status` says more)"
+        )
+    return found
+
+
+def _stop(ray: Any, actors: Mapping[str, Any], timeout_s: float = STOP_S) -> list[str]:
+    """Workers at the same time, then the coordinator."""
+    ended = []
+    workers = {name: actor for name, actor in actors.items() if not name.endswith("-coordinator")}
+    for group in (workers, {name: actor for name, actor in actors.items() if name not in workers}):
+        stops = {name: actor.stop.remote() for name, actor in group.items()}
+        if stops:
+            ray.wait(list(stops.values()), num_returns=len(stops), timeout=timeout_s)
+        for name, actor in group.items():
+            ray.kill(actor, no_restart=True)  # what had not ended, its daemon with it
+            ended.append(f"actor {name}")
+    return ended

@@ -1,0 +1,118 @@
+"""What runs on a Ray node: an actor that is the parent of one real daemon, and keeps it running.
+
+Ray places actors, and starts them anew elsewhere when their node is lost; each start makes a new daemon under the same
+name, and the coordinator hands the old one's slots on as soon as it registers. The daemon watches the actor's process
+by a pidfd and ends with it, so a killed actor or a lost raylet leaves none behind. Batches and control calls go their
+own ways and never touch Ray's object store: through Ray go only the plan, and what these methods return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.engines.base import Plan
+from penstock.deploy.engines.folder import Folder
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, LONGEST_PAUSE_S, WORKER_GRACE_S, Keeper
+from penstock.deploy.exits import CommandError
+
+__all__ = ["DaemonActor", "node_folder"]
+
+
+def node_folder(plan: Plan) -> Path:
+    """On a node: the coordinator's journal, logs, and the token if it came through Ray."""
+    return Path(plan.options["state_dir"] or f"/var/tmp/penstock-{os.getuid()}") / plan.name
+
+
+class DaemonActor:
+    """One daemon.
+
+    Args:
+        plan: the fields of a Plan.
+        name: of the worker; "" = this is the coordinator.
+        coordinator: its address, for a worker.
+        token: what to put into a file of this node's; "" = the plan names one that is here.
+    """
+
+    def __init__(self, plan: dict[str, Any], name: str, coordinator: str, token: str) -> None:
+        import ray
+
+        self._plan = Plan(**plan)
+        self._folder = Folder(node_folder(self._plan))
+        self._folder.make()
+        self._host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray is partly typed
+        self._error: CommandError | None = None
+        self._over = threading.Event()
+        """Ready, or given up."""
+        if token:
+            self._folder.save_token(token)
+        self._grace_s = WORKER_GRACE_S if name else COORDINATOR_GRACE_S
+        self._keeper = Keeper(
+            f"worker {name}" if name else "coordinator",
+            lambda line: self._command(name, coordinator),
+            self._folder.logs / f"{name or 'coordinator'}.log",
+            come_back=not name,
+            changed=self._changed,
+        )
+        self._is_worker = bool(name)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run_loop, name="penstock-keeper", daemon=True).start()
+
+    def _command(self, name: str, coordinator: str) -> list[str]:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        if name:
+            return self._plan.worker_command(name, coordinator, f"{host}:0")
+        # The port may have been ours to choose: peers know the one that it was, from then on.
+        port = self._plan.listen.rpartition(":")[2]
+        before = self._folder.address if port == "0" else ""
+        return self._plan.coordinator_command(str(self._folder.state_dir), before or f"{host}:{port}")
+
+    def _run_loop(self) -> None:
+        keeping = self._loop.create_task(self._keep())
+        self._loop.run_forever()  # to the end of this process: `stop` runs here too
+        keeping.cancel()
+
+    async def _keep(self) -> None:
+        try:
+            await self._keeper.run()
+        except CommandError as error:
+            self._error = error
+            self._over.set()
+            # Whoever starts the fleet reads the error and ends us. Else this node is no good for the daemon, now or
+            # any more: Ray starts us again, perhaps elsewhere, after a pause.
+            self._loop.call_later(LONGEST_PAUSE_S, os._exit, 1)
+
+    def _changed(self) -> None:
+        if self._keeper.state == "ready":
+            if not self._is_worker:
+                self._folder.address = self._keeper.line
+            self._over.set()
+
+    def ready(self) -> dict[str, Any]:
+        """Waits until it is ready or given up: `line` or `error` and `code`, and where that is."""
+        self._over.wait()
+        if self._error is not None:
+            return {"error": str(self._error), "code": self._error.code, "host": self._host}
+        return self.about()
+
+    def about(self) -> dict[str, Any]:
+        """The daemon as it is now."""
+        import ray
+
+        return {
+            "line": self._keeper.line,
+            "state": self._keeper.state,
+            "pid": self._keeper.pid,
+            "restarts": self._keeper.restarts,
+            "host": self._host,
+            "node": ray.get_runtime_context().get_node_id(),
+            "actor_pid": os.getpid(),
+        }
+
+    def stop(self) -> None:
+        """End the daemon, and wait for it."""
+        if self._error is None:
+            asyncio.run_coroutine_threadsafe(self._keeper.stop(self._grace_s), self._loop).result()

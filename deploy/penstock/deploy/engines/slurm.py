@@ -1,0 +1,135 @@
+"""Slurm: one batch job, with the coordinator on its first node and workers as the tasks of one step.
+
+The job's script is made here: settings as shell variables, and fleet.sbatch, which lies beside this module and so comes
+with the package. It keeps the daemons running; Slurm ends them with the job. Files for jobs of one's own are in the
+repository's deploy/slurm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import shlex
+import time
+from importlib import resources
+from pathlib import Path
+
+from penstock.deploy.engines.base import Fleet, Plan
+from penstock.deploy.engines.folder import Folder
+from penstock.deploy.engines.keeper import last_words
+from penstock.deploy.engines.tools import called
+from penstock.deploy.exits import USAGE, CommandError
+from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
+
+__all__ = ["SlurmEngine", "render"]
+
+POLL_S = 1.0
+"""Between two questions to Slurm's controller, which has others to answer."""
+
+
+def render(plan: Plan, folder: Path) -> str:
+    """The job's script."""
+    state_dir = str(plan.options["state_dir"]) or f"/var/tmp/penstock-{getpass.getuser()}/{plan.name}"
+    files = [(name, plan.tls.get(f"tls_{name}", "")) for name in ("ca", "cert", "key")]
+    given = {
+        "penstock": "penstock",
+        "name": plan.name,
+        "folder": str(folder / "slurm"),
+        "state_dir": state_dir,
+        "token_file": plan.token_file,
+        "port": plan.listen.rpartition(":")[2],
+        "slots": str(plan.slots),
+        "allow": plan.allow,
+    }
+    lists = {
+        "memory": ["--runner-memory", plan.runner_memory] if plan.runner_memory else [],
+        "tls": [part for name, file in files if file for part in (f"--tls-{name}", file)],
+        "tls_name": ["--tls-name", plan.tls["tls_name"]] if plan.tls.get("tls_name") else [],
+        "insecure": ["--insecure"] if plan.insecure else [],
+    }
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name=penstock-{plan.name}",
+        f"#SBATCH --ntasks={plan.workers}",
+        f"#SBATCH --cpus-per-task={plan.slots}",
+        f"#SBATCH --output={folder / 'logs'}/slurm-%j.log",
+        "#SBATCH --open-mode=append",
+        *(f"{name}={shlex.quote(value)}" for name, value in given.items()),
+        *(f"{name}=({shlex.join(values)})" for name, values in lists.items()),
+        "",
+    ]
+    return "\n".join(lines) + resources.files(__package__).joinpath("fleet.sbatch").read_text()
+
+
+class SlurmEngine:
+    """Submits the job, and cancels it."""
+
+    def up(self, plan: Plan, folder: Path) -> Fleet:
+        """Returns when the coordinator listens. Called again while the job is queued, waits on.
+
+        Raises DeadlineError if it is not up in time (the job stays), PenstockError if it ended, UnsafeBindError.
+        """
+        where = Folder(folder)
+        if not plan.insecure and not plan.tls.get("tls_cert"):
+            raise UnsafeBindError(
+                "workers and training jobs on other nodes talk to the coordinator over the network: give --tls-cert, "
+                "--tls-key and --tls-ca, or say --insecure on a network that you trust"
+            )
+        fleet, before = where.fleet(), where.plan()
+        if fleet is not None and _state(fleet.about["job"]):
+            if before is None or before.differences(plan):
+                raise CommandError(
+                    f"job {fleet.about['job']} is up with other settings: `penstock down` ends it first", USAGE
+                )
+        else:
+            job = self._submit(plan, where)
+            fleet = Fleet("slurm", plan.name, str(where.path), "", plan.token_file, plan.tls, {"job": job})
+            where.save_plan(plan)
+            where.save(fleet)
+        return self._wait(plan, where, fleet)
+
+    def _submit(self, plan: Plan, where: Folder) -> str:
+        (where.path / "slurm" / "address").unlink(missing_ok=True)
+        script = where.path / "fleet.sbatch"
+        script.write_text(render(plan, where.path))
+        more = shlex.split(str(plan.options["sbatch"]))
+        return called(["sbatch", "--parsable", *more, str(script)]).strip().split(";")[0]
+
+    def _wait(self, plan: Plan, where: Folder, fleet: Fleet) -> Fleet:
+        deadline, job = time.monotonic() + plan.timeout_s, fleet.about["job"]
+        address = where.path / "slurm" / "address"
+        while True:
+            state = _state(job)
+            if state == "RUNNING" and address.exists():
+                found = address.read_text().strip()
+                return Fleet("slurm", plan.name, str(where.path), found, plan.token_file, plan.tls, {"job": job})
+            if not state:
+                where.forget()
+                raise PenstockError(f"job {job} has ended: {last_words(where.logs / f'slurm-{job}.log')}")
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"job {job} is {state}, not up, after {plan.timeout_s:g} s; it stays queued: the same command "
+                    "waits on, `penstock down` cancels it"
+                )
+            time.sleep(POLL_S)
+
+    def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
+        """Cancel the job; returns when Slurm has let go of it."""
+        job = fleet.about["job"]
+        if not _state(job):
+            return []
+        called(["scancel", job])
+        deadline = time.monotonic() + timeout_s
+        while _state(job):
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"job {job} has not ended {timeout_s:g} s after scancel: `squeue --job {job}`")
+            time.sleep(POLL_S)
+        return [f"job {job}"]
+
+
+def _state(job: str) -> str:
+    """As PENDING, RUNNING, COMPLETING; "" = it is over."""
+    with contextlib.suppress(PenstockError):  # squeue does not know it any more
+        state = called(["squeue", "--noheader", "--jobs", job, "--format", "%T"]).strip()
+        return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else ""
+    return ""

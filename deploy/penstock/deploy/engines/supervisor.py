@@ -1,0 +1,295 @@
+"""The local engine's supervisor: a coordinator and its workers as children of one process, which outlives the shell.
+
+    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD    (what `penstock up --detach` starts)
+
+It holds the folder's lock, keeps the record there true, and reads the plan again on SIGUSR1: workers are then added, or
+told to leave. SIGTERM and Ctrl-C end all of it, the workers first, for they hand their slots on; the coordinator last.
+If this process is killed, its daemons see that by themselves and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.engines.base import Fleet, Plan, worker_name
+from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
+from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError, exit_code
+from penstock.proto.errors import DeadlineError, PenstockError
+
+__all__ = ["supervise"]
+
+_log = logging.getLogger("penstock.deploy.engines")
+
+LEFTOVERS_S = 30.0
+"""For daemons of a supervisor that was killed, which are on their way out."""
+
+
+def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None], *, lifeline_pid: int | None = None) -> None:
+    """Run the fleet until it is told to end, or the process `lifeline_pid` is gone. `ready`: called once, when
+    coordinator and workers are.
+
+    Raises CommandError when it does not get ready, when the coordinator is given up, or when no worker is left.
+    """
+    lock = folder.lock()
+    if lock is None:
+        raise CommandError(f"a fleet is up in {folder.path} already: `penstock down` ends it", USAGE)
+    try:
+        folder.save_plan(plan)
+        _end_leftovers(folder)
+        try:
+            asyncio.run(_Supervisor(plan, folder, ready).run(lifeline_pid))
+        finally:
+            folder.forget()
+    finally:
+        os.close(lock)
+
+
+def _end_leftovers(folder: Folder) -> None:
+    """A supervisor before us was killed: its daemons have seen that and end, but may not be gone yet."""
+    fleet = folder.fleet()
+    deadline = time.monotonic() + LEFTOVERS_S
+    for daemon in fleet.about.get("daemons", ()) if fleet is not None else ():
+        fd = Identity(**daemon["identity"]).open() if daemon["identity"] else None
+        if fd is None:
+            continue
+        try:
+            _log.info("waiting for %s of the fleet before this one to end", daemon["name"])
+            if not _ends(fd, deadline):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                _ends(fd, time.monotonic() + LEFTOVERS_S)
+        finally:
+            os.close(fd)
+
+
+def _ends(pidfd: int, deadline: float) -> bool:
+    return bool(select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0])
+
+
+class _Supervisor:
+    def __init__(self, plan: Plan, folder: Folder, ready: Callable[[Fleet], None]) -> None:
+        self._plan, self._folder, self._announce = plan, folder, ready
+        self._tell = asyncio.Event()
+        self._up = False
+        self._workers: dict[str, Keeper] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Keeper] = {}
+        # The address that training jobs know by now, if it was ours to choose: tried before a fresh one.
+        before = folder.address
+        host, _, port = plan.listen.rpartition(":")
+        self._again = before if port == "0" and before.rpartition(":")[0] == host else ""
+        self._coordinator = self._make_coordinator()
+
+    def _make_coordinator(self) -> Keeper:
+        return Keeper(
+            "coordinator",
+            lambda line: self._plan.coordinator_command(
+                str(self._folder.state_dir), line or self._again or self._plan.listen
+            ),
+            self._folder.logs / "coordinator.log",
+            come_back=True,
+            changed=self._record,
+        )
+
+    async def run(self, lifeline_pid: int | None) -> None:
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        if lifeline_pid is not None:
+            try:
+                loop.add_reader(os.pidfd_open(lifeline_pid), stop.set)
+            except ProcessLookupError:
+                return
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, self._tell.set)
+        stopped = asyncio.ensure_future(stop.wait())
+        living = asyncio.ensure_future(self._live())
+        try:
+            await asyncio.wait([stopped, living], return_when=asyncio.FIRST_COMPLETED)
+            if living.done():
+                living.result()
+        finally:
+            for task in (stopped, living):
+                task.cancel()
+            await self._end()
+            await asyncio.gather(stopped, living, return_exceptions=True)
+
+    async def _live(self) -> None:
+        """Start all, say so, and then watch until something is beyond repair."""
+        try:
+            async with asyncio.timeout(self._plan.timeout_s):
+                await self._start_coordinator()
+                self._folder.address = self._coordinator.line
+                self._adjust()
+                await self._until_ready(list(self._workers.values()))
+        except TimeoutError:
+            waits = [kept.title for kept in (self._coordinator, *self._workers.values()) if not kept.ready.is_set()]
+            raise DeadlineError(
+                f"not ready after {self._plan.timeout_s:g} s: {', '.join(waits)}; logs are in {self._folder.logs}"
+            ) from None
+        self._up = True
+        self._record()
+        self._announce(self._fleet())
+        while True:
+            told = asyncio.ensure_future(self._tell.wait())
+            await asyncio.wait([told, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
+            if self._tell.is_set():
+                self._tell.clear()
+                self._plan = self._folder.plan() or self._plan
+                _log.info("told to keep %d workers", self._plan.workers)
+                self._adjust()
+            for task in [task for task in self._tasks if task.done()]:
+                self._ended(task)
+
+    async def _start_coordinator(self) -> None:
+        self._keep(self._coordinator)
+        try:
+            await self._until_ready([self._coordinator])
+        except CommandError:
+            if not self._again:
+                raise
+            _log.warning("the coordinator cannot have its former address %s, taking a free one", self._again)
+            self._again = ""
+            self._tasks.clear()
+            self._coordinator = self._make_coordinator()
+            self._keep(self._coordinator)
+            await self._until_ready([self._coordinator])
+
+    async def _until_ready(self, kept: list[Keeper]) -> None:
+        """Until these are; raises what becomes of one that is given up before."""
+        waits = [asyncio.ensure_future(one.ready.wait()) for one in kept]
+        try:
+            while not all(wait.done() for wait in waits):
+                pending = [wait for wait in waits if not wait.done()]
+                await asyncio.wait([*pending, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in self._tasks if task.done()]:
+                    task.result()
+                    if not self._tasks.pop(task).ready.is_set():
+                        raise CommandError("a daemon was told to end before it was ready", BUG)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _keep(self, kept: Keeper) -> None:
+        self._tasks[asyncio.ensure_future(kept.run())] = kept
+
+    def _adjust(self) -> None:
+        """Have as many workers as the plan says; those that left or failed are started anew."""
+        wanted = [worker_name(self._plan.name, number) for number in range(1, self._plan.workers + 1)]
+        for name in [name for name in self._workers if name not in wanted]:
+            leaving = asyncio.ensure_future(self._workers.pop(name).stop(WORKER_GRACE_S))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+        host = self._coordinator.line.rpartition(":")[0]
+        for name in wanted:
+            if name in self._workers and self._workers[name].state not in ("left", "failed"):
+                continue
+            self._workers[name] = kept = Keeper(
+                f"worker {name}",
+                lambda _, name=name: self._plan.worker_command(name, self._coordinator.line, f"{host}:0"),  # type: ignore[misc]
+                self._folder.logs / f"{name}.log",
+                come_back=False,
+                changed=self._record,
+            )
+            self._keep(kept)
+        self._record()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        kept = self._tasks.pop(task)
+        try:
+            task.result()
+        except CommandError as error:
+            if kept is self._coordinator:
+                raise
+            _log.error("%s; it is not started again (`penstock up` with --workers tries anew)", error)
+            if all(worker.state in ("failed", "left") for worker in self._workers.values()):
+                raise CommandError(f"no worker is left: {error}", error.code) from error
+
+    async def _end(self) -> None:
+        """Workers first, all at the same time; then the coordinator."""
+        workers = [kept for kept in self._tasks.values() if kept is not self._coordinator]
+        await asyncio.gather(*(kept.stop(WORKER_GRACE_S) for kept in workers), *self._leaving)
+        await self._coordinator.stop(COORDINATOR_GRACE_S)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- what is up
+
+    def _fleet(self) -> Fleet:
+        return Fleet(
+            engine="local",
+            name=self._plan.name,
+            folder=str(self._folder.path),
+            coordinator=self._coordinator.line,
+            token_file=self._plan.token_file,
+            tls=self._plan.tls,
+            about={
+                "supervisor": asdict(Identity.of(os.getpid())),
+                "ready": self._up,
+                "daemons": [
+                    _daemon(name, kept) for name, kept in {"coordinator": self._coordinator, **self._workers}.items()
+                ],
+            },
+        )
+
+    def _record(self) -> None:
+        self._folder.save(self._fleet())
+
+
+def _daemon(name: str, kept: Keeper) -> dict[str, Any]:
+    identity = None
+    if kept.pid:
+        with contextlib.suppress(ProcessLookupError):
+            identity = asdict(Identity.of(kept.pid))
+    return {"name": name, "state": kept.state, "restarts": kept.restarts, "identity": identity}
+
+
+def main() -> int:
+    """What `penstock up --detach` starts. How the start ended is one line of JSON on the descriptor."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--lifeline-pid", type=int)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    folder, said = Folder(options.folder), False
+
+    def say(what: dict[str, Any]) -> None:
+        nonlocal said
+        if said:
+            return
+        said = True
+        with contextlib.suppress(OSError):  # the command was interrupted
+            os.write(options.ready_fd, json.dumps(what).encode() + b"\n")
+        os.close(options.ready_fd)
+
+    try:
+        plan = folder.plan()
+        if plan is None:
+            raise CommandError(f"there is no plan in {folder.path}", USAGE)
+        supervise(plan, folder, lambda fleet: say({"fleet": asdict(fleet)}), lifeline_pid=options.lifeline_pid)
+    except (CommandError, PenstockError) as error:
+        code = error.code if isinstance(error, CommandError) else exit_code(error)
+        _log.error("%s", error)
+        say({"error": str(error), "code": code})
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""`penstock up` and `penstock down` on this machine: real daemons under a real supervisor, killed in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.deploy.engines import keeper
+from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.engines.keeper import Keeper
+from penstock.deploy.exits import CommandError
+
+Until = Callable[[Callable[[], bool]], None]
+UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")
+
+
+class Fleet:
+    """One that is up, as its record shows it."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.folder = Folder(shell.folder / "fleet")
+        self.seen: list[Identity] = []
+
+    def record(self) -> dict[str, Any]:
+        fleet = self.folder.fleet()
+        assert fleet is not None
+        return fleet.as_dict()
+
+    def processes(self) -> dict[str, Identity | None]:
+        """By name; None: between two lives, or for good."""
+        record = self.record()
+        found = {daemon["name"]: daemon["identity"] for daemon in record["daemons"]} | {"sup": record["supervisor"]}
+        living = {name: Identity(**identity) if identity else None for name, identity in found.items()}
+        self.seen += [identity for identity in living.values() if identity is not None]
+        return living
+
+    def workers(self) -> dict[str, str]:
+        """Those that are live, with the addresses of their lanes."""
+        done = self.shell.call("status", "--json", PENSTOCK_COORDINATOR=self.folder.address)
+        if done.returncode == 11:  # the coordinator is between two lives
+            return {}
+        assert done.returncode == 0, done.stderr
+        workers = json.loads(done.stdout)["workers"]
+        return {one["worker"]: one["tcp_address"] for one in workers if one["live"] and not one["draining"]}
+
+    def gone(self) -> bool:
+        """All processes that were ever seen."""
+        return all(_ended(identity) for identity in self.seen)
+
+
+def _ended(identity: Identity) -> bool:
+    fd = identity.open()
+    if fd is None:
+        return True
+    try:  # readable: it has ended, and nobody has collected it
+        return bool(select.select([fd], [], [], 0)[0])
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def fleet(module_shell: Any) -> Iterator[Fleet]:
+    shell = module_shell
+    done = shell.run(*UP)
+    assert done.returncode == 0, done.stderr
+    fleet = Fleet(shell)
+    assert done.stdout == (
+        f"export PENSTOCK_COORDINATOR={fleet.folder.address}\nexport PENSTOCK_TOKEN_FILE={fleet.folder.token}\n"
+    )
+    fleet.processes()
+    yield fleet
+    shell.call("down", "--dir", "fleet")
+    assert fleet.gone()
+
+
+def test_what_is_up_answers_and_its_folder_is_its_owners(fleet: Fleet) -> None:
+    assert set(fleet.workers()) == {"penstock-1", "penstock-2"}
+    assert stat.S_IMODE(fleet.folder.token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(fleet.folder.path.stat().st_mode) == 0o700
+    token = fleet.folder.token.read_text().strip()
+    for identity in fleet.processes().values():
+        assert identity is not None
+        assert token not in Path(f"/proc/{identity.pid}/cmdline").read_text()
+    for log in fleet.folder.logs.iterdir():
+        assert token not in log.read_text()
+
+
+def test_a_second_one_in_the_same_folder_is_refused(fleet: Fleet) -> None:
+    for arguments, says in (((), "is up in"), (("--slots", "2"), "another --slots was given")):
+        done = fleet.shell.call(*UP, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert says in done.error
+        assert "penstock down" in done.error
+    plan, token = fleet.folder.plan(), fleet.folder.token.read_text()
+    foreground = [part for part in UP if part != "--detach"]
+    for environment, says in (({}, "is up in"), ({"PENSTOCK_TOKEN": "of-another-fleet"}, "with another token")):
+        done = fleet.shell.call(*foreground, "--slots", "2", **environment)
+        assert done.returncode == 2
+        assert says in done.error
+    assert (fleet.folder.plan(), fleet.folder.token.read_text()) == (plan, token)  # and nothing of it has changed
+
+
+def test_a_killed_worker_and_a_killed_coordinator_come_back_under_their_names(fleet: Fleet, until: Until) -> None:
+    before, lanes = fleet.processes(), fleet.workers()
+    address = fleet.folder.address
+    for name in ("coordinator", "penstock-2"):
+        victim = before[name]
+        assert victim is not None
+        assert victim.send(signal.SIGKILL)
+    until(lambda: set(now := fleet.workers()) == set(lanes) and now["penstock-2"] != lanes["penstock-2"])
+    assert fleet.folder.address == address
+    restarts = {daemon["name"]: daemon["restarts"] for daemon in fleet.record()["daemons"]}
+    assert restarts == {"coordinator": 1, "penstock-1": 0, "penstock-2": 1}
+    assert "penstock-2 was killed by SIGKILL; starting it again" in (fleet.folder.logs / "supervisor.log").read_text()
+
+
+def test_workers_join_and_leave(fleet: Fleet, until: Until) -> None:
+    assert fleet.shell.call(*UP, "--workers", "3").returncode == 0
+    assert set(fleet.workers()) == {"penstock-1", "penstock-2", "penstock-3"}
+    fleet.processes()
+    told = fleet.processes()["penstock-1"]
+    assert told is not None
+    assert told.send(signal.SIGTERM)  # its operator wants it gone: it stays away
+    until(lambda: _ended(told))
+    assert fleet.shell.call(*UP, "--workers", "1").returncode == 0  # and is asked back
+    until(lambda: set(fleet.workers()) == {"penstock-1"})
+
+
+def test_nothing_outlives_a_killed_supervisor_and_the_next_one_goes_on(fleet: Fleet, until: Until) -> None:
+    supervisor = fleet.processes()["sup"]
+    assert supervisor is not None
+    address = fleet.folder.address
+    assert supervisor.send(signal.SIGKILL)
+    until(fleet.gone)
+    assert fleet.shell.call(*UP, "--workers", "1").returncode == 0  # over the record of the one that was killed
+    assert fleet.folder.address == address
+    assert set(fleet.workers()) == {"penstock-1"}
+
+
+def test_down_leaves_no_process_and_can_be_said_again(fleet: Fleet) -> None:
+    fleet.processes()
+    done = fleet.shell.run("down", "--dir", "fleet", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in json.loads(done.stdout)["ended"]] == ["supervisor", "coordinator", "penstock-1"]
+    assert fleet.gone()
+    log = (fleet.folder.logs / "coordinator.log").read_text()
+    assert log.splitlines()[-1].endswith("ended as told")
+    again = fleet.shell.call("down", "--dir", "fleet")
+    assert (again.returncode, again.stdout) == (0, f"nothing is up in {fleet.folder.path}\n")
+    never = fleet.shell.call("down", "--dir", "elsewhere")
+    assert never.returncode == 2
+    assert "no fleet was ever started" in never.error
+
+
+def test_the_foreground_ends_with_ctrl_c(shell: Any, until: Until) -> None:
+    started = shell.begin(*(part for part in UP if part != "--detach"), "--workers", "1", "--json")
+    fleet = Fleet(shell)
+    until(lambda: fleet.folder.fleet() is not None and fleet.record()["ready"])
+    fleet.processes()
+    assert started.stop(signal.SIGINT) == 0
+    assert fleet.gone()
+    assert json.loads(started.process.stdout.read())["environment"]["PENSTOCK_TOKEN_FILE"] == str(fleet.folder.token)
+
+
+def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = shell.call(*UP, "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert done.returncode == 13
+    assert "the coordinator ended with status 13" in done.error
+    assert "is in use by another process" in done.error
+    assert Folder(shell.folder / "fleet").fleet() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--slots", "1"), 2, "--allow is missing"),
+        (("--allow", "not a module"), 2, "is no module name"),
+        (("--allow", "x", "--near", "gpu"), 2, "--near means nothing to the engine local"),
+        (("--allow", "x", "--engine", "docker"), 2, "--engine docker"),
+        (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet"),
+        (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
+        (("--allow", "x", "--render"), 2, "has no files to show"),
+        (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
+    ],
+)
+def test_what_cannot_be_meant(shell: Any, arguments: tuple[str, ...], code: int, says: str) -> None:
+    done = shell.call("up", "--detach", "--listen", "127.0.0.1:0", "--dir", "fleet", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in done.error
+    assert "Traceback" not in done.stderr
+
+
+def test_a_daemon_that_dies_again_and_again_is_given_up_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TOKEN", "a-token-for-tests-only-0123456789")
+    monkeypatch.setattr(keeper, "PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "QUICK_DEATHS", 3)
+    command = ["coordinator", "--listen", "127.0.0.1:0", "--state-dir", ":memory:"]
+
+    def changed() -> None:
+        if kept.state == "ready":
+            os.kill(kept.pid, signal.SIGKILL)
+
+    kept = Keeper("coordinator", lambda line: command, tmp_path / "log", come_back=True, changed=changed)
+    with pytest.raises(CommandError, match=r"the coordinator was killed by SIGKILL \(3 times in a row\): .*listening"):
+        asyncio.run(kept.run())
+    assert (kept.restarts, kept.state) == (2, "failed")
+
+
+def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
+    mine = Identity.of(os.getpid())
+    assert not _ended(mine)
+    for other in (Identity(mine.pid, mine.started + 1, mine.boot), Identity(mine.pid, mine.started, "another boot")):
+        assert other.open() is None
+        assert not other.send(signal.SIGKILL)

@@ -1,0 +1,169 @@
+"""`penstock up --engine ray` on a real Ray cluster of several nodes, on this machine: a node is killed in mid-run, then
+the coordinator; the stream is that of an undisturbed run, batch by batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cluster import SUPPORT
+from job import Job
+
+from penstock.deploy.engines.base import Plan
+from penstock.deploy.engines.folder import Folder, Identity
+
+pytestmark = [
+    pytest.mark.timeout(300),  # Ray takes its time to start nodes, and to notice that one is gone
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_enable_metrics_collection": "0",
+}
+STEPS = 120
+OURS = {"num_cpus": 2, "resources": {"boxes": 1}, "object_store_memory": 80 << 20}
+"""A node where workers may be."""
+
+
+class RayFleet:
+    """A fleet on a Ray cluster of its own."""
+
+    def __init__(self, shell: Any, cluster: Any) -> None:
+        self.shell, self.cluster = shell, cluster
+        self.folder = Folder(shell.folder / "fleet")
+
+    def run(self, *arguments: str) -> Any:
+        return self.shell.run(*arguments, deadline_s=150, PYTHONWARNINGS=None)
+
+    def up(self, *more: str) -> Any:
+        return self.run(
+            *("up", "--engine", "ray", "--ray-address", self.cluster.address, "--dir", "fleet", "--near", "boxes"),
+            *("--allow", "streams", "--slots", "2", "--listen", "127.0.0.1:0", "--insecure", *more),
+            *("--state-dir", str(self.shell.folder / "node")),
+        )
+
+    def daemons(self) -> dict[str, dict[str, Any]]:
+        fleet = self.folder.fleet()
+        assert fleet is not None
+        return {one["name"]: one for one in fleet.about["daemons"]}
+
+    def job(self, name: str, **options: Any) -> Job:
+        fleet = self.folder.fleet()
+        assert fleet is not None
+        path = os.pathsep.join([self.shell.environment["PYTHONPATH"], SUPPORT])
+        environment = self.shell.env({"PYTHONPATH": path, "PYTHONWARNINGS": None})
+        training: Any = SimpleNamespace(address=fleet.coordinator, environment=environment)
+        return Job(training, job=name, input="shared_noisy", arguments=[STEPS], steps=STEPS, workers=2, **options)
+
+    def status(self) -> dict[str, Any]:
+        """As the coordinator sees it; nothing while it is away."""
+        fleet = self.folder.fleet()
+        assert fleet is not None
+        done = self.shell.call("status", "--json", "--coordinator", fleet.coordinator)
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+
+    def lanes(self) -> dict[str, str]:
+        """Of the live workers."""
+        workers = self.status().get("workers", [])
+        return {one["worker"]: one["tcp_address"] for one in workers if one["live"] and not one["draining"]}
+
+
+@pytest.fixture(scope="module")
+def fleet(module_shell: Any) -> Iterator[RayFleet]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**QUIET, "PYTHONPATH": module_shell.environment["PYTHONPATH"]}.items():
+            patch.setenv(name, value)
+        from ray.cluster_utils import Cluster
+
+        module_shell.environment |= QUIET
+        # The head has room too, but is none of the nodes with boxes.
+        head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+        cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for _ in range(2):
+                cluster.add_node(wait=False, **OURS)
+            cluster.wait_for_nodes()
+            yield RayFleet(module_shell, cluster)
+        finally:
+            session = cluster.head_node.get_session_dir_path()
+            cluster.shutdown()
+            shutil.rmtree(session, ignore_errors=True)
+
+
+def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
+    fleet: RayFleet, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    done = fleet.up("--workers", "2", "--send-token")
+    assert done.returncode == 0, done.stderr
+    assert f"PENSTOCK_TOKEN_FILE={fleet.folder.token}\n" in done.stdout
+    on_node = fleet.shell.folder / "node" / "penstock" / "token"
+    assert (on_node.read_text(), on_node.stat().st_mode & 0o777) == (fleet.folder.token.read_text(), 0o600)
+    daemons, lanes = fleet.daemons(), fleet.lanes()
+    near = {node.node_id: node for node in fleet.cluster.worker_nodes}
+    assert {daemons[name]["node"] for name in ("penstock-1", "penstock-2")} == set(near)
+    assert daemons["penstock-coordinator"]["node"] == fleet.cluster.head_node.node_id
+    processes = [Identity.of(one[pid]) for one in daemons.values() for pid in ("pid", "actor_pid")]
+
+    undisturbed = fleet.job("undisturbed").finish(110)
+    assert len(undisturbed) == STEPS
+    job = fleet.job("disturbed", pace_s=0.02)
+    try:
+        job.reach(STEPS // 4)
+        fleet.cluster.remove_node(near[daemons["penstock-1"]["node"]], allow_graceful=False)
+        job.reach(STEPS // 2)
+        os.kill(daemons["penstock-coordinator"]["pid"], signal.SIGKILL)
+        assert job.finish(110) == undisturbed
+        assert job.recoveries
+    finally:
+        job.drop()
+
+    # Ray has a place for the lost worker again: there it is, under its name, and the coordinator where it was.
+    fleet.cluster.add_node(**OURS)
+    until(lambda: set(now := fleet.lanes()) == set(lanes) and now["penstock-1"] != lanes["penstock-1"])
+    # The coordinator's actor itself: Ray starts another, which goes on from the same books at the same address.
+    killed = time.monotonic()
+    os.kill(daemons["penstock-coordinator"]["actor_pid"], signal.SIGKILL)
+    until(lambda: (now := fleet.status()) != {} and now["coordinator"]["uptime_s"] < time.monotonic() - killed)
+    until(lambda: set(fleet.lanes()) == set(lanes))
+    assert fleet.job("after").finish(110) == undisturbed
+    done = fleet.up("--workers", "2")
+    assert done.returncode == 2
+    assert "another --send-token was given" in done.error
+
+    done = fleet.run("down", "--dir", "fleet")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"ended: actor {name}" for name in sorted(daemons)]
+    until(lambda: all(identity.open() is None for identity in processes))
+
+
+def test_what_ray_has_no_room_for(fleet: RayFleet) -> None:
+    done = fleet.up("--workers", "1", "--slots", "64", "--timeout", "3")
+    assert done.returncode == 17
+    assert "Ray did not start penstock-1 within 3 s: a worker asks for 64 CPUs on nodes with boxes" in done.error
+    assert fleet.folder.fleet() is None
+    assert fleet.run("down", "--dir", "fleet").returncode == 0
+
+
+def test_what_ray_is_asked_for() -> None:
+    from penstock.deploy.engines.ray import worker_options
+
+    def options(near: str) -> dict[str, Any]:
+        plan = Plan("ray", "f", 2, 4, "m", "127.0.0.1:0", "/token", options={"near": near})
+        return worker_options(plan)
+
+    assert options("")["num_cpus"] == 4
+    assert "resources" not in options("")
+    assert options("accelerator_type:H100")["resources"] == {"accelerator_type:H100": 0.001}
+    assert options("pool=train")["label_selector"] == {"pool": "train"}
+    assert (options("")["max_restarts"], options("")["lifetime"]) == (-1, "detached")

@@ -1,0 +1,247 @@
+"""`penstock up` on Slurm and Kubernetes: what would be submitted, checked as far as that goes without either; and the
+calls of sbatch, scancel and kubectl, recorded by programs of that name that come first on PATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+KUBERNETES = ("up", "--engine", "kubernetes", "--allow", "streams", "--image", "registry/mine:1", "--dir", "fleet")
+SLURM = ("up", "--engine", "slurm", "--allow", "streams", "--insecure", "--dir", "fleet", "--listen", "127.0.0.1:0")
+
+RECORDER = f"""#!{sys.executable} -IS
+import json, os, sys
+name = os.path.basename(sys.argv[0])
+piped = "-" in sys.argv or "fleet.sbatch" in sys.argv[-1]
+text = sys.stdin.read() if "-" in sys.argv else open(sys.argv[-1]).read() if piped else ""
+with open(os.environ["CALLS"], "a") as calls:
+    print(json.dumps([name, *sys.argv[1:], text]), file=calls)
+answers = json.load(open(os.environ["ANSWERS"]))
+said, status = answers.get(f"{{name}} {{sys.argv[3] if name == 'kubectl' else ''}}".strip(), ["", 0])
+print(said, end="", file=sys.stderr if status else sys.stdout)
+sys.exit(status)
+"""
+
+
+class Recorded:
+    """Programs that only note how they were called."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell, folder = shell, shell.folder
+        (folder / "bin").mkdir()
+        for name in ("sbatch", "scancel", "squeue", "kubectl"):
+            program = folder / "bin" / name
+            program.write_text(RECORDER)
+            program.chmod(0o755)
+        self._calls, self._answers = folder / "calls", folder / "answers"
+        self.answer()
+        path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+        shell.environment |= {"PATH": path, "CALLS": str(self._calls), "ANSWERS": str(self._answers)}
+
+    def answer(self, **answers: tuple[str, int]) -> None:
+        """What they say, with which status: kubectl_get=("error", 1)."""
+        self._answers.write_text(json.dumps({name.replace("_", " "): said for name, said in answers.items()}))
+
+    def calls(self) -> list[list[str]]:
+        """Those since the last time it was asked."""
+        found = [json.loads(line) for line in self._calls.read_text().splitlines()] if self._calls.exists() else []
+        self._calls.unlink(missing_ok=True)
+        return found
+
+
+@pytest.fixture
+def recorded(shell: Any) -> Recorded:
+    return Recorded(shell)
+
+
+# ---- Kubernetes
+
+
+@pytest.mark.parametrize("safety", [("--tls-secret", "certificates"), ("--insecure",)])
+def test_the_manifests_are_valid_and_careful(shell: Any, safety: tuple[str, ...]) -> None:
+    done = shell.call(*KUBERNETES, *safety, "--render", "--workers", "3", "--slots", "6")
+    assert done.returncode == 0, done.stderr
+    items = json.loads(done.stdout)["items"]
+    for item in items:
+        kubernetes_validate.validate(item, "1.30", strict=True)
+    by_kind = {item["kind"]: item for item in items}
+    assert set(by_kind) == {"Service", "StatefulSet", "Deployment", "NetworkPolicy"}
+    assert by_kind["Deployment"]["spec"]["replicas"] == 3
+    for kind in ("StatefulSet", "Deployment"):
+        template = by_kind[kind]["spec"]["template"]
+        assert by_kind[kind]["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+        assert template["spec"]["securityContext"]["runAsNonRoot"]
+        (container,) = template["spec"]["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+        claims = {claim["metadata"]["name"] for claim in by_kind[kind]["spec"].get("volumeClaimTemplates", ())}
+        assert mounted == volumes | claims
+        assert ("tls" in mounted) == (safety != ("--insecure",))
+
+
+def test_the_variables_of_the_pods_are_settings_of_the_daemons(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.deploy.settings import CoordinatorSettings, PeerSettings, WorkerSettings, resolve
+
+    items = json.loads(shell.call(*KUBERNETES, "--insecure", "--render").stdout)["items"]
+    for item in items:
+        for container in item["spec"].get("template", {}).get("spec", {}).get("containers", ()):
+            for one in container["env"]:
+                value = one.get("value", "10.0.0.7").replace("$(POD_IP)", "10.0.0.7")
+                monkeypatch.setenv(one["name"], value)
+    assert resolve(CoordinatorSettings).listen == "0.0.0.0:7070"
+    assert resolve(PeerSettings).coordinator == "penstock-coordinator:7070"
+    worker = resolve(WorkerSettings)
+    assert (worker.listen, worker.slots, worker.allow, worker.insecure) == ("10.0.0.7:7071", 8, "streams", True)
+
+
+def test_up_and_down_say_to_kubectl_what_they_should(recorded: Recorded) -> None:
+    recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
+    done = recorded.shell.call(*KUBERNETES, "--insecure", "--namespace", "train", "--name", "lm", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["coordinator"] == "lm-coordinator.train:7070"
+    calls = recorded.calls()
+    assert all(call[:3] == ["kubectl", "--namespace", "train"] for call in calls)
+    assert [call[3] for call in calls] == ["get", "apply", "apply", "rollout", "rollout"]
+    secret = json.loads(calls[1][-1])
+    kubernetes_validate.validate(secret, "1.30", strict=True)
+    token = (recorded.shell.folder / "fleet" / "token").read_text()
+    assert secret["stringData"]["token"] == token
+    assert token.strip() not in str([call[:-1] for call in calls])  # by standard input alone
+    assert token.strip() not in calls[2][-1]
+    recorded.answer(kubectl_delete=("deployment.apps/lm-worker\n", 0))
+    done = recorded.shell.call("down", "--dir", "fleet")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ended: deployment.apps/lm-worker")
+    deletes = recorded.calls()
+    assert [call[4] for call in deletes] == ["deployment", "statefulset,service,networkpolicy"]
+    assert all("app.kubernetes.io/name=penstock,app.kubernetes.io/instance=lm" in call for call in deletes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((*KUBERNETES, "--render"), 16, "--tls-secret"),
+        ((*KUBERNETES[:5], "--insecure", "--render"), 2, "--image is missing"),
+        ((*SLURM[:5], "--dir", "fleet"), 16, "--tls-cert"),
+    ],
+)
+def test_what_is_missing_is_named(shell: Any, arguments: tuple[str, ...], code: int, says: str) -> None:
+    done = shell.call(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in done.error
+
+
+def test_a_tool_that_fails_or_is_not_there(recorded: Recorded) -> None:
+    recorded.answer(kubectl_apply=("The connection to the server was refused", 1))
+    done = recorded.shell.call(*KUBERNETES, "--insecure")
+    assert done.returncode == 10
+    assert (
+        "kubectl --namespace default apply --filename failed with status 1: The connection to the server was refused"
+        in done.error
+    )
+    done = recorded.shell.call(*SLURM, PATH="/nonexistent")
+    assert done.returncode == 2
+    assert "sbatch is not installed here" in done.error
+
+
+# ---- Slurm
+
+
+def test_the_job_script_keeps_what_it_is_given(recorded: Recorded, tmp_path: Path) -> None:
+    """Submitted, waited for, cancelled; and the script has whatever a name may hold in it, quoted."""
+    address = recorded.shell.folder / "fleet" / "slurm" / "address"
+    recorded.answer(sbatch=("4711;cluster\n", 0), squeue=("PENDING\n", 0))
+    done = recorded.shell.call(*SLURM, "--timeout", "1", "--sbatch", "--partition 'cpu nodes'", "--workers", "5")
+    assert done.returncode == 17
+    assert "job 4711 is PENDING, not up, after 1 s" in done.error
+    sbatch = next(call for call in recorded.calls() if call[0] == "sbatch")
+    assert sbatch[1:4] == ["--parsable", "--partition", "cpu nodes"]
+    script = sbatch[-1]
+    assert "#SBATCH --ntasks=5\n" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    # the same command waits on for the same job
+    address.parent.mkdir()
+    address.write_text("node1:4000\n")
+    recorded.answer(squeue=("RUNNING\n", 0))
+    done = recorded.shell.call(*SLURM, "--sbatch", "--partition 'cpu nodes'", "--workers", "5")
+    assert done.stdout.splitlines()[0] == "export PENSTOCK_COORDINATOR=node1:4000"
+    assert "sbatch" not in [call[0] for call in recorded.calls()]
+    recorded.answer(squeue=("slurm_load_jobs error: Invalid job id specified", 1))
+    assert recorded.shell.call("down", "--dir", "fleet").returncode == 0
+
+
+SRUN = """#!/bin/bash
+trap : TERM # it ends with its tasks
+while [[ $1 == --* ]]; do shift; done
+for n in 0 1; do SLURM_PROCID=$n "$@" & done
+while [ -n "$(jobs -pr)" ]; do wait; done
+"""
+"""In the place of Slurm's: two tasks, here."""
+
+
+def test_the_job_script_runs_daemons_and_ends_them(shell: Any, tmp_path: Path, until: Any) -> None:
+    """The real script and real daemons, but for srun. A killed worker comes back; SIGTERM ends all, as scancel does."""
+    done = shell.call(*SLURM, "--render", "--slots", "1", "--state-dir", str(tmp_path / "my books"))
+    assert done.returncode == 0, done.stderr
+    assert not (shell.folder / "fleet").exists()
+    programs, fleet = tmp_path / "bin", shell.folder / "fleet"
+    for folder in (programs, fleet):
+        folder.mkdir(mode=0o700)
+    script, srun, token, address = tmp_path / "job", programs / "srun", fleet / "token", fleet / "slurm" / "address"
+    for path, text, mode in ((script, done.stdout, 0o755), (srun, SRUN, 0o755), (token, "a-token-0123456789", 0o600)):
+        path.write_text(text)
+        path.chmod(mode)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = shell.env({"PATH": path, "SLURM_NTASKS": "2", "PENSTOCK_TOKEN": None})
+    with (tmp_path / "log").open("wb") as log:
+        job = subprocess.Popen(
+            ["bash", str(script)], env=environment, cwd=shell.folder, stderr=log, start_new_session=True
+        )
+    try:
+
+        def workers() -> dict[str, str]:
+            if not address.exists():
+                return {}
+            asked = ("status", "--json", "--coordinator", address.read_text().strip(), "--token-file", str(token))
+            done = shell.call(*asked)
+            found = json.loads(done.stdout)["workers"] if done.returncode == 0 else []
+            return {one["worker"]: one["tcp_address"] for one in found if one["live"] and not one["draining"]}
+
+        until(lambda: set(workers()) == {"penstock-1", "penstock-2"})
+        before = workers()
+        os.kill(_process(job.pid, "penstock-2"), signal.SIGKILL)
+        until(lambda: set(now := workers()) == set(before) and now["penstock-2"] != before["penstock-2"])
+        os.killpg(job.pid, signal.SIGTERM)
+        assert job.wait(60) == 0, (tmp_path / "log").read_text()
+        assert not _session(job.pid)
+        assert (tmp_path / "my books" / "journal.db").exists()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait(10)
+
+
+def _session(leader: int) -> dict[int, list[str]]:
+    """Command lines of the processes of a session."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == leader:
+                found[int(entry.name)] = (entry / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+    return found
+
+
+def _process(session: int, worker: str) -> int:
+    (pid,) = [pid for pid, command in _session(session).items() if worker in command and "--slots" in command]
+    return pid
