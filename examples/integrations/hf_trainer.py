@@ -35,8 +35,9 @@ class PenstockTrainer(Trainer):
 def main() -> None:
     arguments = options("Trains a small model with Hugging Face's Trainer.")
     ahead = Lookahead(DataLoader(input_fn, batch_size=8), checkpoint_steps=arguments.checkpoint_every)
+    checkpoints = arguments.out / "checkpoints"
     training = TrainingArguments(
-        output_dir=str(arguments.out / "checkpoints"),
+        output_dir=str(checkpoints),
         max_steps=arguments.steps,
         save_steps=arguments.checkpoint_every,
         learning_rate=1e-2,
@@ -48,7 +49,7 @@ def main() -> None:
     )
     with Appliance(), (arguments.out / "rank0.jsonl").open("a", buffering=1) as log:
         trainer = PenstockTrainer(ahead, log, model=Net(), args=training)
-        trainer.train(resume_from_checkpoint=newest_checkpoint(training.output_dir))
+        trainer.train(resume_from_checkpoint=newest_checkpoint(checkpoints))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Net(nn.Module):
 def note(log: TextIO, step: int, batch: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
     """One line a step: runs are compared by them to the last bit."""
     digest = hashlib.blake2b(batch["x"].cpu().numpy().tobytes(), digest_size=16).hexdigest()
-    log.write(json.dumps({"step": step, "loss": loss.item().hex(), "digest": digest}) + "\n")
+    log.write(json.dumps({"step": step, "loss": float(loss).hex(), "digest": digest}) + "\n")
 
 
 def options(what: str) -> argparse.Namespace:

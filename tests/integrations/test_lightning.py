@@ -36,7 +36,8 @@ class Module(LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         self.numbers.append(int(batch["number"]))
-        return self.weight * batch["x"].float().mean()
+        loss: torch.Tensor = self.weight * batch["x"].float().mean()
+        return loss
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         self.exact[self.ahead.step] = place_of(self.ahead.state_dict())

@@ -15,6 +15,7 @@ from accelerate.data_loader import prepare_data_loader
 from reading_ahead import PASS, STEPS, WHOLE, ahead_by, following, place_of, places
 
 from penstock.client import Appliance, DataLoader, Lookahead
+from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.proto.errors import InvalidArgumentError, StateUnavailableError
 
 
@@ -54,9 +55,7 @@ def plain(appliance: Appliance) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_exact_at_every_step_where_the_loader_is_ahead(
-    appliance: Appliance, plain: dict[int, Any], name: str
-) -> None:
+def test_exact_at_every_step_where_the_loader_is_ahead(appliance: Appliance, plain: dict[int, Any], name: str) -> None:
     wrap, depth = WRAPPERS[name]
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, depth=max(depth, 1), appliance=appliance)
@@ -187,7 +186,7 @@ def test_steps_whose_state_cannot_be_had(appliance: Appliance) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(InvalidArgumentError, match="depth"):
         Lookahead(DataLoader(streams.counter), depth=0)
-    with pytest.raises(TypeError, match="not a builtins.list"):
+    with pytest.raises(TypeError, match=r"not a builtins\.list"):
         Lookahead([])  # type: ignore[arg-type]
 
 
@@ -206,4 +205,20 @@ def test_it_goes_through_accelerates_files(appliance: Appliance, tmp_path: Path)
     assert [int(batch["number"]) for batch in ahead.handed_out(by_accelerate(ahead))] == WHOLE[3:PASS]
     state = torch.load(tmp_path / "custom_checkpoint_0.pkl", weights_only=True)
     assert following(state, 2, appliance) == WHOLE[3:5]
+    loader.close()
+
+
+def test_it_goes_into_a_checkpoint(appliance: Appliance, tmp_path: Path) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        for _ in ahead.handed_out(by_accelerate(ahead)):
+            if ahead.step == 3:
+                checkpointer.save(3, {"loader": ahead})
+                break
+        checkpointer.wait()
+        other = DataLoader(streams.counter, PASS // 2)
+        for restored in (Lookahead(other, appliance=appliance), other):
+            assert checkpointer.restore({"loader": restored}) == 3
+            assert place_of(restored.state_dict())[0] == 3
     loader.close()

@@ -25,7 +25,7 @@ def places(appliance: Appliance, input_fn: Any = streams.counter) -> dict[int, A
     """step -> where a plain loop's state stands."""
     loader = DataLoader(input_fn, PASS // 2)
     executor = DataExecutor(loader, num_steps=STEPS, appliance=appliance)
-    return {executor.step: place_of(loader.state_dict()) for _ in executor}
+    return dict(enumerate((place_of(loader.state_dict()) for _ in executor), 1))
 
 
 def place_of(state: dict[str, Any]) -> Any:

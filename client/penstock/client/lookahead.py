@@ -5,9 +5,9 @@ take the next batch before they hand out this one. `DataLoader.state_dict()`, wh
 batch ahead of the loop, and a resume would leave that batch out.
 
 How far such a wrapper is ahead depends on the framework, its version, the place in the pass and whether the loader has
-a length; so nothing is subtracted here. The loop's own side counts: it says `took()` for each batch that reaches it, and
-the state is asked for at that step, which workers can tell as long as they keep it (Appliance(retention_steps=)). That
-costs nothing until a state is asked for.
+a length; so nothing is subtracted here. The loop's own side counts: it says `took()` for each batch that reaches it,
+and the state is asked for at that step, which workers can tell as long as they keep it (Appliance(retention_steps=)).
+That costs nothing until a state is asked for.
 
 Counting can be forgotten, and a wrapper can hand out other batches than it took: share them among ranks, join them,
 repeat some to fill up. Either would save a wrong position, so both are errors.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -82,10 +82,10 @@ class Lookahead(IterableDataset[Any]):
                 "Penstock's workers: give torch's DataLoader num_workers=0"
             )
         self._leave()
-        batches: Any = iter(self._executor)
+        batches = cast("Generator[Any, None, None]", iter(self._executor))
         self._pass = weakref.ref(batches)
         self._step = self._loader.step
-        return batches  # type: ignore[no-any-return]
+        return batches
 
     def __len__(self) -> int:
         """Batches of a whole pass. TypeError if the loader has no length."""
@@ -134,6 +134,11 @@ class Lookahead(IterableDataset[Any]):
             )
 
     # ---- state
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(box, num_boxes) of this process."""
+        return self._loader.place
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state after the last step that the loop has got.

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -24,7 +24,7 @@ from penstock.proto.state import decode_state, encode_state
 __all__ = ["LoaderState", "newest_checkpoint"]
 
 
-class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is untyped here
+class LoaderState(TrainerCallback, ExportableState):
     """Makes training resume at the batch after the checkpoint's.
 
         class MyTrainer(Trainer):
@@ -63,14 +63,16 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]  # tr
                 "LoaderState: the Trainer would read and drop the batches before the checkpoint's, and the loader "
                 "stands behind them already: set TrainingArguments(ignore_data_skip=True)"
             )
-        of_callback = state.stateful_callbacks.get(type(self).__name__) or {}
+        # A list of callbacks is what the Trainer makes its state from; what it has then is a dict of their states.
+        states = cast(dict[str, Any], state.stateful_callbacks)
+        of_callback = states.get(type(self).__name__) or {}
         saved = of_callback.get("attributes", {}).get("saved")
         if saved is None:
             raise StateMismatchError(
                 f"LoaderState: the checkpoint of step {state.global_step} has no position of the loader: it was saved "
                 "without this callback. Resume from one that was saved with it"
             )
-        ahead.load_state_dict(decode_state(base64.b64decode(saved)))
+        ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
