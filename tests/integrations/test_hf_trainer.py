@@ -61,6 +61,15 @@ def test_skipping_batches_is_refused(ahead: Lookahead) -> None:
         begin(LoaderState(), ahead, ignore_data_skip=False)
 
 
+def test_accumulation_over_the_end_of_a_pass_is_warned_of(ahead: Lookahead) -> None:
+    callback = LoaderState()
+    begin(callback, ahead, step=0, gradient_accumulation_steps=4)
+    states = {"LoaderState": callback.state()}
+    begin(LoaderState(), ahead, states=states, gradient_accumulation_steps=5)
+    with pytest.warns(UserWarning, match="10 batches of a pass are no multiple of gradient_accumulation_steps=4"):
+        begin(LoaderState(), ahead, states=states, gradient_accumulation_steps=4)
+
+
 @pytest.mark.parametrize("states", [{}, {"LoaderState": {"args": {}, "attributes": {"saved": None}}}])
 def test_a_checkpoint_without_the_position_is_refused(ahead: Lookahead, states: dict[str, Any]) -> None:
     with pytest.raises(StateMismatchError, match="the checkpoint of step 5 has no position"):

@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,6 +73,14 @@ class LoaderState(TrainerCallback, ExportableState):
                 f"LoaderState: the checkpoint of step {state.global_step} has no position of the loader: it was saved "
                 "without this callback. Resume from one that was saved with it"
             )
+        if args.gradient_accumulation_steps > 1 and _length(ahead) % args.gradient_accumulation_steps:
+            warnings.warn(
+                f"LoaderState: {_length(ahead)} batches of a pass are no multiple of gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}: after a resume in mid-pass the Trainer accumulates the last few "
+                "of this pass with the next pass's. Training without an interruption does otherwise",
+                UserWarning,
+                stacklevel=2,
+            )
         ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
 
     def on_substep_end(
@@ -86,6 +95,14 @@ class LoaderState(TrainerCallback, ExportableState):
         """One of the two hooks above is called for each batch."""
         assert self._ahead is not None
         self._ahead.took()
+
+
+def _length(ahead: Lookahead) -> int:
+    """Batches of a pass; 0 if nobody knows."""
+    try:
+        return len(ahead)
+    except TypeError:
+        return 0
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
