@@ -139,7 +139,7 @@ class Framework:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._process.stdout.close()
 
 
@@ -218,6 +218,7 @@ def _serve(name: str) -> None:
     for pid in started:  # of a test that failed
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    os._exit(0)  # a framework's modules take seconds to be taken down
 
 
 if __name__ == "__main__":
