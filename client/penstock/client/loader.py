@@ -89,7 +89,8 @@ class Session:
     def warn_of_ended(self, step: int) -> None:
         """Say once of each other box that its pass ended before this step: a collective would wait for it."""
         for box, last in self.run.ended_boxes.items():
-            if last < step and (box, last) not in self.told_ended:
+            # One that ended its pass where this box began its own is between two passes, as this one was.
+            if self.pass_began_at < last < step and (box, last) not in self.told_ended:
                 self.told_ended.add((box, last))
                 warnings.warn(
                     f"{self.name}: the pass of box {box} ended at step {last}, and box {self.run.box} goes on with "
