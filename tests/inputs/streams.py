@@ -110,6 +110,14 @@ def noting(path: str, batches: int) -> Noting:
     return Noting(path, batches)
 
 
+class Unsized(Counter):
+    __len__ = None  # type: ignore[assignment]  # so that len() is a TypeError
+
+
+def unsized(batches: int) -> Unsized:
+    return Unsized(batches, first=1000 * current_assignment().global_worker_id)
+
+
 def uneven(lengths: list[int]) -> Counter:
     """Worker k yields lengths[k] batches a pass."""
     place = current_assignment()

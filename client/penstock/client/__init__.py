@@ -4,6 +4,7 @@ from penstock.client.appliance import Appliance
 from penstock.client.closure import checkpoint_closure
 from penstock.client.executor import DataExecutor
 from penstock.client.loader import DataLoader
+from penstock.client.lookahead import Lookahead
 from penstock.proto.restartable import DataLoaderCheckpoint, RestartableDataLoader, get_worker_state
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "DataExecutor",
     "DataLoader",
     "DataLoaderCheckpoint",
+    "Lookahead",
     "RestartableDataLoader",
     "checkpoint_closure",
     "get_worker_state",

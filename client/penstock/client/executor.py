@@ -5,7 +5,7 @@ Iterating is a generator that has already run up to its first `yield` when the l
 by dropping it) runs its `finally`.
 
 A pass that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that
-of the last step, in the middle of the pass.
+of the last step, in the middle of the pass. One that was left at its last batch, by its length, is not cut: it is over.
 """
 
 from __future__ import annotations
@@ -162,4 +162,6 @@ class DataExecutor:
             _iterating.remove(self)
             if line is not None:
                 line.finish()
+            if left_early and session.expected_last() == position.step:
+                left_early = False  # by a loop that counts: there is no batch to cut off, and the end is taken next
             loader.finish(self, left_early=left_early, pass_ended=stop is None and position.epoch > first_epoch)

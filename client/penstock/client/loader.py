@@ -89,7 +89,8 @@ class Session:
     def warn_of_ended(self, step: int) -> None:
         """Say once of each other box that its pass ended before this step: a collective would wait for it."""
         for box, last in self.run.ended_boxes.items():
-            if last < step and (box, last) not in self.told_ended:
+            # One that ended its pass where this box began its own is between two passes, as this one was.
+            if self.pass_began_at < last < step and (box, last) not in self.told_ended:
                 self.told_ended.add((box, last))
                 warnings.warn(
                     f"{self.name}: the pass of box {box} ended at step {last}, and box {self.run.box} goes on with "
@@ -318,14 +319,31 @@ class DataLoader:
             NotRestartableError: the loader has no state methods, or something else stands against saving it.
             StateUnavailableError: the workers no longer keep this step, or the run is closed.
         """
+        return self.state_at(self.step)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """What state_dict() would have returned after this step, at most Appliance(retention_steps=) steps ago.
+
+        For loops that get their batches from something that reads ahead of them: see penstock.client.Lookahead.
+
+        Raises:
+            StateUnavailableError: the step lies before the state that was loaded, was not handed out yet, or is one
+                that the workers no longer keep; or the run is closed.
+            NotRestartableError: as for state_dict().
+        """
         if is_to_be_filled():
             return blank()
         session = self._session
-        if session is None or session.feed.position.step == session.first_step:
+        first = session.first_step if session is not None else self.step
+        if not first <= step <= self.step:
+            raise StateUnavailableError(
+                f"{self.name}: no state of step {step} can be had, only of {first} to {self.step}: the steps that were "
+                "handed out since the loader was made or loaded"
+            )
+        if session is None or step == first:
             if self._loaded is not None:
                 return cast(dict[str, Any], copy.deepcopy(self._given))
             return self._initial()
-        step = session.feed.position.step
         if self._cached is None or self._cached[0] != step:
             self._cached = (step, self._fetch(session, step).to_dict())
         return cast(dict[str, Any], copy.deepcopy(self._cached[1]))

@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.client.checkpoint.frames import is_plain, saved_bytes
-from penstock.client.checkpoint.loaders import loader_leaves
+from penstock.client.checkpoint.loaders import Loader, loader_leaves
 from penstock.client.checkpoint.planning import Key, LocalItem
 from penstock.client.checkpoint.torch_private import find_state_dict_object, flatten_state_dict
-from penstock.client.loader import DataLoader
 from penstock.proto.errors import InvalidArgumentError
 
 __all__ = ["OURS", "Collected", "ObjectBytes", "collect", "names_of", "unwrapped", "with_containers"]
@@ -70,7 +69,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
         raise InvalidArgumentError(f"{OURS!r} is a name of Penstock's own: give what is under it another one")
     nested: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, DataLoader):
+        if isinstance(value, Loader):
             if leaves := loader_leaves(value, rank, ranks):
                 nested[key] = leaves
         else:
@@ -93,7 +92,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
     if containers := dict(_containers(nested, ())):
         path = OURS, f"containers-{rank}"
         values[".".join(path)], paths[".".join(path)] = containers, path
-    loaders = {key: value.place for key, value in state.items() if isinstance(value, DataLoader)}
+    loaders = {key: value.place for key, value in state.items() if isinstance(value, Loader)}
     return Collected(values, paths, [list(paths.items()), [_kind(value) for value in values.values()]], loaders)
 
 

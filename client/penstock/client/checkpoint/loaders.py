@@ -13,10 +13,13 @@ one box, whose model was split over several ranks; it goes onto any.
 from __future__ import annotations
 
 from penstock.client.loader import DataLoader
+from penstock.client.lookahead import Lookahead
 from penstock.proto.errors import StateMismatchError
 from penstock.proto.state import decode_state, encode_state
 
-__all__ = ["load_loader", "loader_leaves", "names_for"]
+__all__ = ["Loader", "load_loader", "loader_leaves", "names_for"]
+
+Loader = DataLoader | Lookahead
 
 SHARED = "all"
 """Under a loader's key: the state of all boxes."""
@@ -30,7 +33,7 @@ def _own(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def loader_leaves(loader: DataLoader, rank: int, ranks: int) -> dict[str, bytes]:
+def loader_leaves(loader: Loader, rank: int, ranks: int) -> dict[str, bytes]:
     """What this rank saves of a loader. For loaders of several boxes nothing, but for box 0."""
     box, num_boxes = loader.place
     if ranks == 1:
@@ -40,7 +43,7 @@ def loader_leaves(loader: DataLoader, rank: int, ranks: int) -> dict[str, bytes]
     return {_own(rank): _filled_up(encode_state(loader.state_dict()))}
 
 
-def names_for(loader: DataLoader, rank: int, names: set[str], key: str) -> str:
+def names_for(loader: Loader, rank: int, names: set[str], key: str) -> str:
     """Which of the names that are saved under a loader's key this rank loads.
 
     Raises StateMismatchError where states of single ranks would have to go to others.
@@ -58,7 +61,7 @@ def names_for(loader: DataLoader, rank: int, names: set[str], key: str) -> str:
     )
 
 
-def load_loader(loader: DataLoader, data: bytes) -> None:
+def load_loader(loader: Loader, data: bytes) -> None:
     """data: what `loader_leaves` made."""
     length = int.from_bytes(data[:LENGTH])
     loader.load_state_dict(decode_state(data[LENGTH : LENGTH + length]))  # type: ignore[arg-type]

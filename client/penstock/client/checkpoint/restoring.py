@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from penstock.client.checkpoint.collect import OURS, names_of, unwrapped, with_containers
-from penstock.client.checkpoint.loaders import load_loader, names_for
+from penstock.client.checkpoint.loaders import Loader, load_loader, names_for
 from penstock.client.checkpoint.torch_private import flatten_state_dict, set_element
-from penstock.client.loader import DataLoader
 from penstock.proto.checkpoints import METADATA, Found, checkpoints, damage, locked, put_back
 from penstock.proto.errors import (
     CheckpointCorruptError,
@@ -178,7 +177,7 @@ class _Entry:
         self._state = state
         self._checkpoint = checkpoint
         self._saved = checkpoint.under(key)
-        if isinstance(value, DataLoader):
+        if isinstance(value, Loader):
             under = {str(path[0]): name for name, path in self._saved.items()}
             chosen = under[names_for(value, rank, set(under), key)]
             self._saved = {chosen: ()}
@@ -194,7 +193,7 @@ class _Entry:
                 name: checkpoint.empty(name, tensors.get(str(path[1])) if path[0] == "state" and path[1:] else None)
                 for name, path in self._saved.items()
             }
-        if isinstance(value, DataLoader):
+        if isinstance(value, Loader):
             return dict.fromkeys(self._saved)
         stateful = hasattr(value, "load_state_dict")
         current, _ = flatten_state_dict({self.key: value.state_dict() if stateful else value})
@@ -250,7 +249,7 @@ class _Entry:
     def put(self, values: dict[str, Any], containers: dict[str, dict[str, Any]]) -> None:
         """Hand over what was loaded. containers: see `with_containers`."""
         value = self._value
-        if isinstance(value, DataLoader):
+        if isinstance(value, Loader):
             load_loader(value, values[next(iter(self._saved))])
             return
         root: dict[str, Any] = {}

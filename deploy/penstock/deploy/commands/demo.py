@@ -17,7 +17,7 @@ def demo(as_json: AsJson = False, debug: Debug = False) -> int:
     \b
     Examples:
       penstock demo
-      penstock demo --json | jq .equal
+      penstock demo --json | jq .ok
     """
     quiet_grpc()
     from penstock.deploy.demo import run_demo

@@ -1,0 +1,124 @@
+"""Hugging Face Trainer: the loader's position in the Trainer's checkpoints.
+
+The Trainer resumes by reading all batches of the epoch again and dropping them. With ignore_data_skip=True it does not,
+and takes the loader to stand at the right place: this callback puts it there. It travels in trainer_state.json, the
+last file of a checkpoint, so a checkpoint that has this file has the position.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from penstock.client.lookahead import Lookahead
+from penstock.proto.errors import InvalidArgumentError, StateMismatchError
+from penstock.proto.state import decode_state, encode_state
+
+__all__ = ["LoaderState", "newest_checkpoint"]
+
+
+class LoaderState(TrainerCallback, ExportableState):
+    """Makes training resume at the batch after the checkpoint's.
+
+        class MyTrainer(Trainer):
+            def get_train_dataloader(self): return ahead     # Lookahead(DataLoader(input_fn))
+
+        trainer = MyTrainer(..., args=TrainingArguments(..., ignore_data_skip=True), callbacks=[LoaderState()])
+        trainer.train(resume_from_checkpoint=True)
+
+    Raises, as training begins:
+        InvalidArgumentError: get_train_dataloader returns no Lookahead; or training resumes without ignore_data_skip.
+        StateMismatchError: the checkpoint has no position of the loader.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: Lookahead | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer saves of this callback, as JSON; it asks once before the training, too."""
+        saved = None if self._ahead is None else base64.b64encode(encode_state(self._ahead.state_dict())).decode()
+        return {"args": {}, "attributes": {"saved": saved}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        ahead = kwargs["train_dataloader"]
+        if not isinstance(ahead, Lookahead):
+            raise InvalidArgumentError(
+                f"LoaderState: get_train_dataloader returned a {type(ahead).__qualname__}: let it return "
+                "penstock.client.Lookahead(loader)"
+            )
+        self._ahead = ahead
+        if not state.global_step:
+            return
+        if not args.ignore_data_skip:
+            raise InvalidArgumentError(
+                "LoaderState: the Trainer would read and drop the batches before the checkpoint's, and the loader "
+                "stands behind them already: set TrainingArguments(ignore_data_skip=True)"
+            )
+        # A list of callbacks is what the Trainer makes its state from; what it has then is a dict of their states.
+        states = cast(dict[str, Any], state.stateful_callbacks)
+        of_callback = states.get(type(self).__name__) or {}
+        saved = of_callback.get("attributes", {}).get("saved")
+        if saved is None:
+            raise StateMismatchError(
+                f"LoaderState: the checkpoint of step {state.global_step} has no position of the loader: it was saved "
+                "without this callback. Resume from one that was saved with it"
+            )
+        if args.gradient_accumulation_steps > 1 and _length(ahead) % args.gradient_accumulation_steps:
+            warnings.warn(
+                f"LoaderState: {_length(ahead)} batches of a pass are no multiple of gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}: after a resume in mid-pass the Trainer accumulates the last few "
+                "of this pass with the next pass's. Training without an interruption does otherwise",
+                UserWarning,
+                stacklevel=2,
+            )
+        ahead.load_state_dict(cast(dict[str, Any], decode_state(base64.b64decode(saved))))
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._took()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._took()
+
+    def _took(self) -> None:
+        """One of the two hooks above is called for each batch."""
+        assert self._ahead is not None
+        self._ahead.took()
+
+
+def _length(ahead: Lookahead) -> int:
+    """Batches of a pass; 0 if nobody knows."""
+    try:
+        return len(ahead)
+    except TypeError:
+        return 0
+
+
+def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest whole checkpoint of a Trainer; None if there is none.
+
+    resume_from_checkpoint=True takes the newest folder, also one in the middle of whose writing the job was killed.
+    """
+    folders = {
+        int(found[1]): path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (found := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    }
+    for step in sorted(folders, reverse=True):
+        try:
+            json.loads((folders[step] / "trainer_state.json").read_bytes())  # written last, and piece by piece
+        except (FileNotFoundError, ValueError):
+            continue
+        return str(folders[step])
+    return None

@@ -1,0 +1,56 @@
+"""Hugging Face's Trainer, fed by Penstock. Killed and started again, it goes on from the newest checkpoint.
+
+    PYTHONPATH=examples python -m integrations.hf_trainer --out /tmp/trainer
+
+With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment the same line takes its batches from the
+workers of that coordinator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+import torch
+from integrations.parts import Net, input_fn, note, options
+from transformers import Trainer, TrainingArguments
+
+from penstock.client import Appliance, DataLoader, Lookahead
+from penstock.client.integrations.transformers import LoaderState, newest_checkpoint
+
+
+class PenstockTrainer(Trainer):
+    def __init__(self, ahead: Lookahead, log: TextIO, **arguments: Any) -> None:
+        super().__init__(callbacks=[LoaderState()], **arguments)
+        self.ahead, self.lines = ahead, log
+
+    def get_train_dataloader(self) -> Any:
+        return self.ahead
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(model, inputs, *more)
+        note(self.lines, self.ahead.step + 1, inputs, loss)  # a step counts once its hook for the end was called
+        return loss
+
+
+def main() -> None:
+    arguments = options("Trains a small model with Hugging Face's Trainer.")
+    ahead = Lookahead(DataLoader(input_fn, batch_size=8), checkpoint_steps=arguments.checkpoint_every)
+    checkpoints = arguments.out / "checkpoints"
+    training = TrainingArguments(
+        output_dir=str(checkpoints),
+        max_steps=arguments.steps,
+        save_steps=arguments.checkpoint_every,
+        learning_rate=1e-2,
+        ignore_data_skip=True,  # the loader knows where to go on
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+        logging_strategy="no",
+    )
+    with Appliance(), (arguments.out / "rank0.jsonl").open("a", buffering=1) as log:
+        trainer = PenstockTrainer(ahead, log, model=Net(), args=training)
+        trainer.train(resume_from_checkpoint=newest_checkpoint(checkpoints))
+
+
+if __name__ == "__main__":
+    main()

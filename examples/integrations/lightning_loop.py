@@ -1,0 +1,58 @@
+"""PyTorch Lightning, fed by Penstock. Killed and started again, it goes on from the newest checkpoint.
+
+    PYTHONPATH=examples python -m integrations.lightning_loop --out /tmp/lightning
+
+With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment the same line takes its batches from the
+workers of that coordinator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+import torch
+from integrations.parts import Net, input_fn, note, options
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from penstock.client import Appliance, DataLoader, Lookahead
+from penstock.client.integrations.lightning import LoaderState
+
+
+class Module(LightningModule):
+    def __init__(self, ahead: Lookahead, log: TextIO) -> None:
+        super().__init__()
+        self.net = Net()
+        self.ahead, self.lines = ahead, log
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(**batch)["loss"]
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        note(self.lines, self.ahead.step, batch, outputs["loss"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def main() -> None:
+    arguments = options("Trains a small model with PyTorch Lightning.")
+    ahead = Lookahead(DataLoader(input_fn, batch_size=8), checkpoint_steps=arguments.checkpoint_every)
+    checkpoints = ModelCheckpoint(
+        arguments.out / "checkpoints", every_n_train_steps=arguments.checkpoint_every, save_last=True
+    )
+    with Appliance(), (arguments.out / "rank0.jsonl").open("a", buffering=1) as log:
+        trainer = Trainer(
+            max_steps=arguments.steps,
+            callbacks=[LoaderState(ahead), checkpoints],
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Module(ahead, log), ahead, ckpt_path="last")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Lightning: exact at every step, with and without a length, and after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+import torch
+from framework_runs import Framework, framework, killed_and_resumed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from reading_ahead import PASS, STEPS, WHOLE, place_of, places
+
+from penstock.client import Appliance, DataLoader, Lookahead
+from penstock.client.integrations.lightning import LoaderState
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:::lightning.*"),  # its advice
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+class Module(LightningModule):
+    """Takes note of the batches, and of where the states stand that are had after each."""
+
+    def __init__(self, ahead: Lookahead, loader: DataLoader) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.ahead, self.loader = ahead, loader
+        self.numbers: list[int] = []
+        self.exact: dict[int, Any] = {}
+        self.naive: dict[int, Any] = {}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.numbers.append(int(batch["number"]))
+        loss: torch.Tensor = self.weight * batch["x"].float().mean()
+        return loss
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.exact[self.ahead.step] = place_of(self.ahead.state_dict())
+        self.naive[self.ahead.step] = place_of(self.loader.state_dict())[0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def fit(
+    appliance: Appliance, input_fn: Any, folder: Path, checkpoint: Path | None = None, **limits: Any
+) -> tuple[Module, Trainer]:
+    loader = DataLoader(input_fn, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    module = Module(ahead, loader)
+    every = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
+    ends = ModelCheckpoint(folder, "end-{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = Trainer(
+        **limits,
+        callbacks=[LoaderState(ahead), *([] if checkpoint else [every, ends])],
+        enable_checkpointing=checkpoint is None,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, ahead, ckpt_path=checkpoint)
+    loader.close()
+    return module, trainer
+
+
+@pytest.fixture(scope="module")
+def appliance() -> Iterator[Appliance]:
+    with Appliance(num_workers_per_box=2, seed=7, timeout_s=60) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("input_fn", "depth"), [(streams.counter, 0), (streams.unsized, 1)])
+def test_exact_at_every_step(appliance: Appliance, tmp_path: Path, input_fn: Any, depth: int) -> None:
+    """depth: what the naive state is ahead. Lightning takes a batch more if the loader has no length."""
+    module, _ = fit(appliance, input_fn, tmp_path, max_epochs=3, max_steps=STEPS)
+    assert module.numbers == WHOLE[:STEPS]
+    assert module.exact == places(appliance, input_fn)
+    left = [PASS - (step - 1) % PASS - 1 for step in range(1, STEPS + 1)]
+    assert module.naive == {step: step + min(depth, left[step - 1]) for step in range(1, STEPS + 1)}
+    for step in (1, PASS - 1, PASS, PASS + 1):
+        resumed, _ = fit(appliance, input_fn, tmp_path, tmp_path / f"step={step}.ckpt", max_steps=step + 2)
+        assert resumed.numbers == WHOLE[step : step + 2]
+    resumed, trainer = fit(appliance, input_fn, tmp_path, tmp_path / "end-epoch=0.ckpt", max_epochs=2)
+    assert resumed.numbers == WHOLE[PASS : 2 * PASS], "Lightning itself would not have loaded this one"
+    assert trainer.current_epoch == 2
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
+    with framework("integrations.lightning_loop", tmp_path_factory.mktemp("lightning")) as found:
+        yield found
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_resumed(example: Framework) -> None:
+    killed_and_resumed(example)

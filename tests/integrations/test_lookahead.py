@@ -1,0 +1,224 @@
+"""A state is that of the batch that the loop has got, however many batches something in between has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from reading_ahead import PASS, STEPS, WHOLE, ahead_by, following, place_of, places
+
+from penstock.client import Appliance, DataLoader, Lookahead
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.proto.errors import InvalidArgumentError, StateUnavailableError
+
+
+def by_torch(ahead: Lookahead) -> Iterable[Any]:
+    return torch.utils.data.DataLoader(ahead, batch_size=None)
+
+
+def by_accelerate(ahead: Lookahead) -> Iterable[Any]:
+    prepared: Iterable[Any] = prepare_data_loader(
+        torch.utils.data.DataLoader(ahead, batch_size=None), num_processes=1, process_index=0, dispatch_batches=False
+    )
+    return prepared
+
+
+def five_ahead(ahead: Lookahead) -> Iterable[Any]:
+    return ahead_by(5, ahead)
+
+
+WRAPPERS: dict[str, tuple[Callable[[Lookahead], Iterable[Any]], int]] = {
+    "nothing": (iter, 0),
+    "torch": (by_torch, 0),
+    "accelerate": (by_accelerate, 1),
+    "five ahead": (five_ahead, 5),
+}
+"""Name -> what a framework makes of the loader for a pass, and how far that is ahead."""
+
+
+@pytest.fixture(scope="module")
+def appliance() -> Iterator[Appliance]:
+    with Appliance(num_workers_per_box=2, seed=7, timeout_s=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(appliance: Appliance) -> dict[int, Any]:
+    return places(appliance)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_exact_at_every_step_where_the_loader_is_ahead(appliance: Appliance, plain: dict[int, Any], name: str) -> None:
+    wrap, depth = WRAPPERS[name]
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, depth=max(depth, 1), appliance=appliance)
+    numbers: list[int] = []
+    states: dict[int, Any] = {}
+    while ahead.step < STEPS:
+        for batch in ahead.handed_out(wrap(ahead)):
+            numbers.append(int(batch["number"]))
+            assert ahead.step == len(numbers)
+            left = PASS - (len(numbers) - 1) % PASS - 1
+            assert loader.step == ahead.step + min(depth, left), "the naive state would be this far ahead"
+            states[ahead.step] = ahead.state_dict()
+            if ahead.step == STEPS:
+                break
+    assert numbers == WHOLE[:STEPS]
+    assert {step: place_of(state) for step, state in states.items()} == plain
+    for step in (1, PASS - 1, PASS, PASS + 1):  # the first, those about the end of a pass, and the first of the next
+        assert following(states[step], 2, appliance) == WHOLE[step : step + 2]
+    loader.close()
+
+
+def test_the_naive_state_loses_a_batch(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    for _ in ahead.handed_out(by_accelerate(ahead)):
+        if ahead.step == 3:
+            naive, ours = loader.state_dict(), ahead.state_dict()
+            break
+    assert following(naive, 2, appliance) == WHOLE[4:6], "batch 4 was taken, and no loop has got it"
+    assert following(ours, 2, appliance) == WHOLE[3:5]
+    loader.close()
+
+
+def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    assert place_of(ahead.state_dict()) == (0, [])
+    batches = by_accelerate(ahead)
+    for _ in islice(ahead.handed_out(batches), 4):
+        state = ahead.state_dict()
+    ahead.load_state_dict(state)  # with the pass under way
+    assert (ahead.step, place_of(ahead.state_dict())) == (4, place_of(state))
+    through = iter(batches)
+    next(through)  # it has taken two, and the loop has not been handed one
+    assert loader.step == 6
+    assert ahead.step == 4
+    ahead.took()
+    assert place_of(ahead.state_dict())[0] == 5
+    loader.close()
+
+
+def test_a_pass_whose_iterator_is_held_is_over_when_the_next_begins(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    assert len(ahead) == PASS
+    held = []
+    numbers: list[int] = []
+    for _ in range(2):
+        held.append(iter(ahead))
+        for batch in islice(held[-1], PASS):  # it counts, and does not ask for the end
+            ahead.took()
+            numbers.append(int(batch["number"]))
+        assert following(ahead.state_dict(), 2, appliance) == WHOLE[:2]
+    assert numbers == WHOLE[: 2 * PASS]
+    loader.close()
+
+
+def test_what_was_taken_and_dropped_is_no_batch_of_the_loop(appliance: Appliance) -> None:
+    loader = DataLoader(streams.shuffled, PASS * 8, noise=False)  # each of two workers has all, and shuffles anew
+    ahead = Lookahead(loader, appliance=appliance)
+    for _ in ahead.handed_out(ahead_by(1, ahead)):
+        if ahead.step == 2:
+            break
+    assert (ahead.step, loader.step) == (2, 3)
+    batches = ahead.handed_out(ahead_by(1, ahead))  # the next pass; the third batch of the first is gone
+    next(batches)
+    assert (ahead.step, loader.step) == (4, 5)
+    batches.close()  # type: ignore[attr-defined]
+    loader.close()
+
+
+def test_a_loop_that_nobody_counts_is_an_error(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    batches = iter(ahead)
+    next(batches)
+    next(batches)
+    with pytest.raises(RuntimeError, match=r"2 batches were taken, and the loop said that it got 0.*call took\(\)"):
+        ahead.state_dict()
+    loader.close()
+
+
+def test_wrappers_that_repeat_or_share_batches_are_errors(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    with pytest.raises(RuntimeError, match="taken none from here"):
+        ahead.took()
+    twice = (again for batch in ahead for again in (batch, batch))
+    with pytest.raises(RuntimeError, match="step 1, and the framework had taken none"):
+        list(ahead.handed_out(twice))
+    ahead.load_state_dict(ahead.state_dict())
+    with pytest.raises(RuntimeError, match="shares, joins or drops"):
+        list(ahead.handed_out(islice(ahead, 0, None, 2)))
+    loader.close()
+
+
+def test_worker_processes_of_torchs_loader_are_an_error(appliance: Appliance) -> None:
+    ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=appliance)
+    with pytest.raises(RuntimeError, match="num_workers=0"):
+        list(torch.utils.data.DataLoader(ahead, batch_size=None, num_workers=1))
+
+
+def test_steps_whose_state_cannot_be_had(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    for _ in islice(ahead, 3):
+        ahead.took()
+    state = loader.state_at(2)
+    for step in (-1, 4):
+        with pytest.raises(StateUnavailableError, match=f"no state of step {step} can be had, only of 0 to 3"):
+            loader.state_at(step)
+    loader.load_state_dict(state)
+    with pytest.raises(StateUnavailableError, match="only of 2 to 2"):
+        loader.state_at(1)
+    assert place_of(loader.state_at(2)) == place_of(state)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(InvalidArgumentError, match="depth"):
+        Lookahead(DataLoader(streams.counter), depth=0)
+    with pytest.raises(TypeError, match=r"not a builtins\.list"):
+        Lookahead([])  # type: ignore[arg-type]
+
+
+def test_it_goes_through_accelerates_files(appliance: Appliance, tmp_path: Path) -> None:
+    """And through torch's loader that executes nothing."""
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(ahead)
+    for _ in ahead.handed_out(by_accelerate(ahead)):
+        if ahead.step == 3:
+            accelerator.save_state(str(tmp_path))
+        if ahead.step == 5:
+            break
+    accelerator.load_state(str(tmp_path))
+    assert [int(batch["number"]) for batch in ahead.handed_out(by_accelerate(ahead))] == WHOLE[3:PASS]
+    state = torch.load(tmp_path / "custom_checkpoint_0.pkl", weights_only=True)
+    assert following(state, 2, appliance) == WHOLE[3:5]
+    loader.close()
+
+
+def test_it_goes_into_a_checkpoint(appliance: Appliance, tmp_path: Path) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    with AsyncCheckpointer(tmp_path) as checkpointer:
+        for _ in ahead.handed_out(by_accelerate(ahead)):
+            if ahead.step == 3:
+                checkpointer.save(3, {"loader": ahead})
+                break
+        checkpointer.wait()
+        other = DataLoader(streams.counter, PASS // 2)
+        for restored in (Lookahead(other, appliance=appliance), other):
+            assert checkpointer.restore({"loader": restored}) == 3
+            assert place_of(restored.state_dict())[0] == 3
+    loader.close()
