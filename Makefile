@@ -38,7 +38,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test simulate chaos fuzz demo
+.PHONY: help setup proto proto-check lint format format-check types docs pytest test simulate chaos fuzz demo
 .PHONY: demo-streaming bench bench-peers peers clean
 
 help: ## list the targets
@@ -75,11 +75,14 @@ format-check: $(STAMP) ## the code is in ruff's format
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
 
+docs: $(STAMP) ## the pages of docs/ as HTML in build/docs; a warning is an error
+	$(BIN)/sphinx-build -q -W --keep-going -n -d build/doctrees docs build/docs
+
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
 pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 4 --dist loadfile --no-loadscope-reorder"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
 
-test: lint format-check types proto-check pytest ## all checks and tests: what CI runs
+test: lint format-check types proto-check docs pytest ## all checks and tests: what CI runs
 
 simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
