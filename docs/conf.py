@@ -1,8 +1,8 @@
 """How Sphinx builds these pages (`make docs`).
 
-The pages are Markdown, so that they can be read in the repository as they are; Sphinx adds navigation, search and the API
-reference from docstrings. Nothing here needs a network: types of other projects are not linked, and links from a page
-to files of the repository that are no pages become copies of these files in the built docs, for no host of the
+The pages are Markdown, so that they can be read in the repository as they are; Sphinx adds navigation, search and the
+API reference from docstrings. Nothing here needs a network: types of other projects are not linked, and links from a
+page to files of the repository that are no pages become copies of these files in the built docs, for no host of the
 repository is known.
 """
 
@@ -31,12 +31,8 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 default_role = "code"
-autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_class_signature = "mixed"
-napoleon_use_rtype = False
-# A docstring's "Args" stand for the constructor; its attributes have docstrings of their own.
 autodoc_preserve_defaults = True
 
 PUBLIC = ("penstock.client", "penstock.client.checkpoint", "penstock.worker", "penstock.worker.datasets")
@@ -97,7 +93,7 @@ def without_absent_pages(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def public_name(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, shown: nodes.TextElement) -> Any:
-    """A class that is named by the module it is defined in, as annotations name it, is documented where it is public."""
+    """Annotations name a class by the module it is defined in; it is documented in the one where it is public."""
     home, _, name = node.get("reftarget", "").rpartition(".")
     for module in PUBLIC:
         found = getattr(importlib.import_module(module), name, None)
