@@ -31,6 +31,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 default_role = "code"
+autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
