@@ -53,6 +53,7 @@ def python() -> Iterator[list[Block]]:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more processes than cores here
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process will do here
 @pytest.mark.parametrize("group", list(python()), ids=lambda group: str(group[0]))
 def test_python_runs(
     group: list[Block], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
