@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def test_what_is_quoted_stands_there(block: Block) -> None:
     assert bare(block.text) in bare(path.read_text()), f"{block} is no part of {path.relative_to(REPO)} any more"
 
 
-READERS = {
+READERS: dict[str, Callable[[str], object]] = {
     "json": json.loads,
     "toml": tomllib.loads,
     "ini": lambda text: configparser.ConfigParser().read_string(text),
