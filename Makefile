@@ -25,6 +25,8 @@ SEEDS ?= 2000
 FUZZ_VENV := .fuzz-venv
 MINUTES ?= 10
 FUZZ_ARGS ?=
+# Of `make pythons`: versions, and --torch for all tests.
+PYTHONS_ARGS ?=
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -39,7 +41,7 @@ $(BIN)/python -m grpc_tools.protoc \
 endef
 
 .PHONY: help setup proto proto-check lint format format-check types docs pytest test simulate chaos fuzz demo
-.PHONY: demo-streaming bench bench-peers peers clean
+.PHONY: demo-streaming bench bench-peers peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -83,6 +85,9 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 4 --dist loadfile 
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
 
 test: lint format-check types proto-check docs pytest ## all checks and tests: what CI runs
+
+pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, where they are; PYTHONS_ARGS="3.13 --torch"
+	$(BIN)/python tests/pythons.py $(PYTHONS_ARGS)
 
 simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
