@@ -1,8 +1,8 @@
 """`make pythons`: Penstock on other versions of Python than the one of .venv, as far as this machine has them.
 
 For each version: mypy with its rules; then, if there is an interpreter, an environment below build/pythons in which all
-modules are compiled, with warnings as errors, and tests are run. torch for another Python is a download of gigabytes;
-so they are those that need none (the coordinator, its simulation, and what decides without data), unless --torch asks for
+modules are compiled, with warnings as errors, and tests are run. torch for another Python is a download of gigabytes:
+they are those that need none (the coordinator, its simulation, and what decides without data), unless --torch asks for
 all of them. What was not run is said, and why.
 """
 
