@@ -28,7 +28,6 @@ WITHOUT_TORCH = (
     "tests/proto/test_assignment.py",
     "tests/proto/test_position.py",
     "tests/security/test_admission.py",
-    "tests/security/test_allow.py",
     "tests/security/test_tickets.py",
     "tests/security/test_tls_files.py",
     "tests/security/test_tokens.py",
