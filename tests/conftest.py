@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-SLOW = ("system", "deploy", "client", "checkpoint")
+SLOW = ("system", "deploy", "client", "checkpoint", "docs", "packaging")
 """Folders whose tests start processes and wait for them."""
 
 
