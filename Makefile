@@ -25,6 +25,8 @@ SEEDS ?= 2000
 FUZZ_VENV := .fuzz-venv
 MINUTES ?= 10
 FUZZ_ARGS ?=
+# Of `make pythons`: versions, and --torch for all tests.
+PYTHONS_ARGS ?=
 PROTO_DIR := proto/penstock/proto/v1
 PROTOS := $(wildcard $(PROTO_DIR)/*.proto)
 
@@ -38,8 +40,8 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types pytest test simulate chaos fuzz demo
-.PHONY: demo-streaming slurm helm bench bench-peers peers clean
+.PHONY: help setup proto proto-check lint format format-check types docs pytest test simulate chaos fuzz demo
+.PHONY: demo-streaming slurm helm bench bench-peers peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -75,11 +77,17 @@ format-check: $(STAMP) ## the code is in ruff's format
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
 
+docs: $(STAMP) ## the pages of docs/ as HTML in build/docs; a warning is an error
+	$(BIN)/sphinx-build -q -W --keep-going -n -d build/doctrees docs build/docs
+
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
 pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 4 --dist loadfile --no-loadscope-reorder"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
 
-test: lint format-check types proto-check pytest ## all checks and tests: what CI runs
+test: lint format-check types proto-check docs pytest ## all checks and tests: what CI runs
+
+pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, where they are; PYTHONS_ARGS="3.13 --torch"
+	$(BIN)/python tests/pythons.py $(PYTHONS_ARGS)
 
 simulate: $(STAMP) ## histories of a simulated cluster: SEEDS=2000 of them, or SEED=n with its diary
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulated $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))

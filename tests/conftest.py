@@ -27,7 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-SLOW = ("system", "integrations", "deploy", "client", "checkpoint")
+SLOW = ("system", "integrations", "deploy", "client", "checkpoint", "docs", "packaging")
 """Folders whose tests start processes and wait for them."""
 
 

@@ -17,6 +17,8 @@ R = TypeVar("R")
 def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
     """A function that runs when the loop around it is on a checkpoint step, and else returns None.
 
+    Example::
+
         @checkpoint_closure
         def save() -> None:
             torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, path)

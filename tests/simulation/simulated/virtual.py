@@ -211,7 +211,10 @@ class Process(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
-    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
+    def create_task(
+        self, coro: Any, *, name: str | None = None, context: Context | None = None, **options: Any
+    ) -> asyncio.Task[Any]:
+        assert not options, options  # eager tasks, from Python 3.13 on: nobody asks for them here
         task = asyncio.Task(coro, loop=self, context=context)
         self._tasks[task] = None
         task.add_done_callback(self._over)

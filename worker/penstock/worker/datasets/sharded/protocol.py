@@ -60,7 +60,7 @@ class ShardedSource(Protocol):
 
     def described(self) -> dict[str, Any]:
         """All that decides which samples come in which order, as a value of JSON. It is saved with a state, and a state
-        that says otherwise is refused by the names and values of this. So it names kind, settings and `source`s."""
+        that says otherwise is refused by the names and values of this. So it names kind, settings and each `source`."""
 
     def lengths(self, epoch: int) -> Sequence[int] | None:
         """Samples of each shard in this epoch, if that is known without reading them."""

@@ -1,0 +1,46 @@
+"""What `import penstock.client` brings into a training job beyond torch: few packages, each of which is needed there.
+
+No time is measured here (`python -m benchmarks.import_time` does): a package that is not in this list is what makes
+imports slow, and is to be imported where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+LIGHT = {
+    "annotated_types",
+    "dotenv",
+    "google",
+    "grpc",
+    "grpc_health",
+    "grpc_tools",  # grpc looks whether it is there
+    "penstock",
+    "pydantic",
+    "pydantic_core",
+    "pydantic_settings",
+    "typing_extensions",
+    "typing_inspection",
+    "xxhash",
+}
+OTHER_ROOTS = ("penstock.appliance", "penstock.worker", "penstock.deploy")
+
+PROBE = """
+import json, sys
+import torch
+before = set(sys.modules)
+import penstock.client
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_importing_the_client_brings_few_packages() -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=100, check=True)
+    modules = json.loads(done.stdout)
+    packages = {name.partition(".")[0] for name in modules}
+    ours = packages - set(sys.stdlib_module_names)
+    extra = {name for name in ours - LIGHT if not name.startswith(("_cython", "cython_runtime", "_sysconfigdata"))}
+    assert not extra, "import it where it is used, or say here why every training job needs it"
+    assert not [name for name in modules if name.startswith(OTHER_ROOTS)]
