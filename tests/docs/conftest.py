@@ -18,7 +18,7 @@ import torch
 
 import penstock.client.checkpoint
 import penstock.worker.datasets
-from penstock.client import DataExecutor, DataLoader
+from penstock.client import DataExecutor, DataLoader, Lookahead
 from penstock.worker.datasets import MDSWriter, StreamingDataset, StreamingLoader
 
 Names = dict[str, Any]
@@ -160,3 +160,19 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]
     yield names
     assert (tmp_path / "shared/run1/checkpoints/step-3/penstock.json").is_file()
     loader.close()
+
+
+@pytest.fixture
+def lookahead() -> Iterator[Names]:
+    """A framework, which makes a torch DataLoader of what it is given, and an input of three batches."""
+    import splitting
+
+    names: Names = {
+        "DataLoader": DataLoader,
+        "Lookahead": Lookahead,
+        "framework_makes_something_of": functools.partial(torch.utils.data.DataLoader, batch_size=None),
+        "input_fn": splitting.split,
+    }
+    yield names
+    assert names["ahead"].step == 3
+    assert names["state"]["__penstock__"]

@@ -7,6 +7,7 @@ nothing and cannot be run by itself fails here, with its page and line.
 from __future__ import annotations
 
 import configparser
+import importlib.util
 import json
 import os
 import re
@@ -110,7 +111,7 @@ def test_each_block_is_of_a_kind_that_is_checked(page: str) -> None:
             assert (
                 not note
                 or note == "continues"
-                or note.startswith(("in ", "quotes "))
+                or note.startswith(("in ", "quotes ", "run by "))
                 or (_FILE.fullmatch(note) or reason not in (note, ""))
             ), f"{block}: {note!r} says nothing that is known: {HOW}"
         else:
@@ -130,6 +131,21 @@ def test_what_is_quoted_stands_there(block: Block) -> None:
         return "\n".join(line for line in lines if line)
 
     assert bare(block.text) in bare(path.read_text()), f"{block} is no part of {path.relative_to(REPO)} any more"
+
+
+@pytest.mark.parametrize("path", sorted({block.note for block in ALL if block.note.startswith("run by ")}))
+def test_what_another_test_runs_is_run_there(path: str) -> None:
+    declared = [block for block in ALL if block.note == path]
+    assert importing(REPO / path.removeprefix("run by ")).BLOCKS == declared
+
+
+def importing(path: Path) -> Any:
+    """The module in this file, which no package has."""
+    spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 READERS: dict[str, Callable[[str], object]] = {

@@ -13,22 +13,28 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from documented import REPO, Block, blocks
 from neighbours import beside
 
 from penstock.client import Appliance
 from penstock.worker.datasets import MDSWriter
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 TORCH, STATEFUL = "From a torch DataLoader", "From StatefulDataLoader"
 STREAMING, ENERGON, TF_DATA = "From mosaicml-streaming", "From Megatron Energon", "From tf.data service"
 
 
-def programs() -> dict[str, list[tuple[str, bool]]]:
-    """By their heading, the programs before and after: the text, and whether it is one to be run."""
-    found: dict[str, list[tuple[str, bool]]] = {}
-    for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
-        blocks = re.finditer(r"^(<!-- not run: .*-->\n)?```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-        found[section.partition("\n")[0]] = [(block[2], block[1] is None) for block in blocks]
+PAGE = REPO / "docs/migrate.md"
+PYTHON = [block for block in blocks(PAGE) if block.language == "python"]
+BLOCKS = [block for block in PYTHON if block.note == "run by tests/integrations/test_migrate.py"]
+"""Those that this module runs: tests/docs looks here whether it does."""
+
+
+def programs() -> dict[str, list[Block]]:
+    """By their heading, the programs before and after."""
+    headings = {n: line[3:] for n, line in enumerate(PAGE.read_text().splitlines(), 1) if line.startswith("## ")}
+    found: dict[str, list[Block]] = {heading: [] for heading in headings.values()}
+    for block in PYTHON:
+        found[headings[max(line for line in headings if line < block.line)]].append(block)
     return found
 
 
@@ -56,8 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         lines = [f"{number} {line}\n" for line in range(20)]
         (folder / "numbers" / f"{number}.txt").write_text("".join(lines))
     for section, written in PROGRAMS.items():
-        for which, (text, _) in zip(("before", "after"), written, strict=True):
-            (folder / f"{module_name(section, which)}.py").write_text(text)
+        for which, block in zip(("before", "after"), written, strict=True):
+            (folder / f"{module_name(section, which)}.py").write_text(block.text)
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
@@ -102,14 +108,14 @@ def rows(batches: list[Any]) -> list[Any]:
 
 
 def test_every_program_is_there() -> None:
-    runs = {section: [run for _, run in written] for section, written in PROGRAMS.items()}
+    runs = {section: [block in BLOCKS for block in written] for section, written in PROGRAMS.items()}
     both, one = [True, True], [False, True]
     assert runs == {TORCH: both, STATEFUL: both, STREAMING: one, ENERGON: one, TF_DATA: one}
 
 
 def test_the_five_lines() -> None:
     """They are numbered, and nothing else is new."""
-    before, after = ([line for line in text.splitlines() if line.strip()] for text, _ in PROGRAMS[TORCH])
+    before, after = ([line for line in block.text.splitlines() if line.strip()] for block in PROGRAMS[TORCH])
     numbered = [line for line in after if re.search(r"  # \d$", line)]
     assert [line[-1] for line in numbered] == ["1", "2", "3", "4", "5"]
     assert [line for line in after if line not in before and line not in numbered] == [

@@ -8,6 +8,7 @@ A comment `<!-- test: ... -->` right above a block of Python (nothing but blank 
     file NAME            a file of the page's folder, which later blocks of the page may import
     file NAME, run       the same, and run; `run twice`: two times
     quotes PATH          a part of this file of the repository, word for word
+    run by PATH          executed by this test, which needs more around it; its BLOCKS are those that it runs
     only parsed: REASON  not run, for this reason
 
 Blocks of other languages need no comment: what is a command is checked against the command line, data are parsed.
