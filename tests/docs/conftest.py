@@ -18,7 +18,7 @@ import torch
 
 import penstock.client.checkpoint
 import penstock.worker.datasets
-from penstock.client import DataExecutor, DataLoader, Lookahead
+from penstock.client import Appliance, DataExecutor, DataLoader, Lookahead
 from penstock.worker.datasets import MDSWriter, StreamingDataset, StreamingLoader
 
 Names = dict[str, Any]
@@ -141,9 +141,16 @@ def images_and_texts(tmp_path: Path) -> Iterator[Names]:
         del batches
 
 
+@pytest.fixture(scope="module")
+def appliance() -> Iterator[None]:
+    """What loaders of fragments run on: daemons of their own would be seconds of a core for each."""
+    with Appliance(num_workers_per_box=1):
+        yield
+
+
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
-    """A model, its optimizer and a loader on the default appliance, to be trained for a few steps."""
+def training(appliance: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    """A model, its optimizer and a loader, to be trained for a few steps."""
     here = relocated(penstock.client.checkpoint.AsyncCheckpointer, lambda name: tmp_path / name.strip("/"))
     monkeypatch.setattr(penstock.client.checkpoint, "AsyncCheckpointer", here)
     import streams
@@ -163,7 +170,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]
 
 
 @pytest.fixture
-def lookahead() -> Iterator[Names]:
+def lookahead(appliance: None) -> Iterator[Names]:
     """A framework, which makes a torch DataLoader of what it is given, and an input of three batches."""
     import splitting
 

@@ -72,12 +72,13 @@ def _penstock(arguments: list[str]) -> str | None:
     command: Any = typer.main.get_command(app)
     context = command.make_context("penstock", [], resilient_parsing=True)
     while hasattr(command, "resolve_command"):
-        if not arguments or arguments[0].startswith("-"):
-            break
-        if hasattr(command, "commands") and arguments[0] not in command.commands:
-            if "show" not in command.commands:
-                return f"there is no command {arguments[0]}"
-            arguments = ["show", *arguments]  # penstock state RUN
+        if not arguments or arguments[0] not in command.commands:
+            meant = _meant(command.name, arguments)
+            if meant is None:
+                if arguments and not arguments[0].startswith("-"):
+                    return f"there is no command {arguments[0]}"
+                break
+            arguments = [meant, *arguments]
         command, arguments = command.commands[arguments[0]], arguments[1:]
         context = type(context)(command, parent=context, info_name=command.name)
     try:
@@ -86,12 +87,24 @@ def _penstock(arguments: list[str]) -> str | None:
         return f"{command.name}: {getattr(error, 'message', None) or error}"
     if {"help", "version"} & given.keys():
         return None
-    if left:
+    if left and left[0] != "...":  # and so on: prose
         return f"{command.name}: too many arguments, from {left[0]!r} on"
     for parameter in command.params:
         if parameter.required and given.get(parameter.name) is None:
             return f"{command.name}: {parameter.opts[0]} is missing"
     return None
+
+
+def _meant(group: str, arguments: list[str]) -> str | None:
+    """The command of this group that is meant where none is named."""
+    target = bool(arguments) and not arguments[0].startswith("-")
+    match group:
+        case "state":
+            return "show" if target else None
+        case "doctor":
+            return "loader" if target else "machine"
+        case _:
+            return None
 
 
 @cache
