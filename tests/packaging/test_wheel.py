@@ -71,6 +71,17 @@ def test_the_sdist_has_what_it_takes_to_build_and_test(installed: Installed) -> 
     names = set(installed.sdist)
     assert {"LICENSE", "README.md", "CHANGELOG.md", "Makefile", "pyproject.toml", ".ci/run", "docs/conf.py"} <= names
     assert {"tests/conftest.py", "tests/data/mds/make.py", "examples/own_loader.py", "benchmarks/measure.py"} <= names
+    assert {
+        "deploy/docker/Dockerfile",
+        "deploy/grafana/penstock.json",
+        "deploy/kubernetes/base/kustomization.yaml",
+        "deploy/slurm/service.sbatch",
+    } <= names
+    assert {name.partition("/")[0] for name in names} == {
+        *("PKG-INFO", "pyproject.toml", "Makefile", ".ci", ".dockerignore", ".gitignore"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+        *(*ROOTS, "benchmarks", "docs", "examples", "tests"),
+    }
     made_here = {"out", "build", "dist", "__pycache__", ".venv", ".peers", ".fuzz", ".hypothesis", ".mypy_cache"}
     assert not [name for name in names if made_here & set(name.split("/"))]
 

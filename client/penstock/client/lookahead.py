@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Lookahead(IterableDataset[Any]):
-    """Give it to the framework in place of the loader, and save it in place of the loader.
+    """Give it to the framework in place of the loader, and save it in place of the loader::
 
         ahead = Lookahead(loader)
         prepared = ...                            # what the framework makes of `ahead`

@@ -17,11 +17,11 @@ __all__ = ["LoaderState"]
 
 
 class LoaderState(Callback):
-    """Makes training resume at the batch after the checkpoint's.
+    """Makes training resume at the batch after the checkpoint's::
 
-    ahead = Lookahead(DataLoader(input_fn))
-    Trainer(callbacks=[LoaderState(ahead), ModelCheckpoint(every_n_train_steps=100, save_last=True)])
-    trainer.fit(model, ahead, ckpt_path="last")
+        ahead = Lookahead(DataLoader(input_fn))
+        trainer = Trainer(callbacks=[LoaderState(ahead), ModelCheckpoint(every_n_train_steps=100, save_last=True)])
+        trainer.fit(model, ahead, ckpt_path="last")
     """
 
     def __init__(self, ahead: Lookahead) -> None:

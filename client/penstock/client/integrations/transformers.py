@@ -26,7 +26,7 @@ __all__ = ["LoaderState", "newest_checkpoint"]
 
 
 class LoaderState(TrainerCallback, ExportableState):
-    """Makes training resume at the batch after the checkpoint's.
+    """Makes training resume at the batch after the checkpoint's::
 
         class MyTrainer(Trainer):
             def get_train_dataloader(self): return ahead     # Lookahead(DataLoader(input_fn))
