@@ -33,9 +33,10 @@ DOWNWARD = {
     "metadata.name": "penstock-worker-0",
     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
 }
-SECONDS_TO_LEAVE = {"coordinator": 2.0, "worker": 35.0, "trainer": 0.0}
-"""What the daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 2 s to say
-good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for zygotes, some of it twice."""
+SECONDS_TO_LEAVE = {"coordinator": 2.0, "worker": 45.0, "trainer": 0.0}
+"""What the daemons need after SIGTERM at worst: a coordinator its STOP_GRACE_S and its journal; a worker 10 s to hand
+its slots over and 2 to say good-bye, then KILL_S for runners, END_S for what they left and LAST_STATUS_S for zygotes,
+some of it twice."""
 
 
 def all_pods() -> list[tuple[str, Pod]]:
@@ -103,7 +104,15 @@ def _selectors(kind: str, spec: dict[str, Any]) -> list[dict[str, str]]:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(overlay: str) -> None:
     documents = rendered(overlay)
-    ports = {pod.role: pod.container["ports"][0]["containerPort"] for pod in pods(documents) if pod.role != "trainer"}
+    ports: dict[str, int] = {}
+    for pod in pods(documents):
+        if pod.role != "trainer":
+            named = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
+            ports[pod.role] = named["grpc" if pod.role == "coordinator" else "lanes"]
+            http = settings_of(pod, documents, DOWNWARD).get("PENSTOCK_COORDINATOR_HTTP", "").rpartition(":")[2]
+            assert http == str(named.get("http", ""))
+            if http:
+                ports["monitoring"] = int(http)
     for pod in pods(documents):
         if pod.role == "trainer":
             continue
@@ -114,8 +123,14 @@ def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(ov
     client = {"penstock-client": "true"}
     worker = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/component": "worker"}
     allowed = {"coordinator": [worker, client], "worker": [client]}
+    monitoring = ports.pop("monitoring", None)
+    if monitoring is not None:
+        *_, rule = policies["penstock-coordinator"]["ingress"]
+        namespaces = {"namespaceSelector": {"matchLabels": {"penstock-monitoring": "true"}}}
+        assert rule == {"from": [namespaces], "ports": [{"port": monitoring}]}
     for role, port in ports.items():
-        (ingress,) = policies[f"penstock-{role}"]["ingress"]
+        ingress, *more = policies[f"penstock-{role}"]["ingress"]
+        assert len(more) == (role == "coordinator" and monitoring is not None)
         assert ingress["ports"] == [{"port": port}]
         assert [who["podSelector"]["matchLabels"] for who in ingress["from"]] == allowed[role]
         assert sorted(policies[f"penstock-{role}"]["policyTypes"]) == ["Egress", "Ingress"]
@@ -123,9 +138,8 @@ def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(ov
     assert to_coordinator["ports"] == [{"port": ports["coordinator"]}]
     for document in documents:
         if document["kind"] == "Service":
-            (port,) = document["spec"]["ports"]
-            assert port["port"] == ports["coordinator"]
-            assert port["targetPort"] == "grpc"
+            told = {port["targetPort"]: port["port"] for port in document["spec"]["ports"]}
+            assert told == {"grpc": ports["coordinator"], **({"http": monitoring} if monitoring is not None else {})}
 
 
 def test_workers_and_boxes_look_for_the_coordinator_where_it_is() -> None:

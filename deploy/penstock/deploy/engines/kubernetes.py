@@ -89,7 +89,6 @@ def _coordinator(plan: Plan) -> dict[str, Any]:
         **({"PENSTOCK_COORDINATOR_INSECURE": "true"} if plan.insecure else {}),
     }
     container = _container(plan, "coordinator", environment, PORT)
-    container["readinessProbe"] = {"tcpSocket": {"port": PORT}, "periodSeconds": 5}
     container["resources"] = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     container["volumeMounts"].append({"name": "state", "mountPath": STATE})
     claim = {
@@ -121,6 +120,7 @@ def _workers(plan: Plan) -> dict[str, Any]:
         "PENSTOCK_WORKER_LISTEN": f"$(POD_IP):{LANES}",
         "PENSTOCK_WORKER_SLOTS": str(plan.slots),
         "PENSTOCK_WORKER_ALLOW": plan.allow,
+        "PENSTOCK_WORKER_PULSE_FILE": "/tmp/pulse",
         "HOME": "/tmp",
         **({"PENSTOCK_WORKER_RUNNER_MEMORY": plan.runner_memory} if plan.runner_memory else {}),
         **({"PENSTOCK_WORKER_INSECURE": "true"} if plan.insecure else {}),
@@ -175,6 +175,22 @@ def _container(plan: Plan, component: str, environment: dict[str, str], port: in
             "capabilities": {"drop": ["ALL"]},
         },
         "volumeMounts": mounts,
+        **_probes(component),
+    }
+
+
+def _probes(component: str) -> dict[str, Any]:
+    """By a command, for gRPC's own probes speak no TLS. Both daemons take a while to start: long books, a new image."""
+
+    def probe(what: str, period_s: int, failures: int) -> dict[str, Any]:
+        command = ["python", "-m", "penstock.deploy.probe", component, what]
+        rhythm = {"periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
+        return {"exec": {"command": command}, **rhythm}
+
+    return {
+        "startupProbe": probe("live", 2, 150),
+        "livenessProbe": probe("live", 20, 3),
+        "readinessProbe": probe("ready", 10, 3),
     }
 
 
