@@ -136,13 +136,15 @@ def test_what_is_quoted_stands_there(block: Block) -> None:
 @pytest.mark.parametrize("path", sorted({block.note for block in ALL if block.note.startswith("run by ")}))
 def test_what_another_test_runs_is_run_there(path: str) -> None:
     declared = [block for block in ALL if block.note == path]
-    assert importing(REPO / path.removeprefix("run by ")).BLOCKS == declared
+    runs = importing(REPO / path.removeprefix("run by ")).BLOCKS
+    assert runs == declared
 
 
 def importing(path: Path) -> Any:
     """The module in this file, which no package has."""
     spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

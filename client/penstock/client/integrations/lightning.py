@@ -17,7 +17,9 @@ __all__ = ["LoaderState"]
 
 
 class LoaderState(Callback):
-    """Makes training resume at the batch after the checkpoint's::
+    """Makes training resume at the batch after the checkpoint's.
+
+    Among the Trainer's callbacks, with the Lookahead that it trains on::
 
         ahead = Lookahead(DataLoader(input_fn))
         trainer = Trainer(callbacks=[LoaderState(ahead), ModelCheckpoint(every_n_train_steps=100, save_last=True)])
