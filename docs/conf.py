@@ -35,6 +35,7 @@ autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "transformers"]  # seconds of a core, for a base class
 
 PUBLIC = ("penstock.client", "penstock.client.checkpoint", "penstock.worker", "penstock.worker.datasets")
 """Modules that re-export the API: their names are documented there, wherever they are defined."""
