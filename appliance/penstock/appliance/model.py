@@ -338,6 +338,8 @@ class Worker:
     seen_at: float
     version: int
     draining: bool = False
+    left: bool = False
+    """It has said good-bye: its silence is no loss."""
     allow: tuple[str, ...] = ()
     """Prefixes of the modules that it may run."""
     release: str = ""
