@@ -338,13 +338,13 @@ class Worker:
     seen_at: float
     version: int
     draining: bool = False
-    left: bool = False
-    """It has said good-bye: its silence is no loss."""
     allow: tuple[str, ...] = ()
     """Prefixes of the modules that it may run."""
     release: str = ""
     """Of Penstock; "" = not known."""
     slots: set[SlotKey] = field(default_factory=set)
+    left: bool = False
+    """It has said good-bye: its silence is no loss."""
 
     @property
     def load(self) -> float:
