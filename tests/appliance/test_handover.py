@@ -210,3 +210,11 @@ def test_an_unknown_worker_is_named(world: World) -> None:
     world.worker("w1")
     with pytest.raises(UnknownWorkerError, match="no worker 'w2'; there are: w1"):
         drain(world, "w2")
+
+
+def test_a_worker_that_has_left_is_not_lost(world: World) -> None:
+    world.worker("stays"), world.worker("goes")
+    world.registry.deregister_worker(pb.DeregisterWorkerRequest(worker="goes", session="goes-1"))
+    world.run_for(4.0)
+    told = [(event.kind, event.worker) for event in world.registry.status().events if event.worker]
+    assert told[2:] == [("worker left", "goes"), ("worker lost", "stays")]

@@ -213,14 +213,15 @@ class Books:
             self.save_slot(slot)
         self.save_box(attempt, box)
         self.bump_box(attempt, box)
-        self.events.add("box opened", f"box {box.number} is in attempt {attempt.number}", run=attempt.run)
+        text = f"box {box.number} of {attempt.shape} is in attempt {attempt.number}, from host {request.host_id or '?'}"
+        self.events.add("box opened", text, run=attempt.run, attempt=attempt.number, box=box.number)
         return box
 
     def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
         """The attempt is over: nobody owns anything of it any more, and its calls are refused with `why`."""
         run = self.runs[attempt.run]
         attempt.state, attempt.why = state, why
-        self.events.add(f"attempt {state.value}", why, run=attempt.run)
+        self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
         for box in attempt.boxes.values():
             for slot in box.slots:
@@ -248,7 +249,8 @@ class Books:
     def vacate(self, attempt: Attempt, box: Box, place: Place, note: str) -> None:
         """The box's client is gone or has closed: its workers are free at once."""
         box.place = place
-        self.events.add("box lost" if place is Place.GONE else "box closed", note, run=attempt.run)
+        kind = "box lost" if place is Place.GONE else "box closed"
+        self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
         if box.told:
             self.save_track(attempt, box)
         for slot in box.slots:
@@ -267,7 +269,8 @@ class Books:
     def revive(self, attempt: Attempt, box: Box, now: float) -> None:
         """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
         box.place = Place.LIVE
-        self.events.add("box back", f"the training job of box {box.number} was heard of again", run=attempt.run)
+        text = f"the training job of box {box.number} was heard of again"
+        self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
         box.lease_until = now + self.box_pace().lease_s
         for slot in box.slots:
             if slot.phase == pb.WAITING:
@@ -276,6 +279,11 @@ class Books:
         self.bump_box(attempt, box)
 
     # ------------------------------------------------------------------------------------------------------- slots
+
+    def _tell(self, kind: str, text: str, slot: Slot, worker: str) -> None:
+        """Of a slot, to those who look."""
+        place = {name: value for name, value in slot.key._asdict().items() if name != "run"}
+        self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **place)
 
     def _detach(self, slot: Slot) -> bool:
         """Takes the slot from its worker's set; false if it had none."""
@@ -309,7 +317,7 @@ class Books:
             loss = Loss(loss_at, loser, note, box.total(slot.key.slot), making)
             horizon = loss_at - self.limits.loss_window_s
             slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
-        self.events.add("slot moved" if loss_at is None else "slot lost", note, run=attempt.run, worker=loser)
+        self._tell("slot moved" if loss_at is None else "slot lost", note, slot, loser)
         if len(slot.losses) > self.limits.losses:
             self._give_up(box, slot)
         slot.gauge.restart(self.events.now)
@@ -328,20 +336,20 @@ class Books:
         if place is None or not box.opening.loader.options.skip_poison:
             error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
             slot.phase, slot.error = pb.FAILED, detail_of(error)
-            self.events.add("slot failed", error.message, run=slot.key.run)
+            self._tell("slot failed", error.message, slot, "")
             return
         count, name = len(slot.losses), quarantine.name_of(box, slot, place)
         quarantine.leave_out(slot, place)
         self._save_skip(slot, place.epoch, place.total)
         slot.note = f"{name} is quarantined and left out, for it killed its runner {count} times: {slot.note}"
-        self.events.add("batch quarantined", slot.note, run=slot.key.run)
+        self._tell("batch quarantined", slot.note, slot, "")
 
     def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
         """For good. The worker keeps the slot: the batches before the error are in its ring, to be delivered first."""
         attempt, box = self.box_of(slot)
         self.dismiss(slot)
         slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))  # cut to size: it goes into every view
-        self.events.add("slot failed", f"{slot}: {slot.error.message}", run=attempt.run, worker=slot.worker)
+        self._tell("slot failed", f"{slot}: {slot.error.message}", slot, slot.worker)
         self.save_slot(slot)
         self.bump_box(attempt, box)
 
@@ -356,7 +364,7 @@ class Books:
         lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
         if lost_at:
             text = f"{slot} goes on at worker {slot.worker}, {now - lost_at:.1f} s after it lost its runner"
-            self.events.add("slot recovered", text, run=slot.key.run, worker=slot.worker)
+            self._tell("slot recovered", text, slot, slot.worker)
 
     def place_waiting(self) -> None:
         """Gives waiting slots to workers that have room."""
@@ -382,6 +390,15 @@ class Books:
             self.save_slot(slot)
             self.bump_worker(worker)
             self.bump_box(attempt, box)
+
+    def drop_silent(self, now: float) -> None:
+        """Workers whose lease has ended are gone."""
+        for worker in [worker for worker in self.workers.values() if worker.lease_until <= now]:
+            del self.workers[worker.name]
+            note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
+            if not worker.left:
+                self.events.add("worker lost", note, worker=worker.name)
+            self.drop_worker(worker, note, now)
 
     def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
         """The worker's slots go back; the worker itself stays where it is in `workers`."""
@@ -427,7 +444,7 @@ class Books:
         slot.note, slot.doing, slot.moved_at, slot.handed_over = note, "", now, True
         slot.gauge.restart(0.0)
         text = f"{slot} went to worker {slot.worker}: {note}"
-        self.events.add("slot handed over", text, run=slot.key.run, worker=slot.worker)
+        self._tell("slot handed over", text, slot, slot.worker)
         self.save_slot(slot)
         self.bump_box(*self.box_of(slot))
 

@@ -7,8 +7,8 @@ keeps what must be known; this is a diary, bounded, that nothing depends on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -23,8 +23,8 @@ _TEXT = 400
 FAULTS = frozenset(
     ("worker lost", "slot lost", "slot failed", "batch quarantined", "box lost", "coordinator restarted")
 )
-"""Kinds that nobody asked for. The others: worker joined, worker drains, slot moved, slot handed over, slot recovered,
-box opened, box back, box closed, attempt superseded, attempt ended."""
+"""Kinds that nobody asked for. The others: worker joined, worker drains, worker back, worker left; slot moved, slot
+handed over, slot recovered; box opened, box back, box closed; attempt superseded, attempt ended."""
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Event:
     """Seconds since the epoch."""
     run: str = ""
     worker: str = ""
+    place: Mapping[str, int] = field(default_factory=dict)
+    """attempt, box, slot and generation, as far as it concerns one."""
     count: int = 1
 
 
@@ -50,13 +52,21 @@ class Events:
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock, self._wall = clock, wall
         self._events: deque[Event] = deque(maxlen=MOST)
+        self._told: Callable[[Event], None] = lambda event: None
+
+    def listen(self, told: Callable[[Event], None]) -> None:
+        """`told` hears of each event: of those so far, and of the others as they happen."""
+        self._told = told
+        for event in self._events:
+            told(event)
 
     @property
     def now(self) -> float:
         """Monotonic seconds."""
         return self._clock()
 
-    def add(self, kind: str, text: str, *, run: str = "", worker: str = "") -> None:
+    def add(self, kind: str, text: str, *, run: str = "", worker: str = "", **place: int) -> None:
+        """`place`: attempt, box, slot and generation, as far as it concerns one."""
         now = self._clock()
         text, run, worker = text[:_TEXT], run[:_TEXT], worker[:_TEXT]
         for back in range(1, min(_LOOK_BACK, len(self._events)) + 1):
@@ -65,7 +75,9 @@ class Events:
             if same and now - known.at <= TOGETHER_S:
                 known.count += 1
                 return
-        self._events.append(Event(kind, text, now, self._wall(), run, worker))
+        event = Event(kind, text, now, self._wall(), run, worker, place)
+        self._events.append(event)
+        self._told(event)
 
     def messages(self) -> list[pb.Event]:
         """Oldest first."""

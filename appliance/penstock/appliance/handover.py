@@ -107,11 +107,14 @@ class HandOvers:
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
         """It takes no new slots and hands its own over; or it takes slots again."""
+        if draining == worker.draining:
+            return
+        worker.draining = draining
+        kind, text = ("worker drains", "hands its slots over") if draining else ("worker back", "takes slots again")
+        self._books.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
         if draining:
-            worker.draining = True
             self.drain(worker, now)
-        elif worker.draining:
-            worker.draining = False
+        else:
             for slot in self.owned(worker):
                 self._books.dismiss(slot)
         self._books.bump_worker(worker)

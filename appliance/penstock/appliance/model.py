@@ -343,6 +343,8 @@ class Worker:
     release: str = ""
     """Of Penstock; "" = not known."""
     slots: set[SlotKey] = field(default_factory=set)
+    left: bool = False
+    """It has said good-bye: its silence is no loss."""
 
     @property
     def load(self) -> float:

@@ -411,8 +411,8 @@ class Registry:
     def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
-            worker.draining = True
-            self.books.events.add("worker drains", f"worker {worker.name} was told to end", worker=worker.name)
+            worker.draining = worker.left = True
+            self.books.events.add("worker left", f"worker {worker.name} was told to end", worker=worker.name)
             self.books.drop_worker(worker, f"worker {worker.name} drains", None)
         self._settle()
 
@@ -527,11 +527,7 @@ class Registry:
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        for worker in [worker for worker in books.workers.values() if worker.lease_until <= now]:
-            del books.workers[worker.name]
-            note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
-            books.events.add("worker lost", note, worker=worker.name)
-            books.drop_worker(worker, note, now)
+        books.drop_silent(now)
         books.count_fleet(now)
         named: set[str] = set()
         books.live_boxes = 0

@@ -32,6 +32,7 @@ from penstock.appliance.pages import Pages, open_web
 from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
+from penstock.appliance.telling import tell
 from penstock.proto.channel import Tls, server_aio
 from penstock.proto.errors import JournalError
 from penstock.proto.metrics import in_loop
@@ -105,6 +106,7 @@ async def serve(
             fresh_seed=lambda: randbits(63),
             changed=signals.changed,
         )
+        registry.books.events.listen(tell)
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
         calls = CallTally()

@@ -36,7 +36,6 @@ from penstock.appliance.registry import Registry
 from penstock.appliance.states import BoxState, Gathering
 from penstock.appliance.store import Store
 from penstock.appliance.syncing import Syncing
-from penstock.appliance.telling import Teller
 from penstock.appliance.writer import Inflow, Writer
 from penstock.proto.calls import blob_name, pieces
 from penstock.proto.channel import detail_of, error_of
@@ -131,7 +130,6 @@ class Service(CoordinatorServicer):
         self._journal = Syncing(registry.books.journal)
         self._disk = Writer(store)
         self._inflow = Inflow(limits.transfers_max)
-        self._teller = Teller()
         self._drops: list[Drop] = []
         self._beating: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
@@ -213,9 +211,7 @@ class Service(CoordinatorServicer):
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
         self._admission.admit(address_of(context.peer()), "OpenRun")
         async with self._journal.synced():
-            reply = self._registry.open_run(request)
-            self._teller.opened(request, reply)
-            return reply
+            return self._registry.open_run(request)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
         registry = self._registry
@@ -229,7 +225,6 @@ class Service(CoordinatorServicer):
     async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
         async with self._journal.synced():
             self._registry.close_run(request)
-        self._teller.closed(request)
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
@@ -279,9 +274,7 @@ class Service(CoordinatorServicer):
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
         self._admission.admit(address_of(context.peer()), "RegisterWorker")
         async with self._journal.synced():
-            reply = self._registry.register_worker(request)
-            self._teller.registered(request)
-            return reply
+            return self._registry.register_worker(request)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
         registry, who = self._registry, (request.worker, request.session)
@@ -289,7 +282,6 @@ class Service(CoordinatorServicer):
         try:
             async with self._journal.synced():
                 registry.report_worker(request)
-                self._teller.reported(request)
                 hold_s, seen = registry.worker_hold(request), request.seen_version
                 await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
                 return registry.worker_view(request)
@@ -308,7 +300,6 @@ class Service(CoordinatorServicer):
     ) -> pb.DeregisterWorkerReply:
         async with self._journal.synced():
             self._registry.deregister_worker(request)
-        self._teller.deregistered(request)
         return pb.DeregisterWorkerReply()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> pb.DrainWorkerReply:
