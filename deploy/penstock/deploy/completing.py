@@ -6,6 +6,7 @@ A person waits for it with a finger on the key: the coordinator has a second, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import typer
@@ -31,16 +32,10 @@ def _names(ctx: typer.Context, incomplete: str, of: Callable[[Any], list[str]]) 
     from penstock.deploy.commands.base import quiet_grpc
 
     quiet_grpc()
-    from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
-    from penstock.deploy.tokens import peer_token
-    from penstock.proto.calls import CoordinatorClient
+    from penstock.deploy.peer import Peer
 
-    given = ctx.params
     try:
-        address = resolve(PeerSettings, coordinator=given.get("coordinator")).coordinator
-        tls = resolve(TlsSettings, **{name: given.get(name) for name in TlsSettings.model_fields}).load()
-        token = peer_token("admin", given.get("token_file"))
-        with CoordinatorClient(address, token, tls=tls) as client:
+        with Peer(**{each.name: ctx.params.get(each.name) for each in fields(Peer)}).client() as client:
             return [name for name in of(client.status(deadline_s=DEADLINE_S)) if name.startswith(incomplete)]
     except PenstockError:
         return []

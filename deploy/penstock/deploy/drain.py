@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 
-from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
-from penstock.deploy.tokens import peer_token
-from penstock.proto.calls import CoordinatorClient
+from penstock.deploy.peer import Peer
 from penstock.proto.errors import DeadlineError
 
 __all__ = ["drain"]
@@ -22,15 +19,11 @@ def drain(
     worker: str,
     undo: bool,
     timeout_s: float,
-    coordinator: str | None,
-    tls_flags: dict[str, str | None],
-    token_file: Path | None,
+    peer: Peer,
     as_json: bool,
 ) -> None:
     """Give the order, and wait until the worker has nothing left. Raises DeadlineError if it still has slots then."""
-    settings = resolve(PeerSettings, coordinator=coordinator)
-    tls = resolve(TlsSettings, **tls_flags).load()
-    with CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls) as client:
+    with peer.client() as client:
         until, told = time.monotonic() + timeout_s, -1
         while True:
             left = client.drain(worker, undo=undo)

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.deploy.archive import Archive, RunningArchive, StoppedArchive
 from penstock.deploy.crew import Crew, Forker, Task
 from penstock.deploy.doctor import json_option
-from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
+from penstock.deploy.peer import Peer
 from penstock.deploy.state import run_name
-from penstock.deploy.tokens import peer_token
 from penstock.deploy.walk import Walk
 from penstock.proto.allow import module_of, under
-from penstock.proto.calls import CoordinatorClient
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     InputFnNotAllowedError,
@@ -88,17 +86,13 @@ class Request:
             raise InvalidArgumentError(f"--out {self.out} is a directory: name a file")
 
 
-def archive_of(
-    request: Request, coordinator: str | None, tls_flags: dict[str, str | None], token_file: Path | None
-) -> Archive | None:
+def archive_of(request: Request, peer: Peer) -> Archive | None:
     """Where the run's history is; None for a checkpoint alone."""
     if request.run is None:
         return None
     if request.state_dir is not None:
         return StoppedArchive(request.state_dir)
-    settings = resolve(PeerSettings, coordinator=coordinator)
-    tls = resolve(TlsSettings, **tls_flags).load()
-    return RunningArchive(CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls))
+    return RunningArchive(peer.client())
 
 
 def replay(request: Request, archive: Archive | None, forker: Forker | None = None) -> dict[str, Any]:

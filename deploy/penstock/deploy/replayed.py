@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+from penstock.deploy.peer import Peer
 from penstock.deploy.replay import Request, archive_of, replay
 from penstock.deploy.tables import Table, show
 from penstock.deploy.values import brief
@@ -20,13 +20,11 @@ ONE_TEXT = 8192
 
 def show_replay(
     request: Request,
-    coordinator: str | None,
-    tls_flags: dict[str, str | None],
-    token_file: Path | None,
+    peer: Peer,
     as_json: bool,
 ) -> None:
     """Make the batch again and print what it holds."""
-    archive = archive_of(request, coordinator, tls_flags, token_file)
+    archive = archive_of(request, peer)
     if archive is None:
         found = replay(request, None)
     else:

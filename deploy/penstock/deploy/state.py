@@ -7,15 +7,13 @@ DataLoaderCheckpoint does. The user's state is decoded here, which needs torch; 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, cast
 
-from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
+from penstock.deploy.peer import Peer
 from penstock.deploy.tables import Table, show, size
-from penstock.deploy.tokens import peer_token
 from penstock.deploy.values import as_json as plain
 from penstock.deploy.values import brief
-from penstock.proto.calls import CoordinatorClient, FetchedState
+from penstock.proto.calls import FetchedState
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -27,18 +25,14 @@ def show_state(
     run: str,
     step: int | None,
     deadline_s: float,
-    coordinator: str | None,
-    tls_flags: dict[str, str | None],
-    token_file: Path | None,
+    peer: Peer,
     as_json: bool,
 ) -> None:
     """Fetch the state of `run` ("job/ordinal", or "job" for its first loader) at `step` (None: the newest); print
     it."""
     name = run_name(run)
-    settings = resolve(PeerSettings, coordinator=coordinator)
     request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
-    tls = resolve(TlsSettings, **tls_flags).load()
-    with CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls) as client:
+    with peer.client() as client:
         fetched = client.fetch_state(request)
     found = as_dict(name, fetched)
     if as_json:

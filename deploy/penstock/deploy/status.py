@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
+from penstock.deploy.peer import Peer
 from penstock.deploy.tables import Table, seconds, show
-from penstock.deploy.tokens import peer_token
-from penstock.proto.calls import CoordinatorClient
 from penstock.proto.status import as_dict
 
 __all__ = ["show_status", "tables"]
 
 
-def show_status(
-    coordinator: str | None, tls_flags: dict[str, str | None], token_file: Path | None, as_json: bool
-) -> None:
+def show_status(peer: Peer, as_json: bool) -> None:
     """Ask the coordinator and print."""
-    settings = resolve(PeerSettings, coordinator=coordinator)
-    tls = resolve(TlsSettings, **tls_flags).load()
-    with CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls) as client:
+    with peer.client() as client:
         reply = client.status()
-    found = as_dict(reply, settings.coordinator)
+    found = as_dict(reply, peer.address)
     if as_json:
         print(json.dumps(found, indent=2))
     else:

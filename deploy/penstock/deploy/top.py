@@ -16,12 +16,10 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+from penstock.deploy.peer import Peer
 from penstock.deploy.screen import plain, screen
-from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
-from penstock.deploy.tokens import peer_token
 from penstock.proto.calls import CoordinatorClient
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.status import as_dict
@@ -34,19 +32,15 @@ AWAY = (CoordinatorUnavailableError, DeadlineError)
 
 
 def run_top(
-    coordinator: str | None,
-    tls_flags: dict[str, str | None],
-    token_file: Path | None,
+    peer: Peer,
     *,
     interval_s: float,
     count: int | None,
     as_json: bool,
 ) -> None:
     """`count`: looks; None = until told to end."""
-    settings = resolve(PeerSettings, coordinator=coordinator)
-    tls = resolve(TlsSettings, **tls_flags).load()
-    with CoordinatorClient(settings.coordinator, peer_token("admin", token_file), tls=tls) as client:
-        watch = _Watch(client, settings.coordinator)
+    with peer.client() as client:
+        watch = _Watch(client, peer.address)
         with contextlib.suppress(KeyboardInterrupt):  # how one ends it
             if as_json:
                 _repeat(watch, interval_s, count, _print_json)

@@ -1,6 +1,7 @@
 """What commands have in common: how their help is laid out, and the options that all of them take.
 
-`App` and `subcommands` make every command the same way, so that none can be without its exit codes or `--config`.
+`App` and `subcommands` make every command the same way, so that none can be without its exit codes or `--config`. A
+command that asks the coordinator has one parameter `peer`, which stands for the options that say where it is.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -16,7 +16,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.deploy.exits import EXIT_LINES
-from penstock.deploy.options import ConfigFile
+from penstock.deploy.options import ConfigFile, Coordinator, TlsCa, TlsCert, TlsKey, TlsName, TokenFile
+from penstock.deploy.peer import Peer
 
 __all__ = ["CONTEXT", "EPILOG", "App", "Group", "quiet_grpc", "subcommands", "tls_flags"]
 
@@ -95,21 +96,45 @@ class App(typer.Typer):
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
         """As of Typer."""
         add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
-        return lambda command: add(_with_config(command))
+        return lambda command: add(_completed(command))
 
 
-def _with_config(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with an option that has done its work when it is parsed."""
+_PEER: dict[str, Any] = {
+    "coordinator": Coordinator,
+    "token_file": TokenFile,
+    "tls_ca": TlsCa,
+    "tls_cert": TlsCert,
+    "tls_key": TlsKey,
+    "tls_name": TlsName,
+}
+
+
+def _completed(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with `--config`, which has done its work when it is parsed, and with the options of a `peer`."""
     signature = inspect.signature(command, eval_str=True)
+    asks = "peer" in signature.parameters
 
     @functools.wraps(command)
-    def run(*args: Any, config: object = None, **kwargs: Any) -> Any:
-        return command(*args, **kwargs)
+    def run(*, config: object = None, **given: Any) -> Any:
+        if asks:
+            quiet_grpc()
+            given["peer"] = Peer(**{name: given.pop(name) for name in _PEER})
+        return command(**given)
 
-    added = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
-    run.__annotations__ = {**typing.get_type_hints(command, include_extras=True), "config": ConfigFile}
+    options: dict[str, inspect.Parameter] = {}
+    for parameter in signature.parameters.values():
+        if parameter.name == "peer":
+            options |= {name: _option(name, annotation) for name, annotation in _PEER.items()}
+        else:
+            options[parameter.name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    options["config"] = _option("config", ConfigFile)
+    run.__signature__ = signature.replace(parameters=list(options.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: option.annotation for name, option in options.items()}
     return run
+
+
+def _option(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def subcommands(cls: type[Group] = Group, **settings: Any) -> App:

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands.base import Group, quiet_grpc, subcommands, tls_flags
+from penstock.deploy.commands.base import Group, subcommands, tls_flags
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
     AsJson,
-    Coordinator,
     Debug,
     TlsCa,
     TlsCert,
@@ -20,6 +19,7 @@ from penstock.deploy.options import (
     TlsName,
     TokenFile,
 )
+from penstock.deploy.peer import Peer
 
 __all__ = ["doctor"]
 
@@ -136,12 +136,8 @@ def doctor_cluster(
         int | None, typer.Option("--workers", metavar="W", min=1, help="Workers of each of its boxes.")
     ] = None,
     input_fn: InputFn = None,
-    coordinator: Coordinator = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
+    *,
+    peer: Peer,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> int:
@@ -156,17 +152,11 @@ def doctor_cluster(
       penstock doctor cluster --coordinator head:7070
       penstock doctor cluster --boxes 8 --workers 4 --input-fn mypackage.data:train_input
     """
-    quiet_grpc()
     from penstock.deploy.cluster import Job, check_cluster
     from penstock.deploy.findings import show_findings
-    from penstock.deploy.settings import PeerSettings, TlsSettings, resolve
-    from penstock.deploy.tokens import peer_token
 
-    address = resolve(PeerSettings, coordinator=coordinator).coordinator
-    tls = resolve(TlsSettings, **tls_flags(tls_ca, tls_cert, tls_key, tls_name))
-    job = Job(boxes, workers, input_fn)
-    found = check_cluster(address, tls.load, lambda: peer_token("admin", token_file), job)
-    return show_findings(f"The cluster of {address}", list(found), as_json)
+    found = check_cluster(peer.address, peer.tls, peer.token, Job(boxes, workers, input_fn))
+    return show_findings(f"The cluster of {peer.address}", list(found), as_json)
 
 
 @doctor.command("loader")

@@ -7,18 +7,12 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.base import quiet_grpc, tls_flags
 from penstock.deploy.completing import run_names
 from penstock.deploy.options import (
     AsJson,
-    Coordinator,
     Debug,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
 )
+from penstock.deploy.peer import Peer
 
 __all__ = ["replay"]
 
@@ -62,12 +56,8 @@ def replay(
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after so long.")
     ] = 3600.0,
-    coordinator: Coordinator = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
+    *,
+    peer: Peer,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -82,11 +72,10 @@ def replay(
       penstock replay myjob --step 1234 --box 3 --row 2 --out spike.pt --allow mypackage
       penstock replay --checkpoint ckpt.pt --step 1300 --allow mypackage          without a coordinator
     """
-    quiet_grpc()
     from penstock.deploy.replay import Request
     from penstock.deploy.replayed import show_replay
 
     request = Request(
         run, step, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
     )
-    show_replay(request, coordinator, tls_flags(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
+    show_replay(request, peer, as_json)

@@ -7,19 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands.base import Group, quiet_grpc, subcommands, tls_flags
+from penstock.deploy.commands.base import Group, subcommands
 from penstock.deploy.completing import run_names
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
     AsJson,
-    Coordinator,
     Debug,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
 )
+from penstock.deploy.peer import Peer
 
 __all__ = ["state"]
 
@@ -74,12 +69,8 @@ def state_show(
         float,
         typer.Option("--deadline", metavar="SECONDS", min=0.1, max=3600, help="Wait so long for the workers."),
     ] = 60.0,
-    coordinator: Coordinator = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
+    *,
+    peer: Peer,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -93,10 +84,9 @@ def state_show(
       penstock state show myjob/1 --step 1200       the job's second loader, at a step
       penstock state myjob --json | jq '.workers[].samples_streamed'
     """
-    quiet_grpc()
     from penstock.deploy.state import show_state
 
-    show_state(run, step, deadline, coordinator, tls_flags(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
+    show_state(run, step, deadline, peer, as_json)
 
 
 @state.command("convert")

@@ -6,28 +6,17 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.base import quiet_grpc, tls_flags
 from penstock.deploy.options import (
     AsJson,
-    Coordinator,
     Debug,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
 )
+from penstock.deploy.peer import Peer
 
 __all__ = ["top"]
 
 
 def top(
-    coordinator: Coordinator = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
+    peer: Peer,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Look so often.")
     ] = 1.0,
@@ -51,14 +40,6 @@ def top(
       penstock top --once                                   a look for scripts and bug reports
       penstock top --json -n 60 --interval 10 >> runs.jsonl     ten minutes on record
     """
-    quiet_grpc()
     from penstock.deploy.top import run_top
 
-    run_top(
-        coordinator,
-        tls_flags(tls_ca, tls_cert, tls_key, tls_name),
-        token_file,
-        interval_s=interval,
-        count=1 if once else count,
-        as_json=as_json,
-    )
+    run_top(peer, interval_s=interval, count=1 if once else count, as_json=as_json)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.base import quiet_grpc, subcommands, tls_flags
+from penstock.deploy.commands.base import subcommands, tls_flags
 from penstock.deploy.completing import worker_names
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
@@ -33,6 +33,7 @@ from penstock.deploy.options import (
     WorkerInsecure,
     WorkerListen,
 )
+from penstock.deploy.peer import Peer
 
 __all__ = ["worker"]
 
@@ -108,12 +109,8 @@ def drain_worker(
         float,
         typer.Option("--timeout", metavar="SECONDS", min=0, help="Wait so long until it has no slots; 0: only order."),
     ] = 120.0,
-    coordinator: Coordinator = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
+    *,
+    peer: Peer,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -127,7 +124,6 @@ def drain_worker(
       penstock worker drain node7:4711             and wait until it has no slots
       penstock worker drain node7:4711 --undo      it is to take slots again
     """
-    quiet_grpc()
     from penstock.deploy.drain import drain
 
-    drain(name, undo, timeout, coordinator, tls_flags(tls_ca, tls_cert, tls_key, tls_name), token_file, as_json)
+    drain(name, undo, timeout, peer, as_json)
