@@ -109,10 +109,35 @@ def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doub
     assert planned(world) == []
     hold_up(straggler, 0.4, world)
     assert planned(world) == [(straggler.key.slot, "spare")]
-    straggler.nudges = 1
+    straggler.was_slow_at = frozenset({"another"})
     assert planned(world) == []
     world.now += LIMITS.balance_after_s
     assert planned(world) == [(straggler.key.slot, "spare")]
+    straggler.was_slow_at = frozenset({"spare"})  # it did not get better there, so the machine is not the reason
+    assert planned(world) == [(straggler.key.slot, "near-slow")]
+    straggler.was_slow_at = frozenset({"a", "b", "c"})
+    assert planned(world) == []
+
+
+def test_a_slot_is_no_straggler_where_all_take_equally_long(world: World) -> None:
+    """The others are ahead for they are a little faster; that fills their rings, and proves nothing."""
+    one, two = world.worker("one", 1, host="host-b"), world.worker("two", 1, host="host-c")
+    world.open()
+    ready(one)
+    ready(two)
+    world.worker("spare", 1, host="host-d")
+    world.now += LIMITS.balance_after_s
+    slow, fast = slots_of(world)
+    hold_up(slow, 0.8, world)
+    slow.batch_s, fast.batch_s = 0.041, 0.040
+    assert planned(world) == []
+    slow.batch_s = 0.080
+    assert planned(world) == [(slow.key.slot, "spare")]
+    slow.gauge.behind = True  # it replays
+    assert planned(world) == []
+    slow.gauge.behind = False
+    slow.traits = REPLAYS
+    assert planned(world) == []
 
 
 @pytest.mark.parametrize("shares", [(0.05, 0.0), (0.3, 0.25)])

@@ -86,7 +86,8 @@ def test_a_slot_without_a_worker_or_with_a_new_runner() -> None:
     assert found(box([slot(0, wait_share=0.5, phase="WAITING"), slot(1)])).kind == "unplaced"
     moved = found(box([slot(0, wait_share=0.5, phase="STARTING", restarts=1), slot(1)]))
     assert (moved.kind, moved.input_bound) == ("recovering", True)
-    assert "is being recovered on worker w0" in moved.text
+    assert "which another runner is taking over on worker w0" in moved.text
+    assert found(box([slot(0, wait_share=0.5, behind=True), slot(1, mean_queued=9.0)])).kind == "recovering"
     assert found(box([slot(0, wait_share=0.5, phase="FAILED"), slot(1)])).kind == "recovering"
 
 

@@ -194,6 +194,11 @@ def test_a_lost_worker_is_a_fault_and_its_slots_recover() -> None:
     assert kinds(world) == [("worker joined", 1), ("box opened", 1), ("worker lost", 1), ("slot lost", 2)]
     second = world.worker("second")
     second.ready()
+    assert kinds(world)[4:] == [("worker joined", 1)]  # it replays what the loop has had
+    reports = [second.tell(assignment, pb.READY) for assignment in second.beat().assignments]
+    for report in reports:
+        report.produced = 3
+    second.beat(*reports)
     assert kinds(world)[4:] == [("worker joined", 1), ("slot recovered", 1), ("slot recovered", 1)]
     (run,) = world.registry.status().runs
     assert run.recoveries == 2

@@ -537,6 +537,6 @@ def test_worker_init_fn_stands_in_for_worker_0() -> None:
         built.append(Four([1, 2], num_workers=2, worker_init_fn=called.append))  # type: ignore[arg-type]
         return built[-1]
 
-    assert LocalLoader("m:make", make, (), {}).initial_state() == {"start": 0, "done": [0]}
+    assert LocalLoader("m:make", make, (), {}).initial_state(None) == {"start": 0, "done": [0]}
     assert called == [0]
     assert built[0].num_workers == 0

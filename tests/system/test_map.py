@@ -84,3 +84,28 @@ def test_workers_boxes_and_processes_come_and_go(cluster: Cluster) -> None:
 def test_an_error_names_the_sample_in_the_training_job(cluster: Cluster) -> None:
     with pytest.raises(InputFnError, match=r"raised by Augmented for sample 5 \(epoch 0, position 5\)"):
         train(cluster, "broken", (1, 1), 20, shuffle=False, broken=5, fetch_processes=1)
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("when", ["before the run", "at the first step's eve"])
+def test_a_state_of_step_0_goes_on_with_the_order_of_the_run_s_seed(
+    cluster: Cluster, seed: int | None, when: str
+) -> None:
+    """Of a loader that takes its order from there, and not from a seed of its own."""
+
+    def appliance(job: str) -> Appliance:
+        name = f"{job} {seed} {when}"
+        return Appliance(cluster.address, box=0, num_boxes=1, job=name, token=TOKEN, seed=seed, timeout_s=60)
+
+    first = DataLoader(mapped, seed=None, **OPTIONS)
+    with appliance("first") as one:
+        state = first.state_dict() if when == "before the run" else None
+        rows = [rows_of(batch) for batch in DataExecutor(first, num_steps=3, appliance=one)]
+        state = state or first.state_at(0)
+    again = DataLoader(mapped, seed=None, **OPTIONS)
+    again.load_state_dict(state)
+    with appliance("again") as other:
+        resumed = [rows_of(batch) for batch in DataExecutor(again, num_steps=3, appliance=other)]
+    knows_the_seed = seed is not None or when != "before the run"
+    assert (resumed == rows) == knows_the_seed
+    assert len(resumed) == 3

@@ -3,14 +3,16 @@
 A move costs a runner's start on another worker and a short replay, so it is made for two reasons only.
 
 Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do. Who that
-is, bottleneck.py finds: the slot that the loop waits for while the others have batches lying ready, or whose own come
-late. If it costs the loop a tenth of its time, it goes to another worker, on another machine if there is one with room:
-what is slow is a machine, its neighbours, or the network. It may also be the slot's own data; so the wait before the
-next such move doubles each time.
+is, bottleneck.py finds: the slot that the loop waits for while the others have batches lying ready and take less time
+for each, or whose own come late. If it costs the loop a tenth of its time, it goes to a worker where it has not been,
+on another machine if there is one with room: what is slow is a machine, its neighbours, or the network. It may also be
+the slot's own data; so the wait before the next such move doubles each time, and there are few of them.
 
 Load. When workers join, slots go from those that are fullest to those that are emptiest, as long as that makes a
-difference of a quarter of a worker. Not for a loader that would replay its whole pass, and not away from the box's own
-host, where a batch costs one memcpy.
+difference of a quarter of a worker. Not away from the box's own host, where a batch costs one memcpy.
+
+Neither for a loader that would replay its whole pass, or whose randomness is in no snapshot: the replay would hold the
+loop up for longer than it gains.
 
 Pure: books are looked at, never changed.
 """
@@ -31,6 +33,8 @@ ONE_IN = 100
 """Of all slots so many may be on their way for the sake of balance, and one in any case."""
 STRAGGLES = 0.10
 """Share of its time that a loop waits for a slot before something is done about it."""
+NUDGES = 3
+"""Times that a slot is moved for it is waited for: what is slow everywhere is slow by itself."""
 WORTH = 0.25
 """Of a worker's capacity: a smaller difference in load is no reason to move."""
 
@@ -58,13 +62,22 @@ def plan(books: Books, now: float, room: int) -> list[Move]:
 
 
 def _settled(books: Books, slot: Slot, now: float, times: int = 1) -> bool:
-    """It runs well where it is, and has done so for long enough."""
+    """It runs well where it is, has done so for long enough, and can be moved at little cost."""
     return (
         slot.phase == pb.READY
         and slot.successor is None
+        and not slot.gauge.behind
+        and _is_cheap(slot)
         and now >= slot.left_alone_until
         and now - slot.moved_at >= books.limits.balance_after_s * times
     )
+
+
+def _is_cheap(slot: Slot) -> bool:
+    """It goes on from a snapshot. What has no states replays its whole pass, and that is worse than what it is moved
+    for."""
+    traits = slot.traits
+    return traits is not None and traits.state_methods >= 2 and not traits.not_restartable and not traits.own_workers
 
 
 def _stragglers(books: Books, now: float) -> Iterator[Move]:
@@ -76,9 +89,9 @@ def _stragglers(books: Books, now: float) -> Iterator[Move]:
             assert finding.box is not None
             assert finding.slot is not None
             slot = attempt.boxes[finding.box].slots[finding.slot]
-            if not _settled(books, slot, now, 1 << min(slot.nudges, 10)):
+            if len(slot.was_slow_at) >= NUDGES or not _settled(books, slot, now, 1 << len(slot.was_slow_at)):
                 continue
-            worker = _elsewhere(books, slot, slow)
+            worker = _elsewhere(books, slot, slow | slot.was_slow_at)
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
@@ -94,7 +107,7 @@ def _held_up(books: Books, box: Box) -> Finding | None:
 
 
 def _elsewhere(books: Books, slot: Slot, slow: set[str]) -> Worker | None:
-    """A place for a straggler: on another machine if there is one, on no worker with stragglers of its own."""
+    """A place for a straggler: on another machine if there is one. `slow`: workers that will not do."""
     _, box = books.box_of(slot)
     opening = box.opening
     owner = books.workers.get(slot.worker)
@@ -125,7 +138,6 @@ def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -
     if slot.worker != full.name or not _settled(books, slot, now):
         return False
     _, box = books.box_of(slot)
-    traits, opening = slot.traits, box.opening
+    opening = box.opening
     near = full.host_id == opening.host_id != empty.host_id
-    cheap = traits is not None and traits.state_methods >= 2 and not traits.not_restartable
-    return cheap and not near and empty.may_run(module_of(opening.loader.input_fn))
+    return not near and empty.may_run(module_of(opening.loader.input_fn))

@@ -358,11 +358,8 @@ class Books:
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         _, box = self.box_of(slot)
         slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
-
-    def note_ready(self, slot: Slot, now: float) -> None:
-        """Its runner has its first batch. If another one had the slot before, that is the end of a recovery."""
-        lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
-        if lost_at:
+        if slot.gauge.lost_at and not slot.gauge.behind:
+            lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
             text = f"{slot} goes on at worker {slot.worker}, {now - lost_at:.1f} s after it lost its runner"
             self._tell("slot recovered", text, slot, slot.worker)
 
@@ -455,8 +452,6 @@ class Books:
         del self.appointed[slot.key]
         slot.generation, slot.worker, slot.session = successor.generation, successor.worker, successor.session
         slot.phase = pb.READY if successor.ready_at else pb.STARTING
-        if successor.ready_at:
-            self.note_ready(slot, self.events.now)
         slot.recovery, slot.batch_s = True, 0.0
         slot.moved_at = successor.ready_at or successor.since
         slot.traits = successor.traits or slot.traits

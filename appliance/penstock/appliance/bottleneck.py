@@ -3,8 +3,10 @@
 A box that seldom waits is bound by its loop, and nothing on the input's side would make it faster. Of a box that waits,
 for whom it waits is only half of the answer. Slots are taken in turn, so where all are equally slow the one that is
 asked first is waited for, and the others have used that time: blame alone would name an innocent. What tells them apart
-is how far the others are ahead. If they have batches lying ready while one is waited for, that one holds the box up. If
-nobody has, they are too few, or input_fn is too slow. If the very slot that is waited for has batches ready, they are
+is how far the others are ahead, and what a batch takes each. If they have batches lying ready while one is waited for,
+and that one takes half as long again for a batch, it holds the box up; a slot that is ahead for being a little faster
+proves nothing, for with time any difference fills a ring. If nobody is ahead, or all take equally long, they are too
+few, or input_fn is too slow. If the very slot that is waited for has batches ready, they are
 made in time and arrive late.
 
 Boxes of a run go in step as a rule, by their collectives: so the run is as fast as the box that waits most.
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from penstock.appliance.gauges import AHEAD
 
@@ -26,6 +29,8 @@ LEAST_S = 3.0
 """Less than that says nothing."""
 BLAME = 0.5
 """Of a box's waiting: who causes less is not alone."""
+SLOWER = 1.5
+"""Times that a batch takes the others: less is no other kind of machine."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,10 @@ class SlotFacts:
     remote: bool = False
     """Its batches cross a network."""
     restarts: int = 0
+    behind: bool = False
+    """Its runner is a new one, which starts or replays."""
+    batch_s: float = 0.0
+    """Seconds of work a batch; 0 = not known."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +122,8 @@ def _beginning(boxes: Sequence[BoxFacts]) -> str:
 
 
 def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
-    """A slot without a runner that is ready."""
-    if top.phase == "READY":
+    """A slot without a runner that is ready, or with one that is not yet where the loop is."""
+    if top.phase == "READY" and not top.behind:
         return None
     blame = _share(top.wait_share, box)
     of_it = f"{waits}, {_percent(blame)} of that for slot {top.slot}"
@@ -123,8 +132,8 @@ def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
         return Finding("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
     if top.phase == "FAILED":
         text = f"{of_it}, which has failed for good on worker {top.worker}: see its error."
-    elif top.restarts:
-        text = f"{of_it}, which is being recovered on worker {top.worker}."
+    elif top.restarts or top.behind:
+        text = f"{of_it}, which another runner is taking over on worker {top.worker}: it starts, or replays."
     else:
         text = f"{of_it}, whose first batch is being made on worker {top.worker}."
         return Finding("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
@@ -155,7 +164,8 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
     for group in groups:
         others = [slot for slot in box.slots if slot not in group]
         blame = _share(sum(slot.wait_share for slot in group), box)
-        if blame < BLAME or 2 * sum(slot.mean_queued >= AHEAD for slot in others) < len(others) or not others:
+        ahead = 2 * sum(slot.mean_queued >= AHEAD for slot in others) >= len(others)
+        if blame < BLAME or not others or not ahead or not _slower(group, others):
             continue
         who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
         text = (
@@ -165,6 +175,12 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
         )
         return Finding("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
     return None
+
+
+def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
+    """By what a batch takes; where that is not known, being behind is all that there is to go by."""
+    theirs, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
+    return not theirs or not usual or max(theirs) >= SLOWER * median(usual)
 
 
 def _few(box: BoxFacts, waits: str) -> Finding:

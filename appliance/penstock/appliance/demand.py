@@ -18,6 +18,8 @@ from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt, Place
 from penstock.proto.v1 import coordinator_pb2 as pb
 
+MOST_TIMES = 4
+"""What is measured with so many workers says little of many times as many: then it is to be measured there."""
 HEADROOM = 1.25
 """Times what would do if all batches took equally long."""
 MOST_WAITED = 0.98
@@ -31,7 +33,7 @@ def workers_per_box(attempt: Attempt) -> int:
     rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MOST_WAITED)) for box in boxes]
     if not took or not any(rates):
         return 0
-    return max(1, math.ceil(max(rates) * fmean(took) * HEADROOM))
+    return max(1, min(math.ceil(max(rates) * fmean(took) * HEADROOM), MOST_TIMES * attempt.num_workers))
 
 
 def daemons(books: Books) -> int:

@@ -32,11 +32,14 @@ class Gauge:
     saved_at: float = 0.0
     """When its newest durable snapshot was stored; 0 = none since the coordinator started."""
     lost_at: float = 0.0
-    """When it lost its last runner; 0 = it did not, or another one is ready."""
+    """When it lost its last runner; 0 = it did not, or another one has gone on."""
+    behind: bool = False
+    """Its runner is another one, and has not made the batch yet that the loop wants next: it starts, or replays."""
     _at: float = 0.0
 
     def report(self, now: float, produced: int, delivered: int) -> None:
         """`delivered`: the highest count that anybody knows of."""
+        self.behind = self.behind and produced <= delivered
         self.queued = max(0, produced - delivered)
         kept = 0.5 ** ((now - self._at) / QUEUE_HALF_S) if self._at else 0.0
         self.mean_queued = kept * self.mean_queued + (1 - kept) * self.queued
@@ -44,7 +47,7 @@ class Gauge:
 
     def restart(self, now: float) -> None:
         """The slot has lost its runner; 0 = together with its box, which is no recovery."""
-        self.queued, self.mean_queued, self._at, self.lost_at = 0, 0.0, 0.0, now
+        self.queued, self.mean_queued, self._at, self.lost_at, self.behind = 0, 0.0, 0.0, now, True
 
 
 @dataclass

@@ -68,7 +68,8 @@ class HandOvers:
             self._balanced_at = now
             room = max(1, books.placed // balance.ONE_IN) - len(books.appointed)
             for move in balance.plan(books, now, room):
-                move.slot.nudges += move.nudge
+                if move.nudge:
+                    move.slot.was_slow_at |= {move.slot.worker}
                 books.appoint(move.slot, move.worker, move.why, now)
 
     def drain(self, worker: Worker, now: float) -> None:

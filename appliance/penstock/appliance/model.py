@@ -93,8 +93,8 @@ class Slot:
     left_alone_until: float = 0.0
     handed_over: bool = False
     """It moved last in good order."""
-    nudges: int = 0
-    """Times that it was moved for it was waited for."""
+    was_slow_at: frozenset[str] = frozenset()
+    """Workers that it was moved away from for it was waited for there."""
     batches_per_s: float = 0.0
     batch_s: float = 0.0
     """Seconds of work a batch, as its worker says; 0 = not known."""

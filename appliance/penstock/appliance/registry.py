@@ -389,7 +389,6 @@ class Registry:
             traits = report.traits if report.HasField("traits") else slot.traits
             if slot.phase != pb.READY or traits != slot.traits:
                 slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
-                self.books.note_ready(slot, now)
                 slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
                 self.books.save_slot(slot)
                 self.books.bump_box(*self.books.box_of(slot))

@@ -157,6 +157,8 @@ def facts(books: Books, box: Box) -> BoxFacts:
             box.waits.late(slot.key.slot),
             slot.worker not in near,
             slot.restarts,
+            slot.gauge.behind and slot.recovery,
+            slot.batch_s,
         )
         for slot in box.slots
     ]

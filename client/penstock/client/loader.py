@@ -216,7 +216,7 @@ class DataLoader:
     def _open(self, appliance: Appliance) -> Session:
         settings = appliance.settings
         saved, seed, full_digest = self._loaded, settings.seed, settings.digest == "full"
-        if saved is None:
+        if saved is None or saved.is_beginning:
             start = Start(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
         else:
             start = saved.start(settings.box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
@@ -353,9 +353,10 @@ class DataLoader:
         settings = session.appliance.settings if session is not None else current_settings()
         methods = self._local.methods("the state before the first step")
         self._require_methods(methods, settings.replay)
-        saved = Saved(0, self.name, methods, 0, 0, session.run.seed if session is not None else settings.seed)
+        seed = session.run.seed if session is not None else settings.seed
+        saved = Saved(0, self.name, methods, 0, 0, seed)
         if methods == 4:
-            saved.aggregated = self._local.initial_state()
+            saved.aggregated = self._local.initial_state(seed)
         return saved.to_dict()
 
     def _require_methods(self, methods: int, replay: bool) -> None:

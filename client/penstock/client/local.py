@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.utils import data as torch_data
@@ -55,9 +56,10 @@ class LocalLoader:
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
-    def initial_state(self) -> Any:
-        """The aggregated state of a loader from which nothing was read."""
-        instance = self._get("the state before the first step")
+    def initial_state(self, seed: int | None) -> Any:
+        """The aggregated state of a loader from which nothing was read. `seed`: the run's; None: it has none yet."""
+        purpose = "the state before the first step"
+        instance = self._get(purpose) if seed is None else self._build(replace(NEUTRAL, seed=seed), purpose)
         takes_strict(instance)
         with _undisturbed():
             with worker_state(DataLoaderCheckpoint(0, 1, 1, 0, 0, 0, 0)):

@@ -89,6 +89,9 @@ class Saved:
     parts: list[Part] = field(default_factory=list)
     """By global_worker_id; empty at step 0, and for a shape that the state was not saved on."""
     aggregated: Any = None
+    is_beginning: bool = False
+    """Nothing had been read, the run had no seed yet, and what the user has of it is as it was: so there is nothing to
+    go on with, and the loader's order is that of the run's seed, whatever that will be."""
 
     def to_dict(self) -> dict[str, Any]:
         """The value that the user gets. Raises UnsupportedStateError now rather than when it is loaded."""
@@ -229,6 +232,8 @@ def read(value: object) -> Saved:
         if wrapped and STATE not in value:
             raise StateCorruptError(f"the saved state of {saved.input_fn} has lost its key {STATE!r}")
         saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
+    if saved.methods == 4 and saved.seed is None and not saved.positions:
+        saved.is_beginning = encode_state(saved.aggregated) == encode_state(record.get("aggregated"))
     return saved
 
 
