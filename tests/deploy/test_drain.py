@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import streams
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.calls import CoordinatorClient
+
+TOKEN = "a-token-for-tests-only-0123456789"
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +41,44 @@ def test_a_worker_that_is_not_there_is_named(coordinator: Any, worker: str) -> N
     done = coordinator.call("worker", "drain", "w2")
     assert done.returncode == 18
     assert done.error == "penstock: there is no worker 'w2'; there are: w1"
+
+
+def test_an_option_before_drain_is_the_daemon_s_and_refused(coordinator: Any, worker: str) -> None:
+    done = coordinator.call("worker", "--coordinator", "127.0.0.1:1", "drain", worker)
+    assert done.returncode == 2
+    assert "it is an option of the daemon here: give it behind `drain`" in done.stderr
+
+
+@pytest.fixture
+def holding(coordinator: Any, worker: str) -> Iterator[None]:
+    """A job has the worker's one slot, and nobody else has a place for it."""
+    address = coordinator.environment["PENSTOCK_COORDINATOR"]
+    with Appliance(address, job="holding", token=TOKEN, box=0, num_boxes=1, timeout_s=60) as appliance:
+        for _ in DataExecutor(DataLoader(streams.counter, 1000), num_steps=1000, appliance=appliance):
+            yield
+            break
+    coordinator.call("worker", "drain", worker, "--undo")
+
+
+@pytest.mark.usefixtures("holding")
+def test_a_slot_without_a_place_is_told_and_ends_the_wait(coordinator: Any, worker: str) -> None:
+    done = coordinator.call("worker", "drain", worker, "--timeout", "1", "--json")
+    assert (done.returncode, done.stdout) == (17, "")
+    assert "still has 1 slots, which go on; for 1 of them there is no place elsewhere" in done.error
+    done = coordinator.call("worker", "drain", worker, "--timeout", "0")
+    assert done.returncode == 0
+    assert done.stdout.startswith("worker w1 still has 1 slots, which go on; for 1 of them")
+
+
+@pytest.mark.usefixtures("holding")
+def test_who_takes_the_order_back_is_not_overruled_by_who_waits(coordinator: Any, worker: str, until: Any) -> None:
+    waiting = coordinator.begin("worker", "drain", worker, "--timeout", "60")
+    with CoordinatorClient(coordinator.environment["PENSTOCK_COORDINATOR"], TOKEN) as client:
+        until(lambda: client.status().workers[0].draining)
+        client.drain(worker, undo=True)
+        assert waiting.process.wait(60) == 18
+        assert "was told to take slots again (--undo) while this waited" in waiting.log.read_text()
+        assert not client.status().workers[0].draining
 
 
 def test_only_operators_may_drain(coordinator: Any, worker: str, tmp_path: Any) -> None:

@@ -98,13 +98,19 @@ class HandOvers:
         return sum(slot.successor is None for slot in self.owned(worker))
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
-        """An operator wants a worker drained, or not any more. Raises UnknownWorkerError."""
+        """An operator wants a worker drained, or not any more, or only looks. Raises UnknownWorkerError."""
         worker = self._books.workers.get(request.worker)
         if worker is None:
             there = ", ".join(sorted(self._books.workers)[:8]) or "none"
             raise UnknownWorkerError(f"there is no worker {request.worker!r}; there are: {there}")
-        self.set_draining(worker, not request.undo, now)
-        return pb.DrainWorkerReply(slots=len(self.owned(worker)), stuck=self.stuck(worker))
+        if not request.look:
+            self.set_draining(worker, not request.undo, now)
+        return pb.DrainWorkerReply(
+            slots=len(self.owned(worker)),
+            stuck=self.stuck(worker) if worker.draining else 0,
+            draining=worker.draining,
+            session=worker.session,
+        )
 
     def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
         """It takes no new slots and hands its own over; or it takes slots again."""

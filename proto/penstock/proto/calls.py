@@ -293,9 +293,9 @@ class CoordinatorClient(_Base):
         with self._guarded("Status", deadline_s):
             return self._stub.Status(pb.StatusRequest(), timeout=deadline_s, metadata=self._metadata)
 
-    def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
-        """Have a worker drained, or take slots again. The same order again only tells how far it is."""
-        request = pb.DrainWorkerRequest(worker=worker, undo=undo)
+    def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
+        """Have a worker drained, or take slots again; or only look how far it is."""
+        request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
         with self._guarded("DrainWorker", self.deadline_s):
             return self._stub.DrainWorker(request, timeout=self.deadline_s, metadata=self._metadata)
 

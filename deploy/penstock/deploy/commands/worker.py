@@ -78,6 +78,7 @@ def _worker(
           --listen 10.0.0.2:0 --token-file token                            on an input node
     """
     if context.invoked_subcommand is not None:
+        _refuse_options_of_the_daemon(context)
         return  # and not guarded: that ends the command
     from penstock.deploy.daemons import run_worker
 
@@ -95,6 +96,18 @@ def _worker(
     tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
     telemetry = {"log_format": log_format, "otel": otel}
     guarded(run_worker)(coordinator, flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)
+
+
+def _refuse_options_of_the_daemon(context: typer.Context) -> None:
+    """They would not count for the command that follows: --coordinator before `drain` names no coordinator for it."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name)
+        if given is not None and given.name == "COMMANDLINE" and name not in ("config", "debug"):
+            raise typer.BadParameter(
+                f"it is an option of the daemon here: give it behind `{context.invoked_subcommand}`",
+                param_hint=parameter.opts[0],
+            )
 
 
 @worker.command("drain")

@@ -1259,18 +1259,22 @@ class DrainWorkerRequest(_message.Message):
 
     WORKER_FIELD_NUMBER: _builtins.int
     UNDO_FIELD_NUMBER: _builtins.int
+    LOOK_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     undo: _builtins.bool
     """it is to take slots again"""
+    look: _builtins.bool
+    """nothing is to change: how far is it?"""
     def __init__(
         self,
         *,
         worker: _builtins.str = ...,
         undo: _builtins.bool = ...,
+        look: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["undo", b"undo", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["look", b"look", "undo", b"undo", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1282,19 +1286,26 @@ class DrainWorkerReply(_message.Message):
 
     SLOTS_FIELD_NUMBER: _builtins.int
     STUCK_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """that it still has"""
     stuck: _builtins.int
     """of these, for which nobody else has a place now"""
+    draining: _builtins.bool
+    session: _builtins.str
+    """of its process: another one of that name is another worker"""
     def __init__(
         self,
         *,
         slots: _builtins.int = ...,
         stuck: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "stuck", b"stuck"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "session", b"session", "slots", b"slots", "stuck", b"stuck"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
