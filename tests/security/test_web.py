@@ -112,6 +112,28 @@ def test_a_site_that_points_its_name_at_this_machine_is_refused(local: WebServer
     assert ask(local, Host=host)[0].status == 403
 
 
+def raw(server: WebServer, *headers: str) -> int:
+    """The status of a request with just these headers, letter by letter: http.client writes them its own way."""
+    port = server.address.rpartition(":")[2]
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as sock:
+        sock.sendall("\r\n".join(["GET / HTTP/1.1", *headers, "", ""]).encode())
+        with sock.makefile("rb") as reply:
+            return int(reply.readline().split()[1])
+
+
+def test_names_of_headers_may_be_written_in_any_case(local: WebServer, beyond: WebServer) -> None:
+    """As browsers write them over proxies, and Node always."""
+    assert raw(local, "host: 127.0.0.1") == 200
+    assert raw(local, "HOST: evil.example") == 403
+    assert raw(beyond, "host: node7", f"authorization: Bearer {SECRETS['admin']}") == 200
+
+
+@pytest.mark.parametrize("second", ["Host: evil.example", "host: 127.0.0.1"])
+def test_a_request_for_two_hosts_is_refused(local: WebServer, beyond: WebServer, second: str) -> None:
+    assert raw(local, "Host: 127.0.0.1", second) == 400
+    assert raw(beyond, "Host: 127.0.0.1", second, f"Authorization: Bearer {SECRETS['admin']}") == 400
+
+
 def basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
 

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -121,7 +122,10 @@ class _Guard:
     def __init__(self, tokens: str, *, local: bool) -> None:
         self._tokens = Tokens(tokens) if not local else None
 
-    def refuses(self, headers: Mapping[str, str]) -> HTTPStatus | None:
+    def refuses(self, headers: Message) -> HTTPStatus | None:
+        """Names of headers are the same in any case (RFC 9110), which a plain dictionary would not know."""
+        if len(headers.get_all("Host", ())) > 1:  # a proxy before us may have gone by the other one
+            return HTTPStatus.BAD_REQUEST
         if self._tokens is None:
             try:
                 host = urlsplit(f"//{headers.get('Host') or ''}").hostname or ""
@@ -215,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        refused = self.server.guard.refuses(dict(self.headers.items()))
+        refused = self.server.guard.refuses(self.headers)
         self.connection.settimeout(REQUEST_S)
         page = self._plain(refused) if refused is not None else self._page()
         self.send_response(page.status)
