@@ -247,6 +247,29 @@ def test_more_callers_than_there_is_room_for_are_hung_up_on(monkeypatch: pytest.
                 assert time.monotonic() < until, "nobody is let in any more"
 
 
+def test_as_many_as_there_is_room_for_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nobody takes them, as on a busy machine."""
+    taking, take = threading.Event(), web._Server.get_request
+
+    def late(server: web._Server) -> tuple[socket.socket, object]:
+        assert taking.wait(20)
+        return take(server)
+
+    monkeypatch.setattr(web._Server, "get_request", late)
+    with serving() as server, contextlib.ExitStack() as callers:
+        host, _, port = server.address.rpartition(":")
+        try:
+            socks = [
+                callers.enter_context(socket.create_connection((host, int(port)), timeout=5))
+                for _ in range(web.AT_ONCE - 4)
+            ]
+        finally:
+            taking.set()
+        for sock in socks:
+            sock.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert all(sock.recv(12) == b"HTTP/1.0 200" for sock in socks)
+
+
 def test_closing_frees_the_port_at_once() -> None:
     with serving() as server:
         begun = time.monotonic()

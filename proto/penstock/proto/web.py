@@ -152,6 +152,8 @@ def _shown(authorization: str) -> str:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 2 * AT_ONCE
+    """Connections that wait to be taken. Of Python's 5, more at once would wait a second for their next try."""
 
     def __init__(
         self, address: tuple[str, int], routes: Mapping[str, Route], guard: _Guard, context: ssl.SSLContext | None
