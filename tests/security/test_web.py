@@ -8,6 +8,8 @@ import http.client
 import logging
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -268,6 +270,35 @@ def test_as_many_as_there_is_room_for_may_come_at_once(monkeypatch: pytest.Monke
         for sock in socks:
             sock.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
         assert all(sock.recv(12) == b"HTTP/1.0 200" for sock in socks)
+
+
+FORKS = """
+import os
+from penstock.proto.web import WebServer
+print(WebServer("127.0.0.1:0", {}).address, flush=True)
+if os.fork():
+    os._exit(1)
+os.read(0, 1)
+print("the child ends", flush=True)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    """As a worker process of a torch DataLoader, which may live on when its parent was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS],  # of Python 3.12: there are threads
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        address = parent.stdout.readline().strip()
+        assert parent.wait(60) == 1
+        with serving(address) as again:
+            assert ask(again)[0].status == 200
+        parent.stdin.close()
+        assert parent.stdout.read() == "the child ends\n"  # it was there until now
 
 
 def test_closing_frees_the_port_at_once() -> None:

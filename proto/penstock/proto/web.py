@@ -17,10 +17,12 @@ import binascii
 import errno
 import io
 import logging
+import os
 import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.message import Message
@@ -106,6 +108,7 @@ class WebServer:
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
         )
         self._thread.start()
+        _listening.add(self._server)
 
     def close(self) -> None:
         """Stops listening; requests under way end by themselves."""
@@ -114,6 +117,21 @@ class WebServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        _listening.discard(self._server)
+
+
+_listening: weakref.WeakSet[_Server] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked child, which has the sockets and no threads that answer: who connects there would wait for ever, and
+    the port be in use for as long as it lives."""
+    for server in list(_listening):
+        server.socket.close()
+    _listening.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class _Guard:
