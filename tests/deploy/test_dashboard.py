@@ -282,6 +282,21 @@ def test_the_page_fits_a_phone(browser: Any) -> None:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_however_long_a_name_is_it_widens_neither_the_page_nor_its_table(browser: Any) -> None:
+    script = """
+        const texts = ["article h2", "article .line .quiet", ".finding p", "#workers tbody th", "#workers td.text"];
+        const before = texts.map((one) => [document.querySelector(one), document.querySelector(one).textContent]);
+        before.forEach(([one]) => { one.textContent = "x".repeat(300); });
+        const page = document.documentElement, workers = document.querySelector("#workers");
+        const wide = [page.scrollWidth, workers.scrollWidth, page.clientWidth];
+        before.forEach(([one, text]) => { one.textContent = text; });
+        return wide;
+    """
+    page, workers, window = browser.execute_script(script)
+    assert page == window
+    assert workers < window
+
+
 def test_a_checkpoint_is_shown(live: Live, browser: Any) -> None:
     live.save()
     until(lambda: len(shown(browser, "article table:last-of-type tbody tr td.state[data-state=live]")) >= 2)
