@@ -45,6 +45,24 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+def test_names_that_are_no_printable_text_are_refused() -> None:
+    """They would stand in everybody's logs and tables."""
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        for name in ("a\nb", "\x1b[2Ja", "\u202egpj.a", "  ", " a", "a\u200b"):
+            with pytest.raises(InvalidArgumentError, match=r"job '.*': a name is printable text") as refused:
+                await client.open_run(opening(job=name))
+            assert refused.value.message.isprintable()
+            with pytest.raises(InvalidArgumentError, match=r"worker '.*': a name is printable text"):
+                await client.register(pb.RegisterWorkerRequest(worker=name, session="s", slots=1))
+        assert (await client.open_run(opening(job="Straße 7"))).run == "Straße 7/0"
+
+    trial(body)
+
+
 # ---------------------------------------------------------------------------------------------------------- long polls
 
 

@@ -161,13 +161,13 @@ def complaints(browser: Any) -> list[str]:
 class Top:
     """`penstock top` on a terminal of its own."""
 
-    def __init__(self, live: Live, columns: int = 110, rows: int = 30) -> None:
+    def __init__(self, live: Live, columns: int = 110, rows: int = 30, term: str = "xterm-256color") -> None:
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(theirs)
         self.terminal = theirs
         command = [str(Path(sys.executable).with_name("penstock")), "top", "--interval", "0.3"]
-        environment = live.shell.env({"TERM": "xterm-256color", "COLUMNS": None, "LINES": None})
+        environment = live.shell.env({"TERM": term, "COLUMNS": None, "LINES": None})
         self.process = subprocess.Popen(
             command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
@@ -282,6 +282,21 @@ def test_the_page_fits_a_phone(browser: Any) -> None:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_however_long_a_name_is_it_widens_neither_the_page_nor_its_table(browser: Any) -> None:
+    script = """
+        const texts = ["article h2", "article .line .quiet", ".finding p", "#workers tbody th", "#workers td.text"];
+        const before = texts.map((one) => [document.querySelector(one), document.querySelector(one).textContent]);
+        before.forEach(([one]) => { one.textContent = "x".repeat(300); });
+        const page = document.documentElement, workers = document.querySelector("#workers");
+        const wide = [page.scrollWidth, workers.scrollWidth, page.clientWidth];
+        before.forEach(([one, text]) => { one.textContent = text; });
+        return wide;
+    """
+    page, workers, window = browser.execute_script(script)
+    assert page == window
+    assert workers < window
+
+
 def test_a_checkpoint_is_shown(live: Live, browser: Any) -> None:
     live.save()
     until(lambda: len(shown(browser, "article table:last-of-type tbody tr td.state[data-state=live]")) >= 2)
@@ -353,5 +368,34 @@ def test_ctrl_c_ends_top_too(live: Live) -> None:
         top.process.send_signal(signal.SIGINT)
         assert top.press(b"") == 0
         assert "Traceback" not in top.said
+    finally:
+        top.close()
+
+
+def test_signals_that_end_top_leave_the_terminal_as_it_was_and_other_keys_do_nothing(live: Live) -> None:
+    tops = {number: Top(live) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, top in tops.items():
+            assert top.has("lm/0")
+            os.write(top.ours, b"\x1b[A\x1bOB\x1b[6~x")  # arrows, page down
+            assert top.has("lm/0")
+            assert top.has("lm/0")
+            top.process.send_signal(number)
+            assert top.press(b"") == 128 + number
+            assert "\x1b[?25h" in top.said
+            assert "\x1b[?1049l" in top.said
+            assert "Traceback" not in top.said
+            assert termios.tcgetattr(top.terminal) == top.before
+    finally:
+        for top in tops.values():
+            top.close()
+
+
+def test_a_terminal_that_can_only_print_gets_lines(live: Live) -> None:
+    top = Top(live, term="dumb")
+    try:
+        assert top.has("  step ")
+        assert top.has("  step ")
+        assert "\x1b" not in top.said
     finally:
         top.close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 
+from penstock.deploy import top
 from penstock.deploy.screen import LEAST_ROWS, fit, plain, screen
 from penstock.proto.status import as_dict
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -104,6 +107,30 @@ def test_no_run() -> None:
     found = as_dict(pb.StatusReply(version="0.1.0"), "127.0.0.1:7070")
     assert [line for _, line in screen(found, 80, 24)][1] == "No run is open."
     assert next(iter(plain(found, 0.0))).endswith("no run is open, 0 workers are there")
+
+
+@pytest.mark.parametrize(
+    ("keys", "quits"),
+    [
+        *((b"q", True), (b"Q", True), (b"\x1b", True), (b"\x1b\x1b", True), (b"\x1b[Aq", True), (b"\x1b[A\x1b", True)),
+        *((b"x", False), (b"\x1b[A", False), (b"\x1bOB", False), (b"\x1b[15;5~\x1b[6~", False), (b"\x1bq", False)),
+    ],
+)
+def test_only_q_and_esc_themselves_end_it(keys: bytes, quits: bool) -> None:
+    assert top.told_to_quit(keys) is quits
+
+
+def test_keys_are_heard_while_the_coordinator_hangs() -> None:
+    answered = threading.Event()
+    begun = time.monotonic()
+
+    def hangs() -> None:
+        answered.wait(30)
+
+    assert not top._ask(hangs, lambda seconds: True)
+    assert time.monotonic() - begun < 15
+    answered.set()
+    assert top._ask(hangs, lambda seconds: False)
 
 
 def test_without_a_coordinator_it_is_an_error(shell: Any) -> None:

@@ -8,6 +8,8 @@ import http.client
 import logging
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -110,6 +112,28 @@ def test_this_machine_by_its_own_names(local: WebServer, host: str) -> None:
 def test_a_site_that_points_its_name_at_this_machine_is_refused(local: WebServer, host: str) -> None:
     """DNS rebinding: the browser asks us, and says the site's name."""
     assert ask(local, Host=host)[0].status == 403
+
+
+def raw(server: WebServer, *headers: str) -> int:
+    """The status of a request with just these headers, letter by letter: http.client writes them its own way."""
+    port = server.address.rpartition(":")[2]
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as sock:
+        sock.sendall("\r\n".join(["GET / HTTP/1.1", *headers, "", ""]).encode())
+        with sock.makefile("rb") as reply:
+            return int(reply.readline().split()[1])
+
+
+def test_names_of_headers_may_be_written_in_any_case(local: WebServer, beyond: WebServer) -> None:
+    """As browsers write them over proxies, and Node always."""
+    assert raw(local, "host: 127.0.0.1") == 200
+    assert raw(local, "HOST: evil.example") == 403
+    assert raw(beyond, "host: node7", f"authorization: Bearer {SECRETS['admin']}") == 200
+
+
+@pytest.mark.parametrize("second", ["Host: evil.example", "host: 127.0.0.1"])
+def test_a_request_for_two_hosts_is_refused(local: WebServer, beyond: WebServer, second: str) -> None:
+    assert raw(local, "Host: 127.0.0.1", second) == 400
+    assert raw(beyond, "Host: 127.0.0.1", second, f"Authorization: Bearer {SECRETS['admin']}") == 400
 
 
 def basic(password: str) -> str:
@@ -223,6 +247,58 @@ def test_more_callers_than_there_is_room_for_are_hung_up_on(monkeypatch: pytest.
                 return
             except (http.client.HTTPException, OSError):
                 assert time.monotonic() < until, "nobody is let in any more"
+
+
+def test_as_many_as_there_is_room_for_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nobody takes them, as on a busy machine."""
+    taking, take = threading.Event(), web._Server.get_request
+
+    def late(server: web._Server) -> tuple[socket.socket, object]:
+        assert taking.wait(20)
+        return take(server)
+
+    monkeypatch.setattr(web._Server, "get_request", late)
+    with serving() as server, contextlib.ExitStack() as callers:
+        host, _, port = server.address.rpartition(":")
+        try:
+            socks = [
+                callers.enter_context(socket.create_connection((host, int(port)), timeout=5))
+                for _ in range(web.AT_ONCE - 4)
+            ]
+        finally:
+            taking.set()
+        for sock in socks:
+            sock.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert all(sock.recv(12) == b"HTTP/1.0 200" for sock in socks)
+
+
+FORKS = """
+import os
+from penstock.proto.web import WebServer
+print(WebServer("127.0.0.1:0", {}).address, flush=True)
+if os.fork():
+    os._exit(1)
+os.read(0, 1)
+print("the child ends", flush=True)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    """As a worker process of a torch DataLoader, which may live on when its parent was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS],  # of Python 3.12: there are threads
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        address = parent.stdout.readline().strip()
+        assert parent.wait(60) == 1
+        with serving(address) as again:
+            assert ask(again)[0].status == 200
+        parent.stdin.close()
+        assert parent.stdout.read() == "the child ends\n"  # it was there until now
 
 
 def test_closing_frees_the_port_at_once() -> None:

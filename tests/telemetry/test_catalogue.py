@@ -99,6 +99,27 @@ def test_a_coordinators_series_do_not_grow_with_the_fleet() -> None:
     assert size(1) == size(625) < 250  # 10,000 slots
 
 
+def test_slots_of_a_box_that_is_gone_wait_for_no_worker_and_what_was_counted_stays() -> None:
+    """Else an alert would want more workers for a job that was killed."""
+    reply = fleet(2, 3)
+    gone = reply.runs[0].boxes[1]
+    gone.live, gone.waited_share, gone.waited_s = False, 0.9, 7.0
+    for slot in gone.slots:
+        slot.phase, slot.restarts = pb.WAITING, 2
+    found: dict[tuple[str, str, str], float] = {}
+    for family in readings(
+        reply, Vitals(CallTally(), Histogram([1.0]), 0, 0, {(reply.runs[0].run, 1): (0, 3)})
+    ).families():
+        for sample in family.samples:
+            found[sample.name, sample.labels.get("box", ""), sample.labels.get("phase", "")] = sample.value
+    assert [found["penstock_run_slots", "", phase] for phase in ("waiting", "ready")] == [0, 3]
+    assert ("penstock_box_wait_ratio", "0", "") in found
+    assert ("penstock_box_wait_ratio", "1", "") not in found
+    assert found["penstock_box_waiting_for_slot", "1", ""] == -1
+    assert found["penstock_box_wait_seconds_total", "1", ""] == 7
+    assert found["penstock_run_recoveries_total", "", ""] == 6
+
+
 def test_the_exposition_is_valid_openmetrics_too() -> None:
     calls = CallTally()
     calls.add("OpenRun", "OK", 0.02)

@@ -59,5 +59,29 @@ def test_what_the_loop_left_behind_stays_counted_as_made(ledgers: tuple[Ledger, 
     assert counts(daemon) == (10, 4, 0)
     runner.record(5, 1, 7, 5, delivered=4)
     assert counts(daemon) == (11, 4, 0)
-    runner.replayed(3)
-    assert counts(daemon) == (11, 4, 3)
+    runner.replayed()
+    assert counts(daemon) == (11, 4, 1)
+
+
+def test_what_the_loop_took_of_a_predecessor_is_not_a_successors(ledgers: tuple[Ledger, Ledger]) -> None:
+    """It hears from the loop where that is, and is long on its way there."""
+    daemon, runner = ledgers
+    runner.doing("replay", delivered=784)
+    for done in range(1, 4):
+        runner.replayed()
+        assert counts(daemon) == (0, 0, done)
+    runner.place(784, 0, 784)
+    assert counts(daemon) == (0, 0, 3)
+    runner.record(785, 0, 7, 785, delivered=784)
+    runner.doing("next", delivered=785)
+    assert counts(daemon) == (1, 1, 3)
+
+
+def test_no_count_falls_where_a_runner_goes_back_while_it_is_read(ledgers: tuple[Ledger, Ledger]) -> None:
+    daemon, runner = ledgers
+    runner.place(0, 0, 0)
+    runner.record(10, 0, 7, 10, delivered=4)
+    daemon.refresh()
+    runner.place(4, 1, 4)
+    produced = daemon.counts()[0]
+    assert counts(daemon)[0] >= produced

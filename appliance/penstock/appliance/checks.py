@@ -1,7 +1,8 @@
-"""What the numbers of a request may be. Protobuf lets through what no clock and no count says: NaN, 2**64 - 1.
+"""What the numbers and names of requests may be. Protobuf lets through what no clock and no count says: NaN, 2**64-1.
 
 They would not be wrong answers to the one who sent them but harm to all others: a hold of NaN seconds is a loop without
-a pause, a total of 2**64 - 1 overflows the next message that is made of it, and SQLite's integers have a sign.
+a pause, a total of 2**64 - 1 overflows the next message that is made of it, and SQLite's integers have a sign. A name
+stands in everybody's logs, tables and errors, where one that is no plain text could pass for another's.
 """
 
 from __future__ import annotations
@@ -25,3 +26,9 @@ def check_counts(**values: int) -> None:
     for name, value in values.items():
         if not 0 <= value <= MOST:
             raise InvalidArgumentError(f"{name}={value}: it lies between 0 and {MOST}")
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises InvalidArgumentError for what is no printable text of one line, or has blanks at its ends."""
+    if name != name.strip() or not name.isprintable():
+        raise InvalidArgumentError(f"{what} {name!a}: a name is printable text without blanks at its ends")

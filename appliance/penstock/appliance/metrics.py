@@ -64,7 +64,10 @@ def _read_run(found: Readings, run: pb.RunStatus, vitals: Vitals) -> None:
     found.add("penstock_run_boxes", run.num_boxes, run=run.run)
     found.add("penstock_run_recommended_workers_per_box", run.recommended_workers_per_box, run=run.run)
     slots = [slot for box in run.boxes for slot in box.slots]
-    phases = Counter(pb.SlotPhase.Name(slot.phase).lower() for slot in slots)
+    # A box whose training process is gone has its slots until the job opens anew or the run is given up: they wait for
+    # no worker.
+    living = [slot for box in run.boxes if box.live for slot in box.slots]
+    phases = Counter(pb.SlotPhase.Name(slot.phase).lower() for slot in living)
     for phase in _PHASES:
         found.add("penstock_run_slots", phases[phase], run=run.run, phase=phase)
     found.add("penstock_run_recoveries_total", sum(slot.restarts for slot in slots), run=run.run)
@@ -78,8 +81,9 @@ def _read_run(found: Readings, run: pb.RunStatus, vitals: Vitals) -> None:
         found.add("penstock_box_epoch", box.epoch, **of)
         found.add("penstock_box_steps_total", max(0, box.step - first), **of)
         found.add("penstock_box_wait_seconds_total", box.waited_s, **of)
-        found.add("penstock_box_wait_ratio", box.waited_share, **of)
-        found.add("penstock_box_waiting_for_slot", waiting_for - 1, **of)
+        if box.live:
+            found.add("penstock_box_wait_ratio", box.waited_share, **of)
+        found.add("penstock_box_waiting_for_slot", waiting_for - 1 if box.live else -1, **of)
 
 
 def route(read: Callable[[], Readings]) -> Route:

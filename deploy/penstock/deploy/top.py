@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
+import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.peer import Peer
 from penstock.deploy.screen import plain, screen
@@ -24,10 +28,16 @@ from penstock.proto.calls import CoordinatorClient
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
 from penstock.proto.status import as_dict
 
-__all__ = ["run_top"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["run_top", "told_to_quit"]
 
 DEADLINE_S = 5.0
 """Of one question: what is older than that is no live view."""
+ESCAPE_S = 0.05
+"""Within that the rest of an escape sequence follows its beginning, which alone is the key Esc."""
+_SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
 AWAY = (CoordinatorUnavailableError, DeadlineError)
 
 
@@ -44,8 +54,8 @@ def run_top(
         with contextlib.suppress(KeyboardInterrupt):  # how one ends it
             if as_json:
                 _repeat(watch, interval_s, count, _print_json)
-            elif sys.stdout.isatty() and count is None:
-                _live(watch, interval_s)
+            elif count is None and (console := _terminal()) is not None:
+                _live(watch, interval_s, console)
             else:
                 _repeat(watch, interval_s, count, _Printer().show)
 
@@ -113,14 +123,22 @@ class _Printer:
         self._since = max((event["at"] for event in watch.found["events"]), default=self._since)
 
 
-def _live(watch: _Watch, interval_s: float) -> None:
-    """Until q or Ctrl-C."""
+def _terminal() -> Console | None:
+    """Standard output, where it is one on which a cursor can be moved."""
+    if not sys.stdout.isatty():
+        return None
     from rich.console import Console
+
+    console = Console()
+    return None if console.is_dumb_terminal else console
+
+
+def _live(watch: _Watch, interval_s: float, console: Console) -> None:
+    """Until q, Esc or Ctrl-C. A signal that ends it is SystemExit."""
     from rich.live import Live
     from rich.text import Text
 
     watch.ask()  # an error of the first answer is no matter for a screen
-    console = Console()
 
     def drawn() -> Text:
         """Text, not markup: nothing that a peer sent colours the screen."""
@@ -130,25 +148,63 @@ def _live(watch: _Watch, interval_s: float) -> None:
             whole.append(("\n" if number else "") + line, style or None)
         return whole
 
-    with _keys() as pressed, Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
+    with (
+        _ended_by_signals(),
+        _keys() as quits,
+        Live(drawn(), console=console, screen=True, auto_refresh=False) as live,
+    ):
         while True:
             until = time.monotonic() + interval_s
             while (left := until - time.monotonic()) > 0:
-                key = pressed(left)
-                if key in ("q", "Q", "\x1b"):
+                if quits(left):
                     return
-            watch.ask()
+            if not _ask(watch.ask, quits):
+                return
             live.update(drawn(), refresh=True)
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key; "" = there was none. Where standard input is no terminal there
-    are no keys, and it just waits."""
+def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
+    """Ask, and hear the keys meanwhile: a coordinator that hangs takes long. False if one of them means the end; the
+    question ends with its client."""
+    pool = ThreadPoolExecutor(1, "penstock-top")
+    asked = pool.submit(ask)
+    pool.shutdown(wait=False)
+    while not asked.done():
+        if quits(ESCAPE_S):
+            return False
+    asked.result()
+    return True
 
-    def wait(seconds: float) -> str:
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Those that would end the process at once end it by SystemExit, so that the terminal is put in order."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def told_to_quit(keys: bytes) -> bool:
+    """Whether q or Esc is among what the terminal sent, and not only as a part of other keys' sequences."""
+    plain_keys = _SEQUENCE.sub(b"", keys)
+    return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """A function that waits so many seconds for keys, and says whether they mean the end. Where standard input is no
+    terminal there are no keys, and it just waits."""
+
+    def wait(seconds: float) -> bool:
         time.sleep(seconds)
-        return ""
+        return False
 
     if not sys.stdin.isatty():
         yield wait
@@ -156,12 +212,23 @@ def _keys() -> Iterator[Callable[[float], str]]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
 
-    def pressed(seconds: float) -> str:
-        ready, _, _ = select.select([fd], [], [], seconds)
-        return os.read(fd, 1).decode(errors="replace") if ready else ""
+    def has_keys(seconds: float) -> bool:
+        return bool(select.select([fd], [], [], seconds)[0])
+
+    def pressed(seconds: float) -> bool:
+        if not has_keys(seconds):
+            return False
+        try:
+            keys = os.read(fd, 1024)
+            if keys.endswith(b"\x1b") and has_keys(ESCAPE_S):
+                keys += os.read(fd, 1024)
+        except OSError:  # the terminal is gone
+            return True
+        return not keys or told_to_quit(keys)
 
     try:
         tty.setcbreak(fd)
         yield pressed
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # it is gone
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)

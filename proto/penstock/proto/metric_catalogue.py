@@ -62,7 +62,9 @@ CATALOGUE: tuple[Metric, ...] = (
     _coordinator(
         "penstock_run_recommended_workers_per_box", "gauge", "", ("run",), "Slots a box that would do; 0: not known."
     ),
-    _coordinator("penstock_run_slots", "gauge", "", ("run", "phase"), "Slots of the open attempt, by phase."),
+    _coordinator(
+        "penstock_run_slots", "gauge", "", ("run", "phase"), "Slots of the open attempt's live boxes, by phase."
+    ),
     _coordinator(
         "penstock_run_recoveries_total",
         "counter",
@@ -90,7 +92,13 @@ CATALOGUE: tuple[Metric, ...] = (
         _BOX,
         "Time that its training loop waited for data.",
     ),
-    _coordinator("penstock_box_wait_ratio", "gauge", "ratio", _BOX, "Share of its latest time that it waited, 0 to 1."),
+    _coordinator(
+        "penstock_box_wait_ratio",
+        "gauge",
+        "ratio",
+        _BOX,
+        "Share of its latest time that it waited, 0 to 1. A box that is not live has none.",
+    ),
     _coordinator(
         "penstock_box_waiting_for_slot", "gauge", "", _BOX, "Slot that it waits for right now; -1: it does not wait."
     ),

@@ -12,7 +12,10 @@ holds metadata, where the token is; of a request it holds run, box and slot. Run
 from __future__ import annotations
 
 import atexit
+import os
 import socket
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,6 +26,7 @@ from penstock.proto.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 __all__ = ["aio_client_interceptors", "aio_server_interceptors", "note", "start", "traced"]
 
@@ -30,8 +34,8 @@ UNTRACED = frozenset(("Heartbeat", "WatchRun", "Check"))
 """Long polls, and the health check."""
 NOTED = ("run", "attempt", "box", "slot", "generation", "step", "worker")
 """Fields of requests that become attributes."""
-FLUSH_MS = 2000
-"""For what is still to be sent when the process ends."""
+FLUSH_S = 2.0
+"""For what is still to be sent when the process ends. OpenTelemetry itself would try for half a minute."""
 
 _provider: TracerProvider | None = None
 
@@ -56,10 +60,33 @@ def start(service: str) -> None:
         ) from error
     about = {"service.name": service, "service.version": VERSION, "host.name": socket.gethostname()}
     # What the environment says of the resource wins.
-    provider = TracerProvider(resource=Resource(about).merge(OTELResourceDetector().detect()))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    exporter = OTLPSpanExporter()
+    provider = TracerProvider(resource=Resource(about).merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     _provider = provider
-    atexit.register(provider.force_flush, FLUSH_MS)
+    _flush_at_exit(provider, exporter)
+
+
+def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
+    """Send what is left when this process ends, if that can be done within FLUSH_S.
+
+    Neither the flush nor the shutdown of the provider keeps to a time, but the exporter gives up when it is shut down
+    itself. That takes a thread, which must be there before: none can be started at the end of a process.
+    """
+    pid, ending = os.getpid(), threading.Event()
+
+    def give_up() -> None:
+        ending.wait()
+        time.sleep(FLUSH_S)
+        exporter.shutdown()
+
+    def end() -> None:
+        if os.getpid() == pid:  # a forked child has not got the thread
+            ending.set()
+            provider.shutdown()
+
+    threading.Thread(target=give_up, name="penstock-tracing-end", daemon=True).start()
+    atexit.register(end)
 
 
 def _is_traced(details: Any) -> bool:

@@ -17,12 +17,15 @@ import binascii
 import errno
 import io
 import logging
+import os
 import socket
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -105,6 +108,7 @@ class WebServer:
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
         )
         self._thread.start()
+        _listening.add(self._server)
 
     def close(self) -> None:
         """Stops listening; requests under way end by themselves."""
@@ -113,6 +117,21 @@ class WebServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        _listening.discard(self._server)
+
+
+_listening: weakref.WeakSet[_Server] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked child, which has the sockets and no threads that answer: who connects there would wait for ever, and
+    the port be in use for as long as it lives."""
+    for server in list(_listening):
+        server.socket.close()
+    _listening.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class _Guard:
@@ -121,7 +140,10 @@ class _Guard:
     def __init__(self, tokens: str, *, local: bool) -> None:
         self._tokens = Tokens(tokens) if not local else None
 
-    def refuses(self, headers: Mapping[str, str]) -> HTTPStatus | None:
+    def refuses(self, headers: Message) -> HTTPStatus | None:
+        """Names of headers are the same in any case (RFC 9110), which a plain dictionary would not know."""
+        if len(headers.get_all("Host", ())) > 1:  # a proxy before us may have gone by the other one
+            return HTTPStatus.BAD_REQUEST
         if self._tokens is None:
             try:
                 host = urlsplit(f"//{headers.get('Host') or ''}").hostname or ""
@@ -148,6 +170,8 @@ def _shown(authorization: str) -> str:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 2 * AT_ONCE
+    """Connections that wait to be taken. Of Python's 5, more at once would wait a second for their next try."""
 
     def __init__(
         self, address: tuple[str, int], routes: Mapping[str, Route], guard: _Guard, context: ssl.SSLContext | None
@@ -215,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        refused = self.server.guard.refuses(dict(self.headers.items()))
+        refused = self.server.guard.refuses(self.headers)
         self.connection.settimeout(REQUEST_S)
         page = self._plain(refused) if refused is not None else self._page()
         self.send_response(page.status)

@@ -30,7 +30,7 @@ _ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
 _END = struct.Struct("<QQ")  # epoch, total
 _HERE = struct.Struct("<QQ")  # the pass that is under way, and batches left out since the last one
 _HERE_AT = 1024
-_COUNTS = struct.Struct("<QQQQ")  # total at the first place, at the last one; made between them; replayed
+_COUNTS = struct.Struct("<QQQQ")  # total at the first place + 1, at the last one; made between them; replayed
 _COUNTS_AT = 2048
 _ENDS_AT = 4096
 _ENTRIES_AT = _ENDS_AT + ENDS * _END.size
@@ -65,6 +65,7 @@ class Ledger:
         self._recorded = 0
         self._first: int | None = None
         self._last = self._made = self._replayed = 0
+        self._told = 0, 0, 0
 
     @classmethod
     def create(cls) -> Ledger:
@@ -91,13 +92,14 @@ class Ledger:
         self.total, self.epoch, self.samples = total, epoch, samples
         self._write_head()
 
-    def replayed(self, batches: int) -> None:
-        """So many batches were made again, that are no news to anybody."""
-        self._replayed += batches
+    def replayed(self) -> None:
+        """A batch was made again, that is no news to anybody."""
+        self._replayed += 1
         self._write_counts()
 
     def _write_counts(self) -> None:
-        _COUNTS.pack_into(self._map, _COUNTS_AT, self._first or 0, self._last, self._made, self._replayed)
+        first = 0 if self._first is None else self._first + 1
+        _COUNTS.pack_into(self._map, _COUNTS_AT, first, self._last, self._made, self._replayed)
 
     def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
         """A batch goes out."""
@@ -162,10 +164,14 @@ class Ledger:
     # ---- the daemon reads
 
     def counts(self) -> tuple[int, int, int]:
-        """Batches that this runner has made, those of them that the loop was handed, and those replayed; each only
-        rises. As of the last `refresh`, which may be a batch off where the runner goes back just now."""
+        """Batches that this runner has made, those of them that the loop was handed, and those replayed, as of the last
+        `refresh`. Each only rises: where the runner goes back just now, what was told is told again."""
         first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
-        return max(0, made + self.total - last), max(0, self.delivered - first), replayed
+        # Before the runner has its place, what the loop was handed is its predecessor's.
+        found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
+        produced, delivered, replayed = map(max, found, self._told)
+        self._told = produced, delivered, replayed
+        return self._told
 
     def refresh(self) -> None:
         """Read the head: total, epoch, delivered, looked, samples, worked_s."""

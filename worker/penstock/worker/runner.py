@@ -220,6 +220,7 @@ class _Runner:
             place = source.place
             place.samples += samples
             self._ledger.note(place.total, place.epoch, source.digest, place.samples)
+            self._ledger.replayed()
             self._poll_now()
 
         before = source.place.total
@@ -228,7 +229,6 @@ class _Runner:
                 f"{source.name}: pass {epoch} ended after batch {source.place.total} of the slot, but batch {total} "
                 "had been delivered: its data are not what they were"
             )
-        self._ledger.replayed(max(0, source.place.total - before))
         if before < total and digest and source.digest != digest:
             raise ReplayMismatchError(
                 f"{source.name}: replayed from its last snapshot, batch {total} of the slot differs from the one that "

@@ -320,7 +320,7 @@ class Card {
     this.states.whole.hidden = !states.length;
     this.noStates.hidden = Boolean(states.length);
     fill(this.states.body, states, (one) => `${one.at} ${one.step} ${one.asker}`, () => make("tr"), (element, one) => row(element, [
-      ["", one.step], ["", one.askers > 1 ? `${one.askers} ranks` : one.asker], ["", clock(one.at)],
+      ["", one.step], ["text", one.askers > 1 ? `${one.askers} ranks` : one.asker], ["", clock(one.at)],
       ["number", duration(one.seconds)], ["number", size(one.bytes)],
       one.error ? ["state text", (cell) => { attribute(cell, "data-state", "lost"); text(cell, one.error); }]
         : ["state", (cell) => { attribute(cell, "data-state", "live"); text(cell, "done"); }],
@@ -442,7 +442,7 @@ function draw(status) {
     worker.draining ? state("idle", "draining") : worker.live ? state("live", "live") : state("lost", "lost"),
     ["", (cell) => text(bar(cell, worker.slots_used / Math.max(1, worker.slots), "used"), `${worker.slots_used}/${worker.slots}`)],
     ["number", rate(worker.batches_per_s)], waits(worker.wait_share),
-    ["number", `${duration(worker.seen_s_ago)} ago`], ["", worker.tcp_address || "\u2013"],
+    ["number", `${duration(worker.seen_s_ago)} ago`], ["text", worker.tcp_address || "\u2013"],
   ]));
   drawEvents(status.events);
 }
