@@ -45,6 +45,8 @@ def main() -> int:
     given = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(format="penstock coordinator: %(message)s")
+    if given.lifeline_pid is not None:  # embedded: the training job warns of what its slots meet
+        logging.getLogger("penstock.appliance").setLevel(logging.ERROR)
     limits = replace(
         defaults,
         worker_lease_s=given.worker_lease_s,
