@@ -278,6 +278,7 @@ from penstock.proto.web import WebServer
 print(WebServer("127.0.0.1:0", {}).address, flush=True)
 if os.fork():
     os._exit(1)
+print("the child is there", flush=True)
 os.read(0, 1)
 print("the child ends", flush=True)
 """
@@ -295,6 +296,7 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
         assert parent.stdin is not None
         address = parent.stdout.readline().strip()
         assert parent.wait(60) == 1
+        assert parent.stdout.readline() == "the child is there\n"
         with serving(address) as again:
             assert ask(again)[0].status == 200
         parent.stdin.close()
