@@ -114,12 +114,18 @@ def test_a_second_one_in_the_same_folder_is_refused(fleet: Fleet) -> None:
 def test_a_killed_worker_and_a_killed_coordinator_come_back_under_their_names(fleet: Fleet, until: Until) -> None:
     before, lanes = fleet.processes(), fleet.workers()
     address = fleet.folder.address
+    record = fleet.folder.path / "fleet.json"
+    record.unlink()
+    record.mkdir()  # so that it cannot be written, as on a full disk
     for name in ("coordinator", "penstock-2"):
         victim = before[name]
         assert victim is not None
         assert victim.send(signal.SIGKILL)
     until(lambda: set(now := fleet.workers()) == set(lanes) and now["penstock-2"] != lanes["penstock-2"])
     assert fleet.folder.address == address
+    assert (fleet.folder.logs / "supervisor.log").read_text().count("fleet.json cannot be written") == 1
+    record.rmdir()
+    until(record.is_file)
     restarts = {daemon["name"]: daemon["restarts"] for daemon in fleet.record()["daemons"]}
     assert restarts == {"coordinator": 1, "penstock-1": 0, "penstock-2": 1}
     assert "penstock-2 was killed by SIGKILL; starting it again" in (fleet.folder.logs / "supervisor.log").read_text()

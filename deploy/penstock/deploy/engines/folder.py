@@ -125,14 +125,15 @@ class Folder:
     # ---- what is in it
 
     def save_plan(self, plan: Plan) -> None:
-        write_whole(self._plan, _encoded(asdict(plan)))
+        """CommandError: it cannot be written, as on a full disk; so `save` and `address`."""
+        _write(self._plan, _encoded(asdict(plan)))
 
     def plan(self) -> Plan | None:
         found = self._read(self._plan)
         return Plan(**found) if found else None
 
     def save(self, fleet: Fleet) -> None:
-        write_whole(self._record, _encoded(asdict(fleet)))
+        _write(self._record, _encoded(asdict(fleet)))
 
     def fleet(self) -> Fleet | None:
         """What the record says is up."""
@@ -162,7 +163,7 @@ class Folder:
 
     @address.setter
     def address(self, value: str) -> None:
-        write_whole(self._address, value.encode() + b"\n")
+        _write(self._address, value.encode() + b"\n")
 
     def token_file(self, given: Path | None, *, make: bool) -> Path:
         """The file with the fleet's token: the one that was given, else ours, with PENSTOCK_TOKEN or a fresh one.
@@ -197,6 +198,13 @@ class Folder:
 def _from_environment() -> Path | None:
     named = os.environ.get("PENSTOCK_TOKEN_FILE")
     return Path(named) if named else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror}", USAGE) from error
 
 
 def _encoded(value: Mapping[str, Any]) -> bytes:

@@ -36,6 +36,8 @@ _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
 """For daemons of a supervisor that was killed, which are on their way out."""
+RECORD_AGAIN_S = 2.0
+"""Between tries to write the record of what is up, while that fails."""
 
 
 def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None], *, lifeline_pid: int | None = None) -> None:
@@ -84,6 +86,8 @@ class _Supervisor:
         self._plan, self._folder, self._announce = plan, folder, ready
         self._tell = asyncio.Event()
         self._up = False
+        self._unwritten: asyncio.TimerHandle | None = None
+        """The next try, while the record could not be written."""
         self._workers: dict[str, Keeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], Keeper] = {}
@@ -246,7 +250,19 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        self._folder.save(self._fleet())
+        """A record that cannot be written, as on a full disk, is no reason to end what works: it is written later."""
+        if self._unwritten is not None:
+            self._unwritten.cancel()
+        try:
+            self._folder.save(self._fleet())
+        except CommandError as error:
+            if self._unwritten is None:
+                _log.error("%s; the fleet goes on, and this is tried again every %g s", error, RECORD_AGAIN_S)
+            self._unwritten = asyncio.get_running_loop().call_later(RECORD_AGAIN_S, self._record)
+        else:
+            if self._unwritten is not None:
+                _log.info("the record of what is up is true again")
+            self._unwritten = None
 
 
 def _daemon(name: str, kept: Keeper) -> dict[str, Any]:
@@ -286,6 +302,10 @@ def main() -> int:
         _log.error("%s", error)
         say({"error": str(error), "code": code})
         return code
+    except OSError as error:
+        _log.exception("the supervisor cannot go on")
+        say({"error": f"the supervisor of {folder.path} cannot go on: {error}", "code": BUG})
+        return BUG
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
