@@ -234,3 +234,24 @@ def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
     for other in (Identity(mine.pid, mine.started + 1, mine.boot), Identity(mine.pid, mine.started, "another boot")):
         assert other.open() is None
         assert not other.send(signal.SIGKILL)
+
+
+def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> None:
+    starting = shell.begin(*UP)
+    folder = Folder(shell.folder / "fleet")
+    until(lambda: folder.holder() not in (None, Identity.of(starting.process.pid)))  # before there is a record
+    done = shell.call("down", "--dir", "fleet")
+    assert (done.returncode, done.stdout.split("(")[0]) == (0, "ended: supervisor ")
+    assert starting.process.wait(20) == 130
+    assert "told to end while it was starting" in starting.log.read_text().splitlines()[-1]
+    assert (folder.supervised, folder.fleet()) == (False, None)
+
+
+def test_a_fleet_ends_with_its_last_worker(shell: Any, until: Until) -> None:
+    assert shell.run(*UP, "--workers", "1").returncode == 0
+    fleet = Fleet(shell)
+    told = fleet.processes()["penstock-1"]
+    assert told is not None
+    assert told.send(signal.SIGTERM)
+    until(fleet.gone)
+    assert fleet.folder.fleet() is None

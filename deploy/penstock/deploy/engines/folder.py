@@ -1,7 +1,8 @@
 """A fleet's folder on the machine where it was started: the plan, the record of what is up, the token, logs.
 
 Whether the local engine's supervisor lives is asked of the kernel, not of the record: the supervisor holds a lock on
-`lock` that ends with it, however it ends. Process ids are compared with the start time of the process and the boot of
+`lock` that ends with it, however it ends. `penstock up` takes it first and hands it on, so that a fleet that is being
+started is seen too; who holds it stands in the file. Process ids are compared with the start time of the process and the boot of
 the machine before a signal is sent, and sent by a pidfd, so that a number that is another's by now is never hit.
 """
 
@@ -102,7 +103,8 @@ class Folder:
     # ---- the lock
 
     def lock(self) -> int | None:
-        """Take the lock; the file descriptor holds it until it is closed. None if a supervisor has it."""
+        """Take the lock; the file descriptor holds it until it is closed. None if a supervisor, or who starts one, has
+        it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,9 +113,25 @@ class Folder:
             return None
         return fd
 
+    def hold(self, lock: int, identity: Identity) -> None:
+        """Say whom to signal about a lock that is held: its holder, or the one that it is handed on to."""
+        data = json.dumps(asdict(identity)).encode()
+        try:
+            os.pwrite(lock, data, 0)
+            os.ftruncate(lock, len(data))
+        except OSError as error:
+            raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
+
+    def holder(self) -> Identity | None:
+        """What `hold` said last; that process may have ended since."""
+        try:
+            return Identity(**json.loads((self.path / "lock").read_text()))
+        except (OSError, ValueError, TypeError):  # none yet, or just being written
+            return None
+
     @property
     def supervised(self) -> bool:
-        """A supervisor lives."""
+        """A supervisor lives, or is being started."""
         if not (self.path / "lock").exists():
             return False
         fd = self.lock()

@@ -1,6 +1,6 @@
 """The local engine's supervisor: a coordinator and its workers as children of one process, which outlives the shell.
 
-    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD    (what `penstock up --detach` starts)
+    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (what `up --detach` starts)
 
 It holds the folder's lock, keeps the record there true, and reads the plan again on SIGUSR1: workers are then added, or
 told to leave. SIGTERM and Ctrl-C end all of it, the workers first, for they hand their slots on; the coordinator last.
@@ -40,16 +40,25 @@ RECORD_AGAIN_S = 2.0
 """Between tries to write the record of what is up, while that fails."""
 
 
-def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None], *, lifeline_pid: int | None = None) -> None:
-    """Run the fleet until it is told to end, or the process `lifeline_pid` is gone. `ready`: called once, when
-    coordinator and workers are.
+def supervise(
+    plan: Plan,
+    folder: Folder,
+    ready: Callable[[Fleet], None],
+    *,
+    lock: int | None = None,
+    lifeline_pid: int | None = None,
+) -> None:
+    """Run the fleet until it is told to end, the process `lifeline_pid` is gone, or all workers were told to end.
+    `ready`: called once, when coordinator and workers are. `lock`: the folder's, if it was taken before.
 
     Raises CommandError when it does not get ready, when the coordinator is given up, or when no worker is left.
     """
-    lock = folder.lock()
+    if lock is None:
+        lock = folder.lock()
     if lock is None:
         raise CommandError(f"a fleet is up in {folder.path} already: `penstock down` ends it", USAGE)
     try:
+        folder.hold(lock, Identity.of(os.getpid()))
         folder.save_plan(plan)
         _end_leftovers(folder)
         try:
@@ -125,6 +134,8 @@ class _Supervisor:
             await asyncio.wait([stopped, living], return_when=asyncio.FIRST_COMPLETED)
             if living.done():
                 living.result()
+            elif not self._up:
+                raise CommandError(f"the fleet in {self._folder.path} was told to end while it was starting", INTERRUPTED)
         finally:
             for task in (stopped, living):
                 task.cancel()
@@ -132,7 +143,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all, say so, and then watch until something is beyond repair."""
+        """Start all, say so, and then watch until something is beyond repair, or every worker left as it was told."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._start_coordinator()
@@ -158,6 +169,9 @@ class _Supervisor:
                 self._adjust()
             for task in [task for task in self._tasks if task.done()]:
                 self._ended(task)
+            if all(worker.state in ("failed", "left") for worker in self._workers.values()):
+                _log.info("the last worker left as it was told: the fleet ends")
+                return
 
     async def _start_coordinator(self) -> None:
         self._keep(self._coordinator)
@@ -278,10 +292,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--lock-fd", type=int, required=True)
     parser.add_argument("--lifeline-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     folder, said = Folder(options.folder), False
+    os.set_inheritable(options.lock_fd, False)
 
     def say(what: dict[str, Any]) -> None:
         nonlocal said
@@ -296,7 +312,13 @@ def main() -> int:
         plan = folder.plan()
         if plan is None:
             raise CommandError(f"there is no plan in {folder.path}", USAGE)
-        supervise(plan, folder, lambda fleet: say({"fleet": asdict(fleet)}), lifeline_pid=options.lifeline_pid)
+        supervise(
+            plan,
+            folder,
+            lambda fleet: say({"fleet": asdict(fleet)}),
+            lock=options.lock_fd,
+            lifeline_pid=options.lifeline_pid,
+        )
     except (CommandError, PenstockError) as error:
         code = error.code if isinstance(error, CommandError) else exit_code(error)
         _log.error("%s", error)
