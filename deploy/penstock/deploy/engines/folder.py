@@ -2,8 +2,9 @@
 
 Whether the local engine's supervisor lives is asked of the kernel, not of the record: the supervisor holds a lock on
 `lock` that ends with it, however it ends. `penstock up` takes it first and hands it on, so that a fleet that is being
-started is seen too; who holds it stands in the file. Process ids are compared with the start time of the process and the boot of
-the machine before a signal is sent, and sent by a pidfd, so that a number that is another's by now is never hit.
+started is seen too; who holds it stands in the file. Process ids are compared with the start time of the process and
+the boot of the machine before a signal is sent, and sent by a pidfd, so that a number that is another's by now is never
+hit.
 """
 
 from __future__ import annotations

@@ -135,7 +135,9 @@ class _Supervisor:
             if living.done():
                 living.result()
             elif not self._up:
-                raise CommandError(f"the fleet in {self._folder.path} was told to end while it was starting", INTERRUPTED)
+                raise CommandError(
+                    f"the fleet in {self._folder.path} was told to end while it was starting", INTERRUPTED
+                )
         finally:
             for task in (stopped, living):
                 task.cancel()
