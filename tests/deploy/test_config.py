@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -143,3 +144,20 @@ def test_the_commands_take_the_file(shell: Any) -> None:
     assert done.stdout == ""
     assert json.loads(done.error)["error"]["name"] == "InvalidArgumentError"
     assert "is worker meant?" in json.loads(done.error)["error"]["message"]
+
+
+def test_files_that_are_none(written: Path, tmp_path: Path) -> None:
+    written.write_text("a = " + "[" * 100_000)
+    with pytest.raises(InvalidArgumentError, match="nested too deep"):
+        check_settings_file()
+    written.unlink()
+    os.mkfifo(written)  # nobody writes: it would be waited for
+    with pytest.raises(InvalidArgumentError, match="is no regular file"):
+        check_settings_file()
+
+
+def test_a_date_is_shown_as_what_it_is(shell: Any) -> None:
+    (shell.folder / "dated.toml").write_text("[worker]\nslots = 2024-01-02\n")
+    done = shell.call("config", "worker", "--json", "--config", "dated.toml")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["settings"]["worker"][0]["value"] == "2024-01-02"

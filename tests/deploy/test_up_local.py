@@ -190,6 +190,15 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
     assert Folder(shell.folder / "fleet").fleet() is None
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", '{"engine": "local", "about": {}}', "no JSON"])
+def test_a_record_that_is_none_is_named(shell: Any, text: str) -> None:
+    (shell.folder / "fleet").mkdir()
+    (shell.folder / "fleet" / "fleet.json").write_text(text)
+    done = shell.call("down", "--dir", "fleet")
+    assert done.returncode == 2
+    assert "fleet/fleet.json" in done.error
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [

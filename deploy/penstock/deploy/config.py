@@ -5,6 +5,7 @@ Both are made from the settings' classes, so that a setting that is added there 
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ def _token() -> str:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | datetime.date | datetime.time) else value  # TOML has dates
 
 
 def _as_dict(found: Found) -> dict[str, Any]:

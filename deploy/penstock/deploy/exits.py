@@ -24,12 +24,25 @@ import typer
 from penstock.proto.errors import CATALOGUE, PenstockError
 from penstock.proto.logs import printable
 
-__all__ = ["CODES", "EXIT_LINES", "UNFIT", "USAGE", "CommandError", "debugging", "exit_code", "guarded", "set_debug"]
+__all__ = [
+    "CODES",
+    "EXIT_LINES",
+    "INTERRUPTED",
+    "UNFIT",
+    "UNSAID",
+    "USAGE",
+    "CommandError",
+    "debugging",
+    "exit_code",
+    "guarded",
+    "set_debug",
+]
 
 _P = ParamSpec("_P")
 
 BUG = 1
 USAGE = 2
+UNSAID = 10
 DIFFERS = 30
 CANNOT_SAVE = 31
 UNFIT = 32
@@ -54,7 +67,7 @@ CODES = (
         ("InvalidArgumentError", "BoxOutOfRangeError"),
     ),
     Code(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
-    Code(10, "another error of Penstock", ("PenstockError", "ProtocolError")),
+    Code(UNSAID, "another error of Penstock, or standard output cannot be written", ("PenstockError", "ProtocolError")),
     Code(
         11,
         "the coordinator cannot be reached, or is asked for too much",

@@ -13,10 +13,10 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.deploy.engines.base import Fleet, Plan
 from penstock.deploy.exits import USAGE, CommandError
@@ -24,6 +24,8 @@ from penstock.deploy.tokens import make_token
 from penstock.proto.whole_files import write_whole
 
 __all__ = ["Folder", "Identity", "default_folder"]
+
+_T = TypeVar("_T")
 
 
 def default_folder(name: str) -> Path:
@@ -148,29 +150,31 @@ class Folder:
         _write(self._plan, _encoded(asdict(plan)))
 
     def plan(self) -> Plan | None:
-        found = self._read(self._plan)
-        return Plan(**found) if found else None
+        return self._read(self._plan, lambda found: Plan(**found))
 
     def save(self, fleet: Fleet) -> None:
         _write(self._record, _encoded(asdict(fleet)))
 
     def fleet(self) -> Fleet | None:
         """What the record says is up."""
-        found = self._read(self._record)
-        return Fleet(**found) if found else None
+        return self._read(self._record, _fleet)
 
     def forget(self) -> None:
         """Nothing is up any more."""
         self._record.unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
         try:
-            found = json.loads(path.read_text())
+            return made(json.loads(path.read_text()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CommandError(f"{path} cannot be read ({error}); move it away if nothing is up", USAGE) from error
-        return found if isinstance(found, dict) else None
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CommandError(
+                f"{path} holds something else than this release writes there ({error}); move it away if nothing is up",
+                USAGE,
+            ) from error
 
     @property
     def address(self) -> str:
@@ -217,6 +221,18 @@ class Folder:
 def _from_environment() -> Path | None:
     named = os.environ.get("PENSTOCK_TOKEN_FILE")
     return Path(named) if named else None
+
+
+def _fleet(found: Any) -> Fleet:
+    """TypeError, KeyError, AttributeError: it is no record."""
+    fleet = Fleet(**found)
+    if fleet.engine == "local":
+        Identity(**fleet.about["supervisor"])
+        for daemon in fleet.about["daemons"]:
+            daemon["name"], daemon["state"], fleet.about["ready"]
+            if daemon["identity"] is not None:
+                Identity(**daemon["identity"])
+    return fleet
 
 
 def _write(path: Path, data: bytes) -> None:
