@@ -48,6 +48,8 @@ _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 def listen_address(value: str) -> str:
     host, _, port = value.rpartition(":")
+    if not host.isprintable() or " " in host:
+        raise ValueError("a host is printable text without blanks")
     if host and port.isascii() and port.isdigit() and int(port) <= 65535:
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
             raise ValueError(f"an IPv6 address goes in brackets: [{host}]:{port}")
