@@ -190,6 +190,24 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
     assert Folder(shell.folder / "fleet").fleet() is None
 
 
+def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
+    (shell.folder / "fleet").mkdir()
+    (shell.folder / "fleet").chmod(0o777)
+    done = shell.call(*UP)
+    assert done.returncode == 2
+    assert "can be changed by others (mode 0777): chmod 700 " in done.error
+    assert list((shell.folder / "fleet").iterdir()) == []
+
+
+def test_another_port_is_tried_only_when_the_former_one_is_taken(shell: Any) -> None:
+    folder = Folder(shell.folder / "fleet")
+    folder.make()
+    folder.address = "127.0.0.1:1"
+    done = shell.call(*UP, "--token-file", "no/such")
+    assert done.returncode == 12
+    assert "cannot have its former address" not in (folder.logs / "supervisor.log").read_text()
+
+
 @pytest.mark.parametrize("text", ['{"a": 1}', "[1]", '{"engine": "local", "about": {}}', "no JSON"])
 def test_a_record_that_is_none_is_named(shell: Any, text: str) -> None:
     (shell.folder / "fleet").mkdir()
@@ -205,8 +223,9 @@ def test_a_record_that_is_none_is_named(shell: Any, text: str) -> None:
         (("--slots", "1"), 2, "--allow is missing"),
         (("--allow", "not a module"), 2, "is no module name"),
         (("--allow", "x", "--near", "gpu"), 2, "--near means nothing to the engine local"),
-        (("--allow", "x", "--engine", "docker"), 2, "--engine docker"),
-        (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet"),
+        (("--allow", "x", "--engine", "docker"), 2, "--engine docker: there are the engines local, ray"),
+        (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name has up to"),
+        (("--allow", "x", "--name", "A_b"), 2, "small letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
         (("--allow", "x", "--render"), 2, "has no files to show"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),

@@ -43,6 +43,7 @@ _P = ParamSpec("_P")
 BUG = 1
 USAGE = 2
 UNSAID = 10
+PORT_TAKEN = 13
 DIFFERS = 30
 CANNOT_SAVE = 31
 UNFIT = 32
@@ -78,7 +79,7 @@ CODES = (
         "the token is missing, unreadable, wrong, or of another role",
         ("AuthenticationError", "NotPermittedError"),
     ),
-    Code(13, "the address to listen on is in use", ("PortTakenError",)),
+    Code(PORT_TAKEN, "the address to listen on is in use", ("PortTakenError",)),
     Code(14, "the coordinator's books cannot be read or written", ("JournalError",)),
     Code(15, "the two ends are of different releases", ("VersionSkewError",)),
     Code(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),

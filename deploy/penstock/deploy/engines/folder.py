@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,10 +48,10 @@ class Identity:
     def of(cls, pid: int) -> Identity:
         """Of a process that lives. ProcessLookupError otherwise."""
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError as error:
             raise ProcessLookupError(f"there is no process {pid}") from error
-        return cls(pid, int(stat[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        return cls(pid, int(fields[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
 
     def open(self) -> int | None:
         """A pidfd, which the caller closes; None if it has ended."""
@@ -94,9 +95,20 @@ class Folder:
         self._address = self.path / "address"
 
     def make(self) -> None:
-        """With what is in it readable by its owner alone."""
+        """With what is in it readable by its owner alone. CommandError: it cannot be made, or others can change it, and
+        with it what runs here."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.path.stat()
+            if found.st_uid != os.geteuid():
+                raise CommandError(
+                    f"the folder {self.path} belongs to another user: give --dir with one of yours", USAGE
+                )
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                mode = stat.S_IMODE(found.st_mode)
+                raise CommandError(
+                    f"the folder {self.path} can be changed by others (mode {mode:04o}): chmod 700 {self.path}", USAGE
+                )
             self.logs.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise CommandError(

@@ -27,7 +27,7 @@ from typing import Any
 from penstock.deploy.engines.base import Fleet, Plan, worker_name
 from penstock.deploy.engines.folder import Folder, Identity
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
-from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError, exit_code
+from penstock.deploy.exits import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
 from penstock.proto.errors import DeadlineError, PenstockError
 
 __all__ = ["supervise"]
@@ -179,8 +179,8 @@ class _Supervisor:
         self._keep(self._coordinator)
         try:
             await self._until_ready([self._coordinator])
-        except CommandError:
-            if not self._again:
+        except CommandError as error:
+            if not self._again or error.code != PORT_TAKEN:
                 raise
             _log.warning("the coordinator cannot have its former address %s, taking a free one", self._again)
             self._again = ""
