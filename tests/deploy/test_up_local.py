@@ -88,6 +88,8 @@ def test_what_is_up_answers_and_its_folder_is_its_owners(fleet: Fleet) -> None:
     assert set(fleet.workers()) == {"penstock-1", "penstock-2"}
     assert stat.S_IMODE(fleet.folder.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(fleet.folder.path.stat().st_mode) == 0o700
+    for path in [*fleet.folder.path.iterdir(), *fleet.folder.logs.iterdir()]:
+        assert path.is_dir() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
     token = fleet.folder.token.read_text().strip()
     for identity in fleet.processes().values():
         assert identity is not None

@@ -17,14 +17,14 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from penstock.deploy.engines.base import Fleet, Plan
 from penstock.deploy.exits import USAGE, CommandError
 from penstock.deploy.tokens import make_token
 from penstock.proto.whole_files import write_whole
 
-__all__ = ["Folder", "Identity", "default_folder"]
+__all__ = ["Folder", "Identity", "default_folder", "open_log"]
 
 _T = TypeVar("_T")
 
@@ -235,6 +235,11 @@ def _from_environment() -> Path | None:
     return Path(named) if named else None
 
 
+def open_log(path: Path) -> BinaryIO:
+    """To append to; readable by its owner alone if it is made here."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
 def _fleet(found: Any) -> Fleet:
     """TypeError, KeyError, AttributeError: it is no record."""
     fleet = Fleet(**found)
@@ -249,7 +254,7 @@ def _fleet(found: Any) -> Fleet:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        write_whole(path, data)
+        write_whole(path, data, mode=0o600)
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror}", USAGE) from error
 

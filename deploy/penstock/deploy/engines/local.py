@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.deploy.engines.base import Fleet, Plan
-from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.engines.folder import Folder, Identity, open_log
 from penstock.deploy.engines.keeper import last_words
 from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.proto.errors import DeadlineError
@@ -94,7 +94,7 @@ class LocalEngine:
 
 
 def _begin(where: Folder, log: Path, ready: int, lock: int, ends_with_us: bool) -> subprocess.Popen[bytes]:
-    with log.open("ab") as out:
+    with open_log(log) as out:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
