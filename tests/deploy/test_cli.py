@@ -190,3 +190,41 @@ def test_a_closed_pipe_is_quiet(coordinator: Any) -> None:
         timeout=60,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "says"),
+    [
+        ("config > /dev/full", 10, "standard output cannot be written: No space left on device"),
+        ("config >&-", 10, "standard output is closed"),
+        ("state $'\\xff'", 2, "an argument is not UTF-8: \\udcff"),
+    ],
+)
+def test_what_cannot_be_said_or_read_is_one_line(shell: Any, redirected: str, code: int, says: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m penstock.deploy {redirected}"],
+        env=shell.env({}),
+        cwd=shell.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr.splitlines()[:-1]) == (code, [])
+    assert says in done.stderr
+
+
+def test_ctrl_c_while_it_is_being_imported() -> None:
+    code = """
+import builtins, sys
+from penstock.deploy.__main__ import main
+real = builtins.__import__
+def interrupted(name, *rest):
+    if name == "penstock.deploy.exits":
+        raise KeyboardInterrupt
+    return real(name, *rest)
+builtins.__import__ = interrupted
+sys.argv[1:] = ["config"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")

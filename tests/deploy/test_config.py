@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -143,3 +144,43 @@ def test_the_commands_take_the_file(shell: Any) -> None:
     assert done.stdout == ""
     assert json.loads(done.error)["error"]["name"] == "InvalidArgumentError"
     assert "is worker meant?" in json.loads(done.error)["error"]["message"]
+
+
+def test_files_that_are_none(written: Path, tmp_path: Path) -> None:
+    written.write_text("a = " + "[" * 100_000)
+    with pytest.raises(InvalidArgumentError, match="nested too deep"):
+        check_settings_file()
+    written.unlink()
+    os.mkfifo(written)  # nobody writes: it would be waited for
+    with pytest.raises(InvalidArgumentError, match="is no regular file"):
+        check_settings_file()
+
+
+def test_a_date_is_shown_as_what_it_is(shell: Any) -> None:
+    (shell.folder / "dated.toml").write_text("[worker]\nslots = 2024-01-02\n")
+    done = shell.call("config", "worker", "--json", "--config", "dated.toml")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["settings"]["worker"][0]["value"] == "2024-01-02"
+
+
+@pytest.mark.parametrize("line", ["slots = true", "slots = 8.0", 'slots = "8"', "insecure = 1", 'drain = "3"'])
+def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
+    written.write_text(f'[worker]\nallow = "x"\n{line}\n' + ("" if "slots" in line else "slots = 2\n"))
+    with pytest.raises(InvalidArgumentError, match=rf"{written}:3: .* it should be a valid "):
+        resolve(WorkerSettings)
+    written.write_text('[worker]\nallow = "x"\nslots = 2\ndrain = 3\ninsecure = true\n')
+    assert resolve(WorkerSettings).drain == 3.0  # an integer is a number of seconds too
+
+
+def test_an_address_with_a_nul(written: Path) -> None:
+    written.write_text('[cluster]\ncoordinator = "a\\u0000b:1"\n')
+    with pytest.raises(InvalidArgumentError, match="a host is printable text"):
+        resolve(PeerSettings)
+
+
+def test_config_refuses_a_variable_that_the_daemon_would(shell: Any) -> None:
+    for of in (("worker",), ()):
+        done = shell.call("config", *of, PENSTOCK_WORKER_SLOTZ="1")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "PENSTOCK_WORKER_SLOTZ names no setting; is PENSTOCK_WORKER_SLOTS meant?" in done.error
+    assert shell.call("config", "client", PENSTOCK_WORKER_SLOTZ="1").returncode == 0

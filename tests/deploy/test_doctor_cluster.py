@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 from typing import Any
 
 import pytest
 
-from penstock.deploy.cluster import Job, check_cluster, check_skew, check_version, check_worker
+from penstock.deploy.cluster import SILENT, Job, check_cluster, check_lost, check_skew, check_version, check_worker
 from penstock.deploy.findings import Finding
 from penstock.proto import tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -112,6 +114,31 @@ def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
     assert "penstock worker --listen ITS-ADDRESS:0" in found.remedy
 
 
+def test_a_worker_that_hangs_and_one_that_was_lost(cluster: Any, until: Any) -> None:
+    stopped = cluster.start("worker", "--slots", "1", "--allow", "streams", "--name", "stopped")
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        found = findings(cluster)[1]["worker stopped"]
+        # On a machine that is very busy its lease of 3 s may have run out by now.
+        assert found["level"] == "problem" or "lost" in found["found"], found
+    finally:
+        stopped.stop(signal.SIGKILL)
+    until(lambda: "lost" in of(cluster, Job())["worker stopped"].found)
+    lost = of(cluster, Job())["worker stopped"]
+    assert lost.level == "warning"
+
+
+def test_a_worker_that_was_lost_and_forgotten_is_named_for_a_while() -> None:
+    reply = pb.StatusReply()
+    reply.workers.add(worker="back", live=True)
+    for name, age_s in (("old", 5000), ("gone", 90), ("back", 80), ("gone", 9)):
+        reply.events.add(kind="worker lost", worker=name, age_s=age_s, text="its lease ran out")
+    reply.events.add(kind="worker left", worker="told", age_s=1)
+    assert [(each.check, each.found) for each in check_lost(reply)] == [
+        ("worker gone", "lost 9 s ago: its lease ran out")
+    ]
+
+
 def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
     import shutil
 
@@ -141,6 +168,8 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
         (check_worker(pb.WorkerStatus(worker="w", live=True, version="0.9.0"), "", False, "0.1.0"), "warning"),
         (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), "no", False, "0.1.0"), "problem"),
         (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), "no", True, "0.1.0"), "ok"),
+        (check_worker(pb.WorkerStatus(worker="w", live=True, tcp_address="h:1"), SILENT, True, "0.1.0"), "problem"),
+        (check_worker(pb.WorkerStatus(worker="w", live=True, seen_s_ago=2.5), "", True, "0.1.0"), "warning"),
     ],
 )
 def test_what_is_said_of_values(finding: Finding, level: str) -> None:

@@ -221,3 +221,9 @@ def test_the_traceback_of_an_import_is_shown_when_asked_for(shell: Any) -> None:
     done = shell.call("doctor", "machine", "--input-fn", "lacking:fn", "--debug")
     assert "import not_installed_here" in done.stderr
     assert os.fspath(shell.folder / "lacking.py") in done.stderr
+
+
+def test_an_address_that_is_none(shell: Any) -> None:
+    done = shell.call("doctor", "machine", "--listen", "nonsense")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.error.startswith("penstock: --listen nonsense: ")

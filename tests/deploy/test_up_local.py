@@ -88,6 +88,8 @@ def test_what_is_up_answers_and_its_folder_is_its_owners(fleet: Fleet) -> None:
     assert set(fleet.workers()) == {"penstock-1", "penstock-2"}
     assert stat.S_IMODE(fleet.folder.token.stat().st_mode) == 0o600
     assert stat.S_IMODE(fleet.folder.path.stat().st_mode) == 0o700
+    for path in [*fleet.folder.path.iterdir(), *fleet.folder.logs.iterdir()]:
+        assert path.is_dir() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
     token = fleet.folder.token.read_text().strip()
     for identity in fleet.processes().values():
         assert identity is not None
@@ -114,12 +116,18 @@ def test_a_second_one_in_the_same_folder_is_refused(fleet: Fleet) -> None:
 def test_a_killed_worker_and_a_killed_coordinator_come_back_under_their_names(fleet: Fleet, until: Until) -> None:
     before, lanes = fleet.processes(), fleet.workers()
     address = fleet.folder.address
+    record = fleet.folder.path / "fleet.json"
+    record.unlink()
+    record.mkdir()  # so that it cannot be written, as on a full disk
     for name in ("coordinator", "penstock-2"):
         victim = before[name]
         assert victim is not None
         assert victim.send(signal.SIGKILL)
     until(lambda: set(now := fleet.workers()) == set(lanes) and now["penstock-2"] != lanes["penstock-2"])
     assert fleet.folder.address == address
+    assert (fleet.folder.logs / "supervisor.log").read_text().count("fleet.json cannot be written") == 1
+    record.rmdir()
+    until(record.is_file)
     restarts = {daemon["name"]: daemon["restarts"] for daemon in fleet.record()["daemons"]}
     assert restarts == {"coordinator": 1, "penstock-1": 0, "penstock-2": 1}
     assert "penstock-2 was killed by SIGKILL; starting it again" in (fleet.folder.logs / "supervisor.log").read_text()
@@ -184,14 +192,42 @@ def test_what_cannot_start_says_why_and_leaves_nothing(shell: Any) -> None:
     assert Folder(shell.folder / "fleet").fleet() is None
 
 
+def test_a_folder_that_others_can_change_is_refused(shell: Any) -> None:
+    (shell.folder / "fleet").mkdir()
+    (shell.folder / "fleet").chmod(0o777)
+    done = shell.call(*UP)
+    assert done.returncode == 2
+    assert "can be changed by others (mode 0777): chmod 700 " in done.error
+    assert list((shell.folder / "fleet").iterdir()) == []
+
+
+def test_another_port_is_tried_only_when_the_former_one_is_taken(shell: Any) -> None:
+    folder = Folder(shell.folder / "fleet")
+    folder.make()
+    folder.address = "127.0.0.1:1"
+    done = shell.call(*UP, "--token-file", "no/such")
+    assert done.returncode == 12
+    assert "cannot have its former address" not in (folder.logs / "supervisor.log").read_text()
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", '{"engine": "local", "about": {}}', "no JSON"])
+def test_a_record_that_is_none_is_named(shell: Any, text: str) -> None:
+    (shell.folder / "fleet").mkdir()
+    (shell.folder / "fleet" / "fleet.json").write_text(text)
+    done = shell.call("down", "--dir", "fleet")
+    assert done.returncode == 2
+    assert "fleet/fleet.json" in done.error
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (("--slots", "1"), 2, "--allow is missing"),
         (("--allow", "not a module"), 2, "is no module name"),
         (("--allow", "x", "--near", "gpu"), 2, "--near means nothing to the engine local"),
-        (("--allow", "x", "--engine", "docker"), 2, "--engine docker"),
-        (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet"),
+        (("--allow", "x", "--engine", "docker"), 2, "--engine docker: there are the engines local, ray"),
+        (("--allow", "x", "--name", "My Fleet"), 2, "--name My Fleet: a fleet's name has up to"),
+        (("--allow", "x", "--name", "A_b"), 2, "small letters"),
         (("--allow", "x", "--listen", "10.1.2.3:0"), 16, "--insecure"),
         (("--allow", "x", "--render"), 2, "has no files to show"),
         (("--allow", "x", "--token-file", "no/such"), 12, "no/such cannot be read"),
@@ -228,3 +264,24 @@ def test_a_number_that_is_another_process_by_now_is_not_hit() -> None:
     for other in (Identity(mine.pid, mine.started + 1, mine.boot), Identity(mine.pid, mine.started, "another boot")):
         assert other.open() is None
         assert not other.send(signal.SIGKILL)
+
+
+def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> None:
+    starting = shell.begin(*UP)
+    folder = Folder(shell.folder / "fleet")
+    until(lambda: folder.holder() not in (None, Identity.of(starting.process.pid)))  # before there is a record
+    done = shell.call("down", "--dir", "fleet")
+    assert (done.returncode, done.stdout.split("(")[0]) == (0, "ended: supervisor ")
+    assert starting.process.wait(20) == 130
+    assert "told to end while it was starting" in starting.log.read_text().splitlines()[-1]
+    assert (folder.supervised, folder.fleet()) == (False, None)
+
+
+def test_a_fleet_ends_with_its_last_worker(shell: Any, until: Until) -> None:
+    assert shell.run(*UP, "--workers", "1").returncode == 0
+    fleet = Fleet(shell)
+    told = fleet.processes()["penstock-1"]
+    assert told is not None
+    assert told.send(signal.SIGTERM)
+    until(fleet.gone)
+    assert fleet.folder.fleet() is None

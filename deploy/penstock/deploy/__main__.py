@@ -1,6 +1,22 @@
-"""python -m penstock.deploy: the command `penstock`, for programs that start daemons with an interpreter at hand."""
+"""The command `penstock`, also as `python -m penstock.deploy`, for programs that start daemons with an interpreter at
+hand. What it imports takes a good part of a second, in which a Ctrl-C is no bug either."""
 
-from penstock.deploy.cli import main
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        from penstock.deploy.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -21,12 +21,20 @@ from penstock.deploy.exits import debugging
 from penstock.deploy.findings import Finding, ok, problem, warning
 from penstock.deploy.importing import try_import
 from penstock.deploy.resolving import check_settings_file, flag
-from penstock.deploy.settings import IN_MEMORY, CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings
+from penstock.deploy.settings import (
+    IN_MEMORY,
+    CoordinatorSettings,
+    PeerSettings,
+    TlsSettings,
+    WorkerSettings,
+    listen_address,
+)
 from penstock.proto.allow import module_of, under
 from penstock.proto.errors import (
     AuthenticationError,
     DeadlineError,
     InputFnNotFoundError,
+    InvalidArgumentError,
     PenstockError,
     TlsError,
 )
@@ -52,7 +60,12 @@ class Asked:
 
 
 def check_machine(asked: Asked) -> Iterator[Finding]:
-    """All findings, in the order in which a person would go through them."""
+    """All findings, in the order in which a person would go through them. InvalidArgumentError: of what was asked."""
+    if (listen := asked.flags.get("listen")) is not None:
+        try:
+            listen_address(listen)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{flag('listen')} {listen}: {error}") from error
     yield machine.check_python(sys.version_info[:3])
     requires = probes.requirements()
     yield from machine.check_packages(requires, probes.installed(requires))

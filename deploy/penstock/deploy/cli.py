@@ -6,8 +6,11 @@ see torch.
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NoReturn
 
 import typer
 
@@ -23,10 +26,14 @@ from penstock.deploy.commands.status import status
 from penstock.deploy.commands.top import top
 from penstock.deploy.commands.up import up
 from penstock.deploy.commands.worker import worker
-from penstock.deploy.exits import guarded
+from penstock.deploy.exits import INTERRUPTED, UNSAID, USAGE, guarded
 from penstock.deploy.options import ConfigFile
+from penstock.proto.logs import printable
 
 __all__ = ["app", "main"]
+
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+"""What a print may raise."""
 
 
 class _Commands(Group):
@@ -84,8 +91,28 @@ app.command()(guarded(config))
 
 
 def main() -> None:
-    """Entry point of `penstock`."""
+    """Entry point of `penstock`, once all this is imported; see __main__."""
+    for given in sys.argv:
+        if not given.isascii() and any("\ud800" <= char <= "\udfff" for char in given):  # how Python has such bytes
+            _end(f"an argument is not UTF-8: {printable(given)}", USAGE)
+    if sys.stdout is None:
+        _end("standard output is closed; >/dev/null if nothing of it is wanted", UNSAID)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in UNWRITTEN or error.filename is not None:  # not of a print
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
+        if isinstance(error, BrokenPipeError):  # `| head` has what it wanted
+            raise SystemExit(UNSAID) from None
+        _end(f"standard output cannot be written: {error.strerror}", UNSAID)
     except KeyboardInterrupt:  # before a command began
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _end(why: str, code: int) -> NoReturn:
+    print(f"penstock: {why}", file=sys.stderr)
+    raise SystemExit(code)

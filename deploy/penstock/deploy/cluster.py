@@ -19,13 +19,24 @@ from penstock.proto.allow import module_of, under
 from penstock.proto.calls import CoordinatorClient
 from penstock.proto.channel import VERSION
 from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, TlsError, VersionSkewError
+from penstock.proto.frames import LANE_PROTOCOL, framed
+from penstock.proto.lane_tls import connect_tls
 from penstock.proto.tls import Tls, diagnose, host_of
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import lane_pb2
 
-__all__ = ["Job", "check_cluster", "check_skew", "check_slots", "check_version", "check_worker"]
+__all__ = ["Job", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
 
 CONNECT_S = 3.0
 """Seconds for a TCP connection within a cluster."""
+SILENT = f"it accepts connections and answers none within {CONNECT_S:g} s"
+"""Of a worker that hangs or is stopped: the kernel goes on accepting for it."""
+QUIET_S = 2.0
+"""Since a worker's last heartbeat, of which there is one a second: worth a word before its lease runs out."""
+MANY = 1000
+"""Workers beyond which heartbeats may be rarer (penstock.appliance.pace), and so is that word."""
+LATELY_S = 600.0
+"""For which a worker that was lost, and has not come back, is worth a word."""
 AT_A_TIME = 64
 SKEW_S, FAR_OFF_S = 2.0, 300.0
 """Seconds between two clocks: the first is worth a word; with the second, certificates may not be valid at one end."""
@@ -66,6 +77,7 @@ def check_cluster(
     yield check_skew(reply.wall_s - before, time.time() - before)
     live = [worker for worker in reply.workers if worker.live]
     if not live:
+        yield from check_lost(reply)
         yield problem(
             "workers",
             f"none of {len(reply.workers)} is live" if reply.workers else "there are none",
@@ -74,9 +86,12 @@ def check_cluster(
         return
     here = host_id()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        answers = pool.map(lambda worker: _connect_error(worker.tcp_address) if worker.live else "", reply.workers)
+        answers = pool.map(lambda worker: _lane_error(worker.tcp_address, tls) if worker.live else "", reply.workers)
         for worker, refused in zip(reply.workers, answers, strict=True):
-            yield check_worker(worker, refused, worker.host_id == here, reply.version)
+            yield check_worker(
+                worker, refused, worker.host_id == here, reply.version, QUIET_S * max(1.0, len(reply.workers) / MANY)
+            )
+    yield from check_lost(reply)
     yield check_slots(list(reply.workers), job)
 
 
@@ -124,6 +139,23 @@ def _connect_error(address: str) -> str:
         return error.strerror or str(error)
 
 
+def _lane_error(address: str, tls: Tls | None) -> str:
+    """Why a worker's lanes cannot be had from here; "" if it answers a Hello, which it refuses: it is for no slot."""
+    if refused := _connect_error(address):
+        return refused
+    hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="`penstock doctor`")
+    host, port = host_of(address)
+    try:
+        sock = socket.create_connection((host, port), CONNECT_S)
+        with sock, connect_tls(sock, tls, host) if tls is not None else sock as lane:
+            lane.sendall(framed(hello.SerializeToString()))
+            return "" if lane.recv(1) else "it ends the connection without a word"
+    except TimeoutError:
+        return SILENT
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _no_status(error: PenstockError, address: str) -> Finding:
     if isinstance(error, AuthenticationError):
         return problem("token", error.message, "The coordinator says at its start which file it is: --token-file FILE")
@@ -161,12 +193,15 @@ def check_skew(ahead_s: float, took_s: float) -> Finding:
     return ok("clock", found)
 
 
-def check_worker(worker: pb.WorkerStatus, error: str, here: bool, coordinator: str) -> Finding:
+def check_worker(
+    worker: pb.WorkerStatus, error: str, here: bool, coordinator: str, quiet_s: float = QUIET_S
+) -> Finding:
     """
     Args:
         error: why its lanes cannot be reached from here; "" if they can.
         here: it is on this host, where lanes need no network.
         coordinator: the coordinator's release.
+        quiet_s: since its last heartbeat, above which that is worth a word.
     """
     check = f"worker {worker.worker}"
     if not worker.live:
@@ -174,12 +209,24 @@ def check_worker(worker: pb.WorkerStatus, error: str, here: bool, coordinator: s
             check, f"lost, silent for {worker.seen_s_ago:.0f} s", "Look at its log; start it again, or forget about it."
         )
     found = f"live, {worker.slots_used} of {worker.slots} slots used, lanes at {worker.tcp_address or 'no address'}"
+    if error == SILENT:
+        return problem(
+            check,
+            f"{found}; {error}, and its last heartbeat was {worker.seen_s_ago:.1f} s ago",
+            "It hangs or is stopped: look at its process (its state in ps) and its log, and start it again.",
+        )
     if error and not here:
         if worker.tcp_address and is_local(worker.tcp_address):
             remedy = "It listens on its own machine only: penstock worker --listen ITS-ADDRESS:0 there."
         else:
             remedy = "Let a firewall pass that port (fix it with --listen HOST:PORT), or give another --listen there."
         return problem(check, f"{found}, which cannot be reached from here: {error}", remedy)
+    if worker.seen_s_ago > quiet_s:
+        return warning(
+            check,
+            f"{found}; its last heartbeat was {worker.seen_s_ago:.1f} s ago",
+            "Its machine is overloaded, it hangs, or the network loses much: look at its log, and ask again.",
+        )
     if worker.draining:
         return warning(check, f"{found}; draining", "It was told to end, and takes no new slots.")
     if worker.version and worker.version.split(".")[:2] != coordinator.split(".")[:2]:
@@ -187,6 +234,21 @@ def check_worker(worker: pb.WorkerStatus, error: str, here: bool, coordinator: s
             check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator} there."
         )
     return ok(check, f"{found}; on this host" if here else found)
+
+
+def check_lost(reply: pb.StatusReply) -> Iterator[Finding]:
+    """Workers that were lost lately and are not there any more."""
+    there = {worker.worker for worker in reply.workers}
+    lost: dict[str, pb.Event] = {}
+    for event in reply.events:
+        if event.kind == "worker lost" and event.age_s <= LATELY_S and event.worker not in there:
+            lost[event.worker] = event  # the last, for they come oldest first
+    for name, event in lost.items():
+        yield warning(
+            f"worker {name}",
+            f"lost {event.age_s:.0f} s ago: {event.text}",
+            "If nobody ended it, look at its log and start it again.",
+        )
 
 
 def check_slots(workers: list[pb.WorkerStatus], job: Job) -> Finding:

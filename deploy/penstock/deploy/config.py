@@ -5,6 +5,7 @@ Both are made from the settings' classes, so that a setting that is added there 
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from typing import Any
 
 from penstock.deploy.engines.settings import UpSettings
 from penstock.deploy.exits import USAGE
-from penstock.deploy.resolving import check_settings_file
+from penstock.deploy.resolving import check_settings_file, daemon, refuse_unknown
 from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings
 from penstock.deploy.tables import Table, show
 from penstock.proto.job import JobSettings
-from penstock.proto.settings import Found, Section, find, variables
+from penstock.proto.settings import Found, OtherType, Section, find, variables
 from penstock.proto.settings_file import CLUSTER, read_settings_file, token_file_of_settings
 
 __all__ = ["example", "show_config", "show_example"]
@@ -34,6 +35,10 @@ TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its ow
 def show_config(of: str | None, as_json: bool) -> int:
     """Print what holds for one of OF, or for all. Returns the exit code: 2 if a value cannot be meant."""
     check_settings_file()
+    for name in [of] if of else OF:
+        for section in OF[name]:
+            if daemon(section) and section is not JobSettings:  # training jobs share their prefix with all others
+                refuse_unknown(section)
     file = read_settings_file()
     found = {name: [each for section in OF[name] for each in find(section)] for name in ([of] if of else OF)}
     token = _token()
@@ -65,7 +70,9 @@ def _token() -> str:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, OtherType):
+        return _plain(value.value)
+    return str(value) if isinstance(value, Path | datetime.date | datetime.time) else value  # TOML has dates
 
 
 def _as_dict(found: Found) -> dict[str, Any]:

@@ -170,6 +170,4 @@ def _fleet() -> Iterator[Fleet]:
             assert fleet is not None
             yield fleet
         finally:
-            up = folder.fleet()
-            if up is not None:
-                LocalEngine().down(up, 30)
+            LocalEngine().down(folder.path, 30)

@@ -24,12 +24,26 @@ import typer
 from penstock.proto.errors import CATALOGUE, PenstockError
 from penstock.proto.logs import printable
 
-__all__ = ["CODES", "EXIT_LINES", "UNFIT", "USAGE", "CommandError", "debugging", "exit_code", "guarded", "set_debug"]
+__all__ = [
+    "CODES",
+    "EXIT_LINES",
+    "INTERRUPTED",
+    "UNFIT",
+    "UNSAID",
+    "USAGE",
+    "CommandError",
+    "debugging",
+    "exit_code",
+    "guarded",
+    "set_debug",
+]
 
 _P = ParamSpec("_P")
 
 BUG = 1
 USAGE = 2
+UNSAID = 10
+PORT_TAKEN = 13
 DIFFERS = 30
 CANNOT_SAVE = 31
 UNFIT = 32
@@ -54,7 +68,7 @@ CODES = (
         ("InvalidArgumentError", "BoxOutOfRangeError"),
     ),
     Code(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
-    Code(10, "another error of Penstock", ("PenstockError", "ProtocolError")),
+    Code(UNSAID, "another error of Penstock, or standard output cannot be written", ("PenstockError", "ProtocolError")),
     Code(
         11,
         "the coordinator cannot be reached, or is asked for too much",
@@ -65,7 +79,7 @@ CODES = (
         "the token is missing, unreadable, wrong, or of another role",
         ("AuthenticationError", "NotPermittedError"),
     ),
-    Code(13, "the address to listen on is in use", ("PortTakenError",)),
+    Code(PORT_TAKEN, "the address to listen on is in use", ("PortTakenError",)),
     Code(14, "the coordinator's books cannot be read or written", ("JournalError",)),
     Code(15, "the two ends are of different releases", ("VersionSkewError",)),
     Code(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
@@ -108,7 +122,7 @@ CODES = (
     Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
     Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
     Code(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
-    Code(INTERRUPTED, "interrupted (Ctrl-C)"),
+    Code(INTERRUPTED, "interrupted (Ctrl-C), or ended by `penstock down` while it started"),
 )
 
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}

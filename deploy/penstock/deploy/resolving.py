@@ -20,7 +20,7 @@ from penstock.proto.job import CLUSTER_KEYS, check_file
 from penstock.proto.settings import Section, field_of, reason_of, source_of, variable
 from penstock.proto.settings_file import CLUSTER, read_settings_file
 
-__all__ = ["check_settings_file", "daemon", "describe", "flag", "resolve", "sections", "variable"]
+__all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
 
 _KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
 """What a Service named penstock-coordinator puts into every pod's environment."""
@@ -50,7 +50,7 @@ def resolve(section: type[_Section], **flags: Any) -> _Section:
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if daemon(section):
-        _refuse_unknown(section)
+        refuse_unknown(section)
     check_settings_file()
     try:
         return section(**given)
@@ -72,7 +72,8 @@ def check_settings_file() -> None:
                 file.check(table, known, {**shared, **section.not_in_file})
 
 
-def _refuse_unknown(section: type[Section]) -> None:
+def refuse_unknown(section: type[Section]) -> None:
+    """Raises InvalidArgumentError for a variable with a daemon's name that is none of its settings."""
     prefix = str(section.model_config.get("env_prefix", ""))
     known = {variable(section, field) for field in section.model_fields}
     for name in sorted(os.environ):

@@ -35,6 +35,7 @@ __all__ = [
     "describe",
     "flag",
     "lane_address",
+    "listen_address",
     "memory_size",
     "resolve",
     "variable",
@@ -45,8 +46,10 @@ DEFAULT_HTTP = "127.0.0.1:7071"
 _MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def _listen_address(value: str) -> str:
+def listen_address(value: str) -> str:
     host, _, port = value.rpartition(":")
+    if not host.isprintable() or " " in host:
+        raise ValueError("a host is printable text without blanks")
     if host and port.isascii() and port.isdigit() and int(port) <= 65535:
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
             raise ValueError(f"an IPv6 address goes in brackets: [{host}]:{port}")
@@ -55,7 +58,7 @@ def _listen_address(value: str) -> str:
 
 
 def _page_address(value: str) -> str:
-    return "" if value.lower() in ("", "off") else _listen_address(value)
+    return "" if value.lower() in ("", "off") else listen_address(value)
 
 
 def _peer_address(value: str) -> str:
@@ -63,11 +66,11 @@ def _peer_address(value: str) -> str:
         return value
     if value.endswith(":0"):
         raise ValueError('an address to connect to is "HOST:PORT" with the port that the coordinator printed, not 0')
-    return _listen_address(value)
+    return listen_address(value)
 
 
 def lane_address(value: str) -> str:
-    host = _listen_address(value).rpartition(":")[0].strip("[]")
+    host = listen_address(value).rpartition(":")[0].strip("[]")
     try:
         unspecified = ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -146,7 +149,7 @@ class CoordinatorSettings(Section):
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
     table: ClassVar[str] = "coordinator"
 
-    listen: Annotated[str, AfterValidator(_listen_address)] = Field(
+    listen: Annotated[str, AfterValidator(listen_address)] = Field(
         DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one."
     )
     state_dir: Annotated[Path, IsPath()] = Field(

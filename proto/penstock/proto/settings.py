@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AliasChoices, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -23,6 +24,7 @@ __all__ = [
     "FilePath",
     "Found",
     "IsPath",
+    "OtherType",
     "Section",
     "field_of",
     "find",
@@ -95,6 +97,25 @@ class _FromFile(PydanticBaseSettingsSource):
         }
 
 
+@dataclass(frozen=True, repr=False)
+class OtherType:
+    """A value of the settings file that is of another type than its setting: pydantic would make a number of a text or
+    a truth value in silence, as it must for variables; this it refuses, with its own words."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    """Whether a value of TOML is of the type of a setting, as far as that is a plain one."""
+    kinds = set(get_args(annotation) or (annotation,)) - {NoneType}
+    if kinds - {bool, int, float, str}:
+        return True
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
 def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
     """What the file says of the fields of a section. Lists are one text, as in variables; paths are whole."""
     found: dict[str, Any] = {}
@@ -109,7 +130,7 @@ def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
             value = ",".join(map(str, value))
         if isinstance(value, str) and value != IN_MEMORY and any(isinstance(fact, IsPath) for fact in info.metadata):
             value = file.resolved(value)
-        found[name] = value
+        found[name] = value if _fits(info.annotation, value) else OtherType(value)
     return found
 
 

@@ -105,7 +105,8 @@ def _read(path: Path) -> SettingsFile:
     import tomllib  # most processes have no such file
 
     try:
-        with path.open("rb") as opened:
+        # A pipe is opened without waiting for who writes it, and then refused.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
             _refuse_others(path, os.fstat(opened.fileno()))
             raw = opened.read(MAX_FILE + 1)
     except OSError as error:
@@ -117,10 +118,14 @@ def _read(path: Path) -> SettingsFile:
         found = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from error
+    except RecursionError:  # its own traceback says nothing
+        raise InvalidArgumentError(f"the settings file {path} is not one: its brackets are nested too deep") from None
     return _checked(SettingsFile(path, found, _lines(text)))
 
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidArgumentError(f"the settings file {path} is no regular file; {os.devnull} stands for none")
     if found.st_uid not in (0, os.geteuid()):
         raise InvalidArgumentError(
             f"the settings file {path} belongs to another user (number {found.st_uid}), who could change what runs "

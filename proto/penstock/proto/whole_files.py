@@ -10,14 +10,14 @@ from pathlib import Path
 __all__ = ["sync_folder", "write_whole"]
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
+def write_whole(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a file under another name in the same folder, on to the disk, and rename it.
 
-    The folder goes to the disk too, with whatever was written into it before.
+    `mode`: its permissions, less the umask. The folder goes to the disk too, with whatever was written into it before.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

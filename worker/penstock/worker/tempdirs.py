@@ -34,10 +34,7 @@ class TempDirs:
         # Short names: a socket's path has 107 characters at most.
         common = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
         try:
-            common.mkdir(mode=0o700, exist_ok=True)
-            if common.stat().st_uid != os.getuid():
-                raise PermissionError(f"{common} belongs to another user")
-            self._mine = Path(tempfile.mkdtemp(prefix="", dir=common))
+            self._mine = _made(common)
             self._lock = _locked(self._mine, wait=True)
             for other in common.iterdir():
                 if other != self._mine:
@@ -66,9 +63,21 @@ class TempDirs:
         """All children are dead."""
         if self._mine is not None:
             shutil.rmtree(self._mine, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other daemons have theirs there
+                self._mine.parent.rmdir()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _made(common: Path) -> Path:
+    """A directory in the common one, which the last daemon to end removes."""
+    while True:
+        common.mkdir(mode=0o700, exist_ok=True)
+        if common.stat().st_uid != os.getuid():
+            raise PermissionError(f"{common} belongs to another user")
+        with contextlib.suppress(FileNotFoundError):  # removed since
+            return Path(tempfile.mkdtemp(prefix="", dir=common))
 
 
 def _locked(directory: Path, *, wait: bool) -> int:

@@ -93,12 +93,10 @@ def run_down(name: str, folder: Path | None, timeout_s: float, as_json: bool) ->
             f"no fleet was ever started in {where.path}: give --dir, or --name as for `penstock up`", USAGE
         )
     fleet = where.fleet()
-    if fleet is None:
-        ended: list[str] = []
-    elif fleet.engine == "local":
+    if fleet is None or fleet.engine == "local":
         from penstock.deploy.engines.local import LocalEngine
 
-        ended = LocalEngine().down(fleet, timeout_s)
+        ended = LocalEngine().down(where.path, timeout_s)
     else:
         ended = engine(fleet.engine).down(fleet, timeout_s)
         where.forget()

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.deploy.engines.folder import open_log
 from penstock.deploy.exits import BUG, CommandError
 from penstock.proto.logs import printable
 
@@ -133,7 +134,7 @@ class Keeper:
         """Start it, and wait for its end; its exit status, negative for a signal."""
         loop = asyncio.get_running_loop()
         self._gone = asyncio.Event()
-        with self._path.open("ab") as log:
+        with open_log(self._path) as log:
             child = subprocess.Popen(
                 # -P: a file of the user's in the working directory must not stand in for a module of ours.
                 [

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.deploy.engines.base import Fleet, Plan
-from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.engines.folder import Folder, Identity, open_log
 from penstock.deploy.engines.keeper import last_words
-from penstock.deploy.exits import BUG, USAGE, CommandError
+from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.proto.errors import DeadlineError
 
 __all__ = ["LocalEngine"]
@@ -36,25 +36,18 @@ class LocalEngine:
         ends_with_us: it does not outlive this process after all, however that ends.
         """
         where = Folder(folder)
-        if where.supervised:
+        lock = where.lock()
+        if lock is None:
             return _adjust(plan, where)
-        where.save_plan(plan)
         read, write = os.pipe()
         log = where.logs / "supervisor.log"
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
-                    *(str(where.path), "--ready-fd", str(write)),
-                    *(["--lifeline-pid", str(os.getpid())] if ends_with_us else []),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=[write],
-                start_new_session=True,
-            )
-        os.close(write)
+        try:
+            where.hold(lock, Identity.of(os.getpid()))
+            where.save_plan(plan)
+            process = _begin(where, log, write, lock, ends_with_us)
+        finally:  # it has the lock now, if it is there
+            os.close(write)
+            os.close(lock)
         with open(read, "rb") as pipe:
             try:
                 in_time = select.select([pipe], [], [], plan.timeout_s + 60)[0]
@@ -63,7 +56,10 @@ class LocalEngine:
                 process.terminate()
                 raise
         if not said:
+            told = bool(in_time) and process.wait() == -signal.SIGTERM
             process.terminate()
+            if told:  # before it could hear of it
+                raise CommandError(f"the fleet in {where.path} was told to end while it was starting", INTERRUPTED)
             raise CommandError(f"the supervisor did not start: {last_words(log)}", BUG)
         answer = json.loads(said)
         if "error" in answer:
@@ -72,15 +68,22 @@ class LocalEngine:
         process.returncode = 0  # it stays: nobody here waits for it
         return Fleet(**answer["fleet"])
 
-    def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """End the supervisor, which ends the rest; and daemons of one that was killed, if there are any left."""
-        where = Folder(Path(fleet.folder))
+    def down(self, folder: Path, timeout_s: float) -> list[str]:
+        """End the supervisor, also one that is being started; it ends the rest. And daemons of one that was killed, if
+        there are any left. DeadlineError."""
+        where = Folder(folder)
         deadline = time.monotonic() + timeout_s
-        supervisor = Identity(**fleet.about["supervisor"])
+        fleet = where.fleet()
         ended = []
-        if where.supervised and _end(supervisor, deadline):
-            ended.append(f"supervisor (pid {supervisor.pid})")
-        for daemon in fleet.about["daemons"]:
+        while where.supervised:
+            holder = where.holder()
+            if holder is not None and _end(holder, deadline):
+                ended = [f"supervisor (pid {holder.pid})"]  # the last, if one began while we ended who began it
+            elif time.monotonic() > deadline:
+                raise DeadlineError(f"a fleet in {where.path} is being started, and did not end in {timeout_s:g} s")
+            else:
+                time.sleep(POLL_S)
+        for daemon in fleet.about["daemons"] if fleet is not None else ():
             if daemon["identity"] is None:
                 continue
             # Those of a supervisor that lived have ended with it; of one that was killed they end by themselves.
@@ -88,6 +91,28 @@ class LocalEngine:
             ended.append(f"{daemon['name']} (pid {daemon['identity']['pid']})")
         where.forget()
         return ended
+
+
+def _begin(where: Folder, log: Path, ready: int, lock: int, ends_with_us: bool) -> subprocess.Popen[bytes]:
+    with open_log(log) as out:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "penstock.deploy.engines.supervisor"),
+                *(str(where.path), "--ready-fd", str(ready), "--lock-fd", str(lock)),
+                *(["--lifeline-pid", str(os.getpid())] if ends_with_us else []),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=[ready, lock],
+            start_new_session=True,
+        )
+    try:
+        where.hold(lock, Identity.of(process.pid))
+    except BaseException:
+        process.terminate()
+        raise
+    return process
 
 
 def _adjust(plan: Plan, where: Folder) -> Fleet:

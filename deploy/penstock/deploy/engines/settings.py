@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
@@ -14,16 +15,29 @@ __all__ = ["ENGINES", "UpSettings"]
 ENGINES = ("local", "ray", "slurm", "kubernetes")
 
 
+def _engine(value: str) -> str:
+    if value not in ENGINES:
+        raise ValueError(f"there are the engines {', '.join(ENGINES)}")
+    return value
+
+
+def _fleet_name(value: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", value):
+        raise ValueError(
+            "a fleet's name has up to 42 small letters (a to z), digits and dashes, and no dash at its beginning or end"
+        )
+    return value
+
+
 class UpSettings(Section):
     """Of `penstock up`."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_UP_")
     table: ClassVar[str] = "up"
 
-    engine: str = Field("local", pattern="^(local|ray|slurm|kubernetes)$", description=f"One of {', '.join(ENGINES)}.")
-    name: str = Field(
+    engine: Annotated[str, AfterValidator(_engine)] = Field("local", description=f"One of {', '.join(ENGINES)}.")
+    name: Annotated[str, AfterValidator(_fleet_name)] = Field(
         "penstock",
-        pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$",
         description="Of the fleet: small letters, digits and dashes. Workers are called NAME-1, NAME-2.",
     )
     dir: str = Field(

@@ -1,6 +1,6 @@
 """The local engine's supervisor: a coordinator and its workers as children of one process, which outlives the shell.
 
-    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD    (what `penstock up --detach` starts)
+    python -m penstock.deploy.engines.supervisor FOLDER --ready-fd FD --lock-fd FD    (what `up --detach` starts)
 
 It holds the folder's lock, keeps the record there true, and reads the plan again on SIGUSR1: workers are then added, or
 told to leave. SIGTERM and Ctrl-C end all of it, the workers first, for they hand their slots on; the coordinator last.
@@ -27,7 +27,7 @@ from typing import Any
 from penstock.deploy.engines.base import Fleet, Plan, worker_name
 from penstock.deploy.engines.folder import Folder, Identity
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
-from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError, exit_code
+from penstock.deploy.exits import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
 from penstock.proto.errors import DeadlineError, PenstockError
 
 __all__ = ["supervise"]
@@ -36,18 +36,29 @@ _log = logging.getLogger("penstock.deploy.engines")
 
 LEFTOVERS_S = 30.0
 """For daemons of a supervisor that was killed, which are on their way out."""
+RECORD_AGAIN_S = 2.0
+"""Between tries to write the record of what is up, while that fails."""
 
 
-def supervise(plan: Plan, folder: Folder, ready: Callable[[Fleet], None], *, lifeline_pid: int | None = None) -> None:
-    """Run the fleet until it is told to end, or the process `lifeline_pid` is gone. `ready`: called once, when
-    coordinator and workers are.
+def supervise(
+    plan: Plan,
+    folder: Folder,
+    ready: Callable[[Fleet], None],
+    *,
+    lock: int | None = None,
+    lifeline_pid: int | None = None,
+) -> None:
+    """Run the fleet until it is told to end, the process `lifeline_pid` is gone, or all workers were told to end.
+    `ready`: called once, when coordinator and workers are. `lock`: the folder's, if it was taken before.
 
     Raises CommandError when it does not get ready, when the coordinator is given up, or when no worker is left.
     """
-    lock = folder.lock()
+    if lock is None:
+        lock = folder.lock()
     if lock is None:
         raise CommandError(f"a fleet is up in {folder.path} already: `penstock down` ends it", USAGE)
     try:
+        folder.hold(lock, Identity.of(os.getpid()))
         folder.save_plan(plan)
         _end_leftovers(folder)
         try:
@@ -84,6 +95,8 @@ class _Supervisor:
         self._plan, self._folder, self._announce = plan, folder, ready
         self._tell = asyncio.Event()
         self._up = False
+        self._unwritten: asyncio.TimerHandle | None = None
+        """The next try, while the record could not be written."""
         self._workers: dict[str, Keeper] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[None], Keeper] = {}
@@ -121,6 +134,10 @@ class _Supervisor:
             await asyncio.wait([stopped, living], return_when=asyncio.FIRST_COMPLETED)
             if living.done():
                 living.result()
+            elif not self._up:
+                raise CommandError(
+                    f"the fleet in {self._folder.path} was told to end while it was starting", INTERRUPTED
+                )
         finally:
             for task in (stopped, living):
                 task.cancel()
@@ -128,7 +145,7 @@ class _Supervisor:
             await asyncio.gather(stopped, living, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Start all, say so, and then watch until something is beyond repair."""
+        """Start all, say so, and then watch until something is beyond repair, or every worker left as it was told."""
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 await self._start_coordinator()
@@ -154,13 +171,16 @@ class _Supervisor:
                 self._adjust()
             for task in [task for task in self._tasks if task.done()]:
                 self._ended(task)
+            if all(worker.state in ("failed", "left") for worker in self._workers.values()):
+                _log.info("the last worker left as it was told: the fleet ends")
+                return
 
     async def _start_coordinator(self) -> None:
         self._keep(self._coordinator)
         try:
             await self._until_ready([self._coordinator])
-        except CommandError:
-            if not self._again:
+        except CommandError as error:
+            if not self._again or error.code != PORT_TAKEN:
                 raise
             _log.warning("the coordinator cannot have its former address %s, taking a free one", self._again)
             self._again = ""
@@ -246,7 +266,19 @@ class _Supervisor:
         )
 
     def _record(self) -> None:
-        self._folder.save(self._fleet())
+        """A record that cannot be written, as on a full disk, is no reason to end what works: it is written later."""
+        if self._unwritten is not None:
+            self._unwritten.cancel()
+        try:
+            self._folder.save(self._fleet())
+        except CommandError as error:
+            if self._unwritten is None:
+                _log.error("%s; the fleet goes on, and this is tried again every %g s", error, RECORD_AGAIN_S)
+            self._unwritten = asyncio.get_running_loop().call_later(RECORD_AGAIN_S, self._record)
+        else:
+            if self._unwritten is not None:
+                _log.info("the record of what is up is true again")
+            self._unwritten = None
 
 
 def _daemon(name: str, kept: Keeper) -> dict[str, Any]:
@@ -262,10 +294,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.deploy.engines.supervisor")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--lock-fd", type=int, required=True)
     parser.add_argument("--lifeline-pid", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     folder, said = Folder(options.folder), False
+    os.set_inheritable(options.lock_fd, False)
 
     def say(what: dict[str, Any]) -> None:
         nonlocal said
@@ -280,12 +314,22 @@ def main() -> int:
         plan = folder.plan()
         if plan is None:
             raise CommandError(f"there is no plan in {folder.path}", USAGE)
-        supervise(plan, folder, lambda fleet: say({"fleet": asdict(fleet)}), lifeline_pid=options.lifeline_pid)
+        supervise(
+            plan,
+            folder,
+            lambda fleet: say({"fleet": asdict(fleet)}),
+            lock=options.lock_fd,
+            lifeline_pid=options.lifeline_pid,
+        )
     except (CommandError, PenstockError) as error:
         code = error.code if isinstance(error, CommandError) else exit_code(error)
         _log.error("%s", error)
         say({"error": str(error), "code": code})
         return code
+    except OSError as error:
+        _log.exception("the supervisor cannot go on")
+        say({"error": f"the supervisor of {folder.path} cannot go on: {error}", "code": BUG})
+        return BUG
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
