@@ -125,6 +125,11 @@ def open_database(path: Path | None, script: str) -> sqlite3.Connection:
             db.close()
             raise
     except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+            raise JournalError(
+                f"{name} cannot be written ({error}): make room on its disk, or mend it, and start again; the journal "
+                "itself is kept"
+            ) from error
         raise JournalError(
             f"{name} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
         ) from error
