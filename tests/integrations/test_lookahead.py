@@ -123,6 +123,24 @@ def test_a_pass_whose_iterator_is_held_is_over_when_the_next_begins(appliance: A
     loader.close()
 
 
+def test_a_pass_of_which_the_loop_got_nothing_is_begun_again(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    held = iter(ahead)
+    next(held)  # a look at it, or a framework that begins twice
+    again = iter(ahead)
+    assert next(held, None) is None
+    numbers = []
+    for batch in again:
+        ahead.took()
+        numbers.append(int(batch["number"]))
+    assert numbers == WHOLE[:PASS]
+    next(iter(ahead))
+    assert [int(batch["number"]) for batch in ahead.handed_out(ahead)] == WHOLE[:PASS]
+    assert ahead.step == 2 * PASS
+    loader.close()
+
+
 def test_what_was_taken_and_dropped_is_no_batch_of_the_loop(appliance: Appliance) -> None:
     loader = DataLoader(streams.shuffled, PASS * 8, noise=False)  # each of two workers has all, and shuffles anew
     ahead = Lookahead(loader, appliance=appliance)
