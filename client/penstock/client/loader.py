@@ -228,8 +228,8 @@ class DataLoader:
         if self._loaded is not None and self._loaded.methods != 4:
             raise StateMismatchError(
                 f"the loaded state of {self.name} was saved at the end of an epoch that left its pass early, and a "
-                "loader without aggregate_state_dict and deaggregate_state_dict may go on with that pass: load a state from "
-                "the middle of an epoch, or let an epoch be a pass"
+                "loader without aggregate_state_dict and deaggregate_state_dict may go on with that pass: load a state "
+                "from the middle of an epoch, or let an epoch be a pass"
             )
         self._leaves_pass = True
 
