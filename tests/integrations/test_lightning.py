@@ -96,7 +96,7 @@ LIMIT = 4
 
 def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> None:
     """The rest of a pass is left; also where training goes on from the end of such an epoch."""
-    limits = {"max_epochs": 3, "limit_train_batches": LIMIT}
+    limits: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": LIMIT}
     module, _ = fit(appliance, streams.epochs, tmp_path, **limits)
     assert len(module.numbers) == 3 * LIMIT
     for name, step in (("end-epoch=0", LIMIT), (f"step={LIMIT}", LIMIT), ("step=3", 3)):
@@ -111,7 +111,7 @@ def test_fit_twice(appliance: Appliance, input_fn: Any) -> None:
     loader = DataLoader(input_fn, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     module = Module(ahead, loader)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(
         max_epochs=1, callbacks=[LoaderState(ahead)], enable_checkpointing=False, accelerator="cpu", **quiet
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_wrappers_that_repeat_or_share_batches_are_errors(appliance: Appliance) 
     ahead.load_state_dict(ahead.state_dict())
     with pytest.raises(RuntimeError, match="shares, joins or drops"):
         list(ahead.handed_out(islice(ahead, 0, None, 2)))
+    loader.close()
+
+
+def test_mistakes_are_named(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    batches = ahead.handed_out(ahead)
+    next(batches)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(ahead)
+    with pytest.raises(TypeError, match=r"takes an int, not 1\.0"):
+        loader.state_at(1.0)  # type: ignore[arg-type]
+    ahead.load_state_dict(ahead.state_dict())
+    with pytest.raises(RuntimeError, match="load_state_dict while"):
+        next(batches)
     loader.close()
 
 
