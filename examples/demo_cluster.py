@@ -23,7 +23,8 @@ from typing import Any
 __all__ = ["Cluster", "DemoError", "Step", "free_port", "read_log"]
 
 EXAMPLES = Path(__file__).resolve().parent
-DEADLINE_S = 300.0  # of each training, and of each daemon's start
+START_S = 300.0  # until a daemon is up, or a training has made its first step
+STALLED_S = 120.0  # from one step to the next, or to the end: a slow machine may take long, and must get on
 
 Step = dict[str, Any]
 """A line of a box's log."""
@@ -38,6 +39,7 @@ class Cluster:
 
     def __init__(self, out: Path) -> None:
         self.out = out
+        self._daemons: list[str] = []
         ours = ("PENSTOCK_", "TORCHELASTIC_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         # The token is nowhere but in the environment: command lines can be read by everyone on the machine.
@@ -59,14 +61,15 @@ class Cluster:
     def _daemon(self, stack: contextlib.ExitStack, name: str, *command: str) -> str:
         """Start a daemon, to be stopped with the stack; returns the line that it writes when it is up."""
         read, write = os.pipe()
+        self._daemons.append(name)
         process = self._start(name, *command, "--ready-fd", str(write), pass_fds=(write,))
         stack.callback(_stop, process)
         os.close(write)
         with open(read) as ready:
-            in_time, _, _ = select.select([ready], [], [], DEADLINE_S)
+            in_time, _, _ = select.select([ready], [], [], START_S)
             line = ready.readline().strip() if in_time else ""
         if not line:
-            raise DemoError(f"the {name} did not start:\n{self._last_words(name)}")
+            raise DemoError(f"the {name} did not start:\n{self._last_words()}")
         return line
 
     def _start(
@@ -110,7 +113,8 @@ class Cluster:
             self._start(box, *command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank, box in enumerate(names)
         ]
-        deadline = time.monotonic() + DEADLINE_S
+        logged, patience = self._logged(), START_S
+        deadline = time.monotonic() + patience
         killed = False
         try:
             while any(process.poll() is None for process in processes):
@@ -120,8 +124,11 @@ class Cluster:
                 for process, box in zip(processes, names, strict=True):
                     if process.poll():
                         raise DemoError(f"{box} ended with status {process.returncode}:\n{self._last_words(box)}")
+                if (found := self._logged()) != logged:
+                    logged, patience = found, STALLED_S
+                    deadline = time.monotonic() + patience
                 if time.monotonic() > deadline:
-                    raise DemoError(f"{title} took more than {DEADLINE_S:g} s:\n{self._last_words(*names)}")
+                    raise DemoError(f"{title} made no step for {patience:g} s:\n{self._last_words(*names)}")
                 time.sleep(0.02)
         finally:
             for process in processes:
@@ -131,11 +138,15 @@ class Cluster:
         if killed != (kill_when is not None) or any(status != expected for status in statuses):
             raise DemoError(f"{title}: the boxes ended with {statuses}, not {expected}:\n{self._last_words(*names)}")
 
+    def _logged(self) -> int:
+        """Bytes in the logs of all boxes, to which each step adds a line."""
+        return sum(log.stat().st_size for log in self.out.rglob("*.jsonl"))
+
     def _last_words(self, *names: str) -> str:
-        """The ends of what processes printed."""
+        """The ends of what these processes printed, and the daemons."""
         return "\n".join(
             f"--- {name}\n" + "\n".join((self.out / f"{name}.log").read_text(errors="replace").splitlines()[-25:])
-            for name in names
+            for name in (*names, *self._daemons)
         )
 
 

@@ -3,7 +3,8 @@ checkpoint.
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 -m integrations.accelerate_loop --out /tmp/accelerate
 
-(`accelerate launch` sets the same variables.) With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment
+(`accelerate launch --multi_gpu` sets the same variables; with `--cpu --num_processes 2` it started one process, so on
+CPUs use torchrun.) With PENSTOCK_COORDINATOR=HOST:PORT and PENSTOCK_TOKEN in the environment
 the same line takes its batches from the workers of that coordinator.
 
 Accelerate's loader moves batches to the device, and tells `accumulate` which batch is the last of a pass, for which it

@@ -91,6 +91,38 @@ def test_exact_at_every_step(appliance: Appliance, tmp_path: Path, input_fn: Any
     assert trainer.current_epoch == 2
 
 
+LIMIT = 4
+
+
+def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> None:
+    """The rest of a pass is left; also where training goes on from the end of such an epoch."""
+    limits: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": LIMIT}
+    module, _ = fit(appliance, streams.epochs, tmp_path, **limits)
+    assert len(module.numbers) == 3 * LIMIT
+    for name, step in (("end-epoch=0", LIMIT), (f"step={LIMIT}", LIMIT), ("step=3", 3)):
+        resumed, trainer = fit(appliance, streams.epochs, tmp_path, tmp_path / f"{name}.ckpt", **limits)
+        assert resumed.numbers == module.numbers[step:], name
+        assert trainer.current_epoch == 3
+
+
+@pytest.mark.parametrize("input_fn", [streams.counter, streams.unsized])
+def test_fit_twice(appliance: Appliance, input_fn: Any) -> None:
+    """Lightning begins a pass twice there, and without a length takes a batch each time."""
+    loader = DataLoader(input_fn, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    module = Module(ahead, loader)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        max_epochs=1, callbacks=[LoaderState(ahead)], enable_checkpointing=False, accelerator="cpu", **quiet
+    )
+    trainer.fit(module, ahead)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, ahead)
+    assert module.numbers == WHOLE[: 2 * PASS]
+    assert ahead.step == 2 * PASS
+    loader.close()
+
+
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
     with framework("integrations.lightning_loop", tmp_path_factory.mktemp("lightning")) as found:

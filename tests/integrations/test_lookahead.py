@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -123,6 +124,24 @@ def test_a_pass_whose_iterator_is_held_is_over_when_the_next_begins(appliance: A
     loader.close()
 
 
+def test_a_pass_of_which_the_loop_got_nothing_is_begun_again(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    held = iter(ahead)
+    next(held)  # a look at it, or a framework that begins twice
+    again = iter(ahead)
+    assert next(held, None) is None
+    numbers = []
+    for batch in again:
+        ahead.took()
+        numbers.append(int(batch["number"]))
+    assert numbers == WHOLE[:PASS]
+    next(iter(ahead))
+    assert [int(batch["number"]) for batch in ahead.handed_out(ahead)] == WHOLE[:PASS]
+    assert ahead.step == 2 * PASS
+    loader.close()
+
+
 def test_what_was_taken_and_dropped_is_no_batch_of_the_loop(appliance: Appliance) -> None:
     loader = DataLoader(streams.shuffled, PASS * 8, noise=False)  # each of two workers has all, and shuffles anew
     ahead = Lookahead(loader, appliance=appliance)
@@ -159,6 +178,21 @@ def test_wrappers_that_repeat_or_share_batches_are_errors(appliance: Appliance) 
     ahead.load_state_dict(ahead.state_dict())
     with pytest.raises(RuntimeError, match="shares, joins or drops"):
         list(ahead.handed_out(islice(ahead, 0, None, 2)))
+    loader.close()
+
+
+def test_mistakes_are_named(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, PASS // 2)
+    ahead = Lookahead(loader, appliance=appliance)
+    batches = ahead.handed_out(ahead)
+    next(batches)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(ahead)
+    with pytest.raises(TypeError, match=r"takes an int, not 1\.0"):
+        loader.state_at(1.0)  # type: ignore[arg-type]
+    ahead.load_state_dict(ahead.state_dict())
+    with pytest.raises(RuntimeError, match="load_state_dict while"):
+        next(batches)
     loader.close()
 
 

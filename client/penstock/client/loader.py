@@ -146,6 +146,8 @@ class DataLoader:
         self._given: Any = None
         self._strict = True
         self._cached: tuple[int, Any] | None = None
+        self._leaves_pass = False
+        """The pass that the loaded state stands in is not gone on with."""
 
     # ---- what executors need
 
@@ -166,6 +168,9 @@ class DataLoader:
         session = self._session
         if session is None:
             session = self._open(appliance if appliance is not None else current_appliance(self))
+            if self._leaves_pass:
+                self._traits(session)  # where the pass ends
+                session.cut_due = session.expected_last() != session.feed.position.step
         elif session.run.error is not None:
             raise session.run.error
         elif session.run.closed:
@@ -201,6 +206,32 @@ class DataLoader:
             session.run.progress.pass_ended = True
             if session.appliance.settings.num_boxes > 1:
                 session.run.report()  # boxes that go on will wait for this one in their next collective
+
+    @property
+    def mid_pass(self) -> bool:
+        """Whether batches of the pass are left, or may be left, behind the last step."""
+        session = self._session
+        if session is None or not any(session.feed.position.delivered):
+            return False
+        return session.expected_last() != session.feed.position.step
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._session is not None:
+            raise TypeError(
+                f"{self.name}: a loader that streams cannot be copied or pickled; save its state_dict(), and load that "
+                "into a DataLoader of the same input_fn"
+            )
+        return self.__dict__
+
+    def leave_pass(self) -> None:
+        """After a load: the next executor begins with the next pass, as after a `break`."""
+        if self._loaded is not None and self._loaded.methods != 4:
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved at the end of an epoch that left its pass early, and a "
+                "loader without aggregate_state_dict and deaggregate_state_dict may go on with that pass: load a state "
+                "from the middle of an epoch, or let an epoch be a pass"
+            )
+        self._leaves_pass = True
 
     @property
     def place(self) -> tuple[int, int]:
@@ -253,6 +284,13 @@ class DataLoader:
             pass_began_at=position.step - sum(position.delivered),
             whole_pass=start.same_shape or position.step == 0,
         )
+        if self._leaves_pass and not start.same_shape:
+            self.close()
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved at the end of an epoch that left its pass early, and that "
+                "is only known how to go on from with as many boxes and workers as it was saved with: use those, or a "
+                "state from the middle of an epoch"
+            )
         weakref.finalize(self, _abandon, run, feed).atexit = False
         return session
 
@@ -331,6 +369,8 @@ class DataLoader:
                 that the workers no longer keep; or the run is closed.
             NotRestartableError: as for state_dict().
         """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"{self.name}: state_at(step) takes an int, not {step!r}")
         if is_to_be_filled():
             return blank()
         session = self._session
@@ -450,6 +490,7 @@ class DataLoader:
                 pass  # it cannot be built here; the workers check the same
         given = copy.deepcopy(sd)
         self.close()
+        self._leaves_pass = False
         self._loaded, self._given, self._strict, self._cached = replace(saved), given, strict, None
         if saved.methods == 4:
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)

@@ -16,6 +16,7 @@ repeat some to fill up. Either would save a wrong position, so both are errors.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -69,23 +70,47 @@ class Lookahead(IterableDataset[Any]):
         self._depth = positive("depth", depth)
         self._executor = DataExecutor(loader, checkpoint_steps=checkpoint_steps, appliance=appliance)
         self._pass: weakref.ref[Generator[Any, None, None]] | None = None
+        """What the framework iterates."""
+        self._begun: Generator[Any, None, None] | None = None
+        """The executor's side of it, while the loop has got no batch of it."""
+        self._waiting: list[Any] = []
+        """What was taken of such a pass."""
         self._step: int | None = None
         """The loop's; None before the first pass, and once a state was loaded."""
+        self._loads = 0
+        self._over_at: int | None = None
+        """The step of a loaded state whose pass is not gone on with; None once the loop has got a batch."""
 
     # ---- the framework's side
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass, or what is left of it."""
+        """One pass, or what is left of it. The same one again if the loop has got nothing of it: some frameworks begin
+        a pass twice, and what they took of it the first time is handed out again."""
         if get_worker_info() is not None:
             raise RuntimeError(
                 f"{self._loader.name}: a Lookahead is iterated in the training process, for its batches come from "
                 "Penstock's workers: give torch's DataLoader num_workers=0"
             )
-        self._leave()
-        batches = cast("Generator[Any, None, None]", iter(self._executor))
+        if self._waiting and self._begun is not None:
+            self._close_pass()
+        else:
+            self._leave()
+            self._begun = cast("Generator[Any, None, None]", iter(self._executor))
+            self._step = self._loader.step
+        batches = self._hand_out(self._begun, deque(self._waiting))
         self._pass = weakref.ref(batches)
-        self._step = self._loader.step
         return batches
+
+    def _hand_out(self, batches: Generator[Any, None, None], again: deque[Any]) -> Generator[Any, None, None]:
+        while again:
+            yield again.popleft()
+        for batch in batches:
+            if self._begun is batches:
+                self._waiting.append(batch)
+                if len(self._waiting) > self._depth:
+                    self._got()  # nobody counts, or the framework is too far ahead; state_dict() says so
+            yield batch
+            del batch  # or it would stay alive while the next one is waited for
 
     def __len__(self) -> int:
         """Batches of a whole pass. TypeError if the loader has no length."""
@@ -93,9 +118,21 @@ class Lookahead(IterableDataset[Any]):
 
     def _leave(self) -> None:
         """Frameworks that count batches do not ask for the end of a pass, and hold its iterator."""
+        self._close_pass()
+        begun = self._begun
+        self._got()
+        if begun is not None:
+            begun.close()
+
+    def _close_pass(self) -> None:
         batches = self._pass() if self._pass is not None else None
         if batches is not None:
             batches.close()
+
+    def _got(self) -> None:
+        """From now on nothing of this pass is handed out twice, and it ends with the framework's iterator."""
+        self._begun = None
+        self._waiting.clear()
 
     # ---- the loop's side
 
@@ -112,19 +149,30 @@ class Lookahead(IterableDataset[Any]):
         if self._step is None or self._step >= self._loader.step:
             raise RuntimeError(
                 f"{self._loader.name}: the loop got a batch after step {self.step}, and the framework had taken none "
-                "from here: something repeats batches or makes its own, or took() is called more than once a batch"
+                "from here: something repeats batches or makes its own (Accelerate's prepare() of a torch "
+                "DataLoader shares one process's batches among all: use prepare_data_loader(..., num_processes=1, "
+                "process_index=0, dispatch_batches=False)), or took() is called more than once a batch"
             )
         self._step += 1
+        self._over_at = None
+        if self._begun is not None:
+            self._got()
 
     def handed_out(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches of one pass through what the framework made of this loader, counted.
 
-        Raises RuntimeError if it hands out more, or fewer, than it took: it shares, joins or repeats batches.
+        Raises RuntimeError if it hands out more, or fewer, than it took: it shares, joins or repeats batches; or if a
+        state is loaded in the loop.
         """
+        loads = self._loads
         for batch in batches:
             self.took()
             yield batch
             del batch  # or it would stay alive while the next one is waited for
+            if self._loads != loads:
+                raise RuntimeError(
+                    f"{self._loader.name}: load_state_dict while handed_out(...) is iterated; leave its loop first"
+                )
         if self.step != self._loader.step:
             raise RuntimeError(
                 f"{self._loader.name}: the pass is over at step {self._loader.step}, and the loop got the batches up "
@@ -161,4 +209,22 @@ class Lookahead(IterableDataset[Any]):
         """Go on from a state of this loader, with the next pass that is begun. Errors as for the DataLoader."""
         self._leave()
         self._loader.load_state_dict(sd, strict)
+        self._loads += 1
         self._step = None
+        if self._over_at == self._loader.step:
+            self._loader.leave_pass()
+        else:
+            self._over_at = None
+
+    # ---- for frameworks whose epoch may be shorter than the pass
+
+    @property
+    def mid_pass(self) -> bool:
+        """Whether batches of the pass that was last begun are left, or may be left, behind those that were taken."""
+        return self._loader.mid_pass
+
+    def leave_pass(self) -> None:
+        """After load_state_dict: the loop that was saved was done with its pass, so the next pass to be begun is the
+        one after it. Loading the same state once more does not change that: Lightning does, by itself."""
+        self._over_at = self._loader.step
+        self._loader.leave_pass()

@@ -3,10 +3,14 @@
 Lightning saves the state of a loader itself, but as of the batch that its fetcher has taken, which is one ahead for a
 loader without a length, and it does not load what it saved at the end of an epoch. So a callback counts the batches
 that reach the loop, and saves and loads the state as its own.
+
+An epoch may be shorter than a pass of the loader (limit_train_batches). After it Lightning begins the next pass, and a
+position alone does not say that the epoch was over; so this is saved beside it.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,12 +32,40 @@ class LoaderState(Callback):
 
     def __init__(self, ahead: Lookahead) -> None:
         self._ahead = ahead
+        self._trainer: Trainer | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        count, batches = trainer.accumulate_grad_batches, loop.batch_progress
+        unsized = trainer.num_training_batches == float("inf")
+        if loop.restarting and unsized and batches.is_last_batch and batches.current.ready % count:
+            warnings.warn(
+                f"LoaderState: the checkpoint is of the last batch of an epoch of {batches.current.ready}, which are "
+                f"no multiple of accumulate_grad_batches={count}, and the loader has no length: Lightning accumulates "
+                "over other batches from here than without a stop. Give the loader a length, or resume from a "
+                "checkpoint of the end of an epoch",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._ahead.took()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._ahead.state_dict()}
+        return {"loader": self._ahead.state_dict(), "left_pass": self._epoch_over() and self._ahead.mid_pass}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._ahead.load_state_dict(state_dict["loader"])
+        if state_dict.get("left_pass"):
+            self._ahead.leave_pass()
+
+    def _epoch_over(self) -> bool:
+        """Whether the epoch has had its last batch. Such checkpoints are saved in several hooks, after the batch, the
+        validation, the epoch; so this asks what Lightning itself goes by when it resumes."""
+        if self._trainer is None:
+            return False
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress
+        return batches.is_last_batch or batches.current.ready == self._trainer.num_training_batches

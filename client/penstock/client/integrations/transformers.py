@@ -77,7 +77,8 @@ class LoaderState(TrainerCallback, ExportableState):
             warnings.warn(
                 f"LoaderState: {_length(ahead)} batches of a pass are no multiple of gradient_accumulation_steps="
                 f"{args.gradient_accumulation_steps}: after a resume in mid-pass the Trainer accumulates the last few "
-                "of this pass with the next pass's. Training without an interruption does otherwise",
+                "of this pass with the next pass's. Training without an interruption does otherwise: losses differ "
+                "from there, and training may end some steps before max_steps",
                 UserWarning,
                 stacklevel=2,
             )
