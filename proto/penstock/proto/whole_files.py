@@ -10,14 +10,17 @@ from pathlib import Path
 __all__ = ["sync_folder", "write_whole"]
 
 
-def write_whole(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> None:
+def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None) -> None:
     """Write a file under another name in the same folder, on to the disk, and rename it.
 
-    `mode`: its permissions, less the umask. The folder goes to the disk too, with whatever was written into it before.
+    `mode`: its permissions, if not those of any new file. The folder goes to the disk too, with whatever was written
+    into it before.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with temporary.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
