@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 import streams
 import traps
+from census import descendants
 from cluster import TOKEN, Cluster, running
+from family import parents
+from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -204,8 +207,10 @@ def test_a_worker_that_dies_while_the_coordinator_is_away(cluster: Cluster, tmp_
             patiently(loader, appliance, digests, 20)
             if kill:
                 cluster.add_worker(4, "--allow", "traps", name="spare")
+                below = descendants(doomed.pid)
                 cluster.coordinator.kill()
                 doomed.kill()
+                wait_until(lambda: not set(below) & set(parents()))  # or runners go on for as long as that takes
                 executor = DataExecutor(loader, num_steps=200, appliance=appliance)
                 with pytest.raises(errors.DeadlineError) as caught:
                     digests.extend(executor.digest for _ in executor)
