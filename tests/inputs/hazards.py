@@ -195,11 +195,11 @@ def many_processes(sharing: str) -> DataLoader[Any]:
 
 
 class Leaks(streams.Counter):
-    """Keeps `mib` MiB for each batch; `at_once`: before the first, too."""
+    """Keeps `mib` MiB for each batch; `at_once`: before the first, too. A state takes it `state_s` seconds."""
 
-    def __init__(self, mib: int, at_once: int, batches: int) -> None:
+    def __init__(self, mib: int, at_once: int, batches: int, state_s: float) -> None:
         super().__init__(batches, first=1000 * current_assignment().global_worker_id)
-        self.mib = mib
+        self.mib, self.state_s = mib, state_s
         self.kept = [bytearray(b"x" * (1 << 20)) for _ in range(at_once)]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -209,8 +209,13 @@ class Leaks(streams.Counter):
             yield batch
 
 
-def leaks(mib: int, at_once: int = 0, batches: int = 60) -> Leaks:
-    return Leaks(mib, at_once, batches)
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(self.state_s)
+        return super().state_dict()
+
+
+def leaks(mib: int, at_once: int = 0, batches: int = 60, state_s: float = 0.0) -> Leaks:
+    return Leaks(mib, at_once, batches, state_s)
 
 
 class BadInScratch(streams.Counter):

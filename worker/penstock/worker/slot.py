@@ -58,6 +58,8 @@ MEMORY_SHARE = 0.02
 """Of a processor that these looks may take; those at a large runner near its limit are rarer."""
 HARD_LIMIT = 2
 """Times the limit: killed at once."""
+GAIN_S = 0.05
+"""Between two looks at whether a runner that is to be recycled has got further than where it began."""
 _NO_ROOM = (
     "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
     "are over, or give this one a coordinator of its own"
@@ -139,6 +141,8 @@ class Slot:
         self.store = SnapshotStore()
         self.early: list[Kept] = []
         """The first snapshots, whatever the store has let go since: for the check."""
+        self._from_before: set[tuple[int, int, int, bool, int]] = set()
+        """Places of the bases that a runner before this one made."""
         self.states = States(self)
         self._child: Child | None = None
         self._stall = Stall(since=time.monotonic())
@@ -219,20 +223,19 @@ class Slot:
             if (header.epoch, header.total) in known:
                 continue
             await child.send("base", data)
-            self.store.add(
-                Kept(
-                    header.epoch,
-                    header.delivered,
-                    header.total,
-                    header.samples,
-                    header.origin,
-                    header.step,
-                    data,
-                    durable=True,
-                    inherited=True,
-                ),
-                0,
+            base = Kept(
+                header.epoch,
+                header.delivered,
+                header.total,
+                header.samples,
+                header.origin,
+                header.step,
+                data,
+                durable=True,
+                inherited=True,
             )
+            self._from_before.add(base.place)
+            self.store.add(base, 0)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
         """The same slot and generation, as the coordinator says now."""
@@ -336,7 +339,7 @@ class Slot:
                 self._recycle, self._outgrown = True, young
                 self._lose(f"the runner of {self.name} was recycled at batch {self.ledger.total}, for {what}")
             elif handing is None and held > limit and self.ready.is_set():
-                handing = self._spawn(self._hand_over())
+                handing = self._spawn(self._hand_over_what_it_gained())
 
     def report(self) -> coordinator_pb2.SlotReport:
         """For the heartbeat."""
@@ -455,6 +458,21 @@ class Slot:
         for base in self._newest(self.ledger.delivered) + self._newest():
             if not base.durable:
                 await self._make_durable(base)
+
+    async def _hand_over_what_it_gained(self) -> None:
+        """A runner that leaks and would leave its successor nothing newer than what it began from itself would have it
+        replay as much, and leak as much. Its first batch has a snapshot, which counts once the loop has taken a batch
+        more. Where nothing is saved there is nothing to wait for."""
+        while own := [
+            base.total
+            for base in self.store
+            if not base.origin and self.usable(base) and base.place not in self._from_before
+        ]:
+            self.ledger.refresh()
+            if own[0] < self.ledger.delivered:
+                break
+            await asyncio.sleep(GAIN_S)
+        await self._hand_over()
 
     async def _make_durable(self, base: Kept) -> None:
         run, attempt, box, slot, generation = key_of(self.assignment)
