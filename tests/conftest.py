@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 # simulation: `simulated`, which `make simulate` runs too. fuzz: the targets, which `make fuzz` runs too.
 sys.path[:0] = [str(HERE / folder) for folder in ("inputs", "support", "simulation", "fuzz")]
 
+gc.disable()  # until all is imported and collected, see below: it would walk thousands of tests again and again
+
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]
 os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a developer has at home
@@ -46,3 +48,4 @@ def pytest_collection_finish() -> None:
     at it each time: half a second for thousands of tests, against a millisecond."""
     gc.collect()
     gc.freeze()
+    gc.enable()

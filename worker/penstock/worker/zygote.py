@@ -55,6 +55,7 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
+    gc.disable()  # it would walk, again and again, what is imported to stay: a fifth of the time that torch takes
     import torch
 
     from penstock.worker import runner, scratch  # noqa: F401  # what every child needs, loaded once
@@ -65,6 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
+    gc.enable()
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
         os.set_blocking(fd, False)
@@ -98,6 +100,7 @@ def main() -> None:
         pass  # the daemon is gone, or wants us gone
     finally:
         _end(children, orphans)
+    os._exit(0)  # nothing here is worth the half second in which the interpreter would take torch apart
 
 
 def _reap(children: dict[int, int], channel: Channel, orphans: Orphans) -> None:
