@@ -208,7 +208,6 @@ class Leaks(streams.Counter):
             time.sleep(0.04)
             yield batch
 
-
     def state_dict(self) -> dict[str, Any]:
         time.sleep(self.state_s)
         return super().state_dict()

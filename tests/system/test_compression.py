@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import cluster as clusters
+import compressible
 import pytest
-import streams
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
@@ -32,7 +32,7 @@ def digests(batches: Any) -> Iterator[str]:
 
 def stream(running: Appliance, **options: Any) -> list[str]:
     """Two passes, the first left in the middle, over the TCP lane; then the same again, resumed after a few steps."""
-    loader = DataLoader(streams.various, BATCHES)
+    loader = DataLoader(compressible.various, BATCHES)
     with beside(running, num_workers_per_box=2, lane="tcp", **options) as appliance:
         found = []
         for number, digest in enumerate(digests(DataExecutor(loader, appliance=appliance))):
@@ -65,7 +65,7 @@ def test_a_worker_without_the_package_sends_batches_as_they_are(
     with clusters.running(tmp_path / "state") as cluster:
         path = cluster.environment["PYTHONPATH"]
         cluster.environment["PYTHONPATH"] = os.pathsep.join([str(hidden), path, os.environ.get("PYTHONPATH", "")])
-        cluster.add_worker(2)
+        cluster.add_worker(2, allow="compressible")
         options: dict[str, Any] = {
             "num_workers_per_box": 2,
             "seed": 3,
@@ -76,7 +76,7 @@ def test_a_worker_without_the_package_sends_batches_as_they_are(
         found = []
         for codec in (None, "lz4"):
             with Appliance(cluster.address, job=f"job-{codec}", compression=codec, **options) as appliance:
-                loader = DataLoader(streams.various, BATCHES)
+                loader = DataLoader(compressible.various, BATCHES)
                 found.append(list(digests(DataExecutor(loader, appliance=appliance))))
     assert found[0] == found[1]
     assert len(found[0]) == 2 * BATCHES
