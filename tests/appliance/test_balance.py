@@ -153,6 +153,39 @@ def test_a_little_wait_and_one_that_all_have_move_nothing(world: World, shares: 
     assert planned(world) == []
 
 
+def test_load_brings_nothing_to_a_worker_where_the_run_was_held_up(world: World) -> None:
+    crowded(world)
+    nudged = slots_of(world)[0]
+    nudged.was_slow_at = frozenset({"empty"})
+    assert planned(world) == []
+    nudged.was_slow_at = frozenset({"empty", "b", "c"})  # it is slow by itself, which says nothing about a machine
+    assert planned(world) == [(1, "empty")]
+
+
+def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: World) -> None:
+    """Stragglers leave it, and then it is the emptiest: load brought them back, and so on for ever."""
+    slow, fast = world.worker("slow", 2, host="host-b"), world.worker("fast", 4, host="host-c")
+    box = world.open(num_workers_per_box=4)
+    went: list[tuple[str, ...]] = []
+    for _ in range(300):
+        world.now += 1.0
+        for worker in (slow, fast):
+            reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+            for report in reports:
+                report.traits.CopyFrom(SAVES)
+                report.batch_s, report.produced, report.handed_over = 0.1 if worker is slow else 0.01, 1, True
+            worker.beat(*reports)
+        box.report()
+        for slot in slots_of(world):
+            hold_up(slot, 0.0, world)
+        for slot in [slot for slot in slots_of(world) if slot.worker == "slow"]:
+            hold_up(slot, 0.3, world)
+        world.registry.tick()
+        went.append(tuple(slot.worker for slot in slots_of(world)))
+    assert "slow" in went[0]
+    assert set(went[60:]) == {("fast",) * 4}
+
+
 def test_as_many_moves_as_there_is_room_for(world: World) -> None:
     crowded(world)
     assert planned(world, room=0) == []
