@@ -206,6 +206,19 @@ def test_a_worker_tells_a_coordinator_that_was_started_anew_that_it_drains(tmp_p
     assert old.beat().draining
 
 
+def test_before_a_worker_is_back_after_a_restart_its_drain_is_neither_denied_nor_taken_back(tmp_path: Path) -> None:
+    world = World(LIMITS, StateDir(tmp_path))
+    old, _box, _new = two(world)
+    drain(world, "old")
+    world.restart()
+    look = pb.DrainWorkerRequest(worker="old", look=True)
+    assert world.registry.drain_worker(look).draining  # who waits for it must not hear that it was taken back
+    with pytest.raises(UnknownWorkerError, match="worker 'old' was not heard of since the coordinator was started"):
+        drain(world, "old", undo=True)
+    old.register()
+    assert not world.registry.drain_worker(look).draining
+
+
 def test_an_unknown_worker_is_named(world: World) -> None:
     world.worker("w1")
     with pytest.raises(UnknownWorkerError, match="no worker 'w2'; there are: w1"):

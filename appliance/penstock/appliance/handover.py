@@ -98,17 +98,25 @@ class HandOvers:
         return sum(slot.successor is None for slot in self.owned(worker))
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
-        """An operator wants a worker drained, or not any more, or only looks. Raises UnknownWorkerError."""
+        """An operator wants a worker drained, or not any more, or only looks. Raises UnknownWorkerError.
+
+        Whether one that only the journal knows drains, it tells when it comes back: until then nobody is told that it
+        does not, and it cannot be told so either.
+        """
         worker = self._books.workers.get(request.worker)
         if worker is None:
             there = ", ".join(sorted(self._books.workers)[:8]) or "none"
             raise UnknownWorkerError(f"there is no worker {request.worker!r}; there are: {there}")
+        if request.undo and not worker.registered:
+            raise UnknownWorkerError(
+                f"worker {request.worker!r} was not heard of since the coordinator was started again: ask once it is back"
+            )
         if not request.look:
             self.set_draining(worker, not request.undo, now)
         return pb.DrainWorkerReply(
             slots=len(self.owned(worker)),
             stuck=self.stuck(worker) if worker.draining else 0,
-            draining=worker.draining,
+            draining=worker.draining or not worker.registered,
             session=worker.session,
         )
 
