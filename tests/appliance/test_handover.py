@@ -128,6 +128,28 @@ def test_a_successor_that_comes_to_nothing_leaves_the_slot_where_it_is(world: Wo
         assert [new.of(slot).generation for slot in (0, 1)] == [3, 3]
 
 
+def test_a_successor_whose_own_worker_drains_is_replaced_by_another(world: World) -> None:
+    """Else the slot went there, and from there elsewhere: the loop would wait for it twice."""
+    old, box, new = two(world)
+    drain(world, "old")
+    new.beat(new.tell(new.of(0), pb.READY))
+    third = world.worker("third", 2)
+    assert drain(world, "new") == (0, 0)
+    assert new.beat().assignments == []
+    assert {view.worker for view in box.watch().slots} == {"old"}
+    world.run_for(0.25, (old, box, new, third))
+    assert {view.successor for view in box.watch().slots} == {"third"}
+
+
+def test_a_successor_that_has_nobody_else_to_replace_it_goes_with_its_worker(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    drain(world, "new")
+    world.run_for(0.25, (old, box, new))
+    assert {(view.worker, view.successor) for view in box.watch().slots} == {("old", "")}
+    assert (old.beat().stuck, new.beat().stuck) == (2, 0)
+
+
 def test_a_slot_without_a_place_elsewhere_stays_and_goes_when_there_is_one(world: World) -> None:
     old, box = world.worker("old", 2), world.open()
     old.ready()

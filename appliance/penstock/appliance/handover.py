@@ -128,6 +128,9 @@ class HandOvers:
         kind, text = ("worker drains", "hands its slots over") if draining else ("worker back", "takes slots again")
         self._books.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
         if draining:
+            for slot in [self._books.slot(key) for key in sorted(worker.slots)]:
+                if slot is not None and slot.worker != worker.name:
+                    self._books.dismiss(slot)  # it would come here to leave again
             self.drain(worker, now)
         else:
             for slot in self.owned(worker):
