@@ -150,6 +150,45 @@ def test_a_successor_that_has_nobody_else_to_replace_it_goes_with_its_worker(wor
     assert (old.beat().stuck, new.beat().stuck) == (2, 0)
 
 
+def refuse(worker: FakeWorker, slot: int) -> None:
+    """It cannot take the slot over, it says."""
+    report = worker.tell(worker.of(slot), pb.FAILED)
+    report.error.message = "no such file: /data"
+    worker.beat(report)
+
+
+def test_what_one_worker_could_not_take_over_goes_to_another_at_once(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    third = world.worker("third", 2)
+    refuse(new, 0)
+    assert old.beat().stuck == 0  # else a worker that is to end would give up
+    world.run_for(0.25, (old, box, new, third))
+    assert third.of(0).successor
+    refuse(third, 0)
+    assert old.beat().stuck == 1
+    world.run_for(2.0, (old, box, new, third))
+    assert box.watch().slots[0].successor == ""
+    world.run_for(1.25, (old, box, new, third))
+    assert box.watch().slots[0].successor == "third"  # where it may have been mended
+
+
+def test_a_successor_that_is_lost_is_no_reason_to_give_up_while_others_have_room(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    third = world.worker("third", 2)
+    world.run_for(2.0, (old, box, third))
+    world.now += 2.0
+    for alive in (old, third):
+        alive.report()
+    world.registry.books.drop_silent(world.now)
+    assert "new" not in world.registry.books.workers
+    assert old.beat().stuck == 0
+    world.run_for(0.25, (old, box, third))
+    assert [third.of(slot).successor for slot in (0, 1)] == [True, True]
+    assert new.beat().register_again
+
+
 def test_a_slot_without_a_place_elsewhere_stays_and_goes_when_there_is_one(world: World) -> None:
     old, box = world.worker("old", 2), world.open()
     old.ready()

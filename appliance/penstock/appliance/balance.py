@@ -92,7 +92,7 @@ def _stragglers(books: Books, now: float) -> Iterator[Move]:
             slot = attempt.boxes[finding.box].slots[finding.slot]
             if len(slot.was_slow_at) >= NUDGES or not _settled(books, slot, now, 1 << len(slot.was_slow_at)):
                 continue
-            worker = _elsewhere(books, slot, slow | slot.was_slow_at)
+            worker = _elsewhere(books, slot, slow | slot.was_slow_at | slot.unfit_at(books.workers))
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
@@ -152,4 +152,5 @@ def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -
     _, box = books.box_of(slot)
     opening = box.opening
     near = full.host_id == opening.host_id != empty.host_id
-    return not near and empty.name not in slot.was_slow_at and empty.may_run(module_of(opening.loader.input_fn))
+    barred = slot.was_slow_at | slot.unfit_at(books.workers)
+    return not near and empty.name not in barred and empty.may_run(module_of(opening.loader.input_fn))
