@@ -78,6 +78,19 @@ def test_a_slot_that_came_lately_is_left_where_it_is(world: World) -> None:
     assert planned(world) == []
 
 
+def test_a_slot_does_not_try_again_and_again_where_it_could_not_start(world: World) -> None:
+    crowded(world)
+    slot, books = slots_of(world)[0], world.registry.books
+    assert planned(world) == [(0, "empty")]
+    slot.unfit["empty"] = books.workers["empty"].session
+    assert planned(world) == [(1, "empty")]
+    for other in slots_of(world):
+        other.unfit["empty"] = books.workers["empty"].session
+    assert planned(world) == []
+    world.worker("empty", 4, host="host-c", session="another")  # it was started again
+    assert planned(world) == [(0, "empty")]
+
+
 def test_a_loader_that_would_replay_its_whole_pass_is_left_where_it_is(world: World) -> None:
     crowded(world, REPLAYS)
     assert planned(world) == []
@@ -153,6 +166,39 @@ def test_a_little_wait_and_one_that_all_have_move_nothing(world: World, shares: 
     assert planned(world) == []
 
 
+def test_load_brings_nothing_to_a_worker_where_the_run_was_held_up(world: World) -> None:
+    crowded(world)
+    nudged = slots_of(world)[0]
+    nudged.was_slow_at = frozenset({"empty"})
+    assert planned(world) == []
+    nudged.was_slow_at = frozenset({"empty", "b", "c"})  # it is slow by itself, which says nothing about a machine
+    assert planned(world) == [(1, "empty")]
+
+
+def test_slots_do_not_go_to_and_fro_between_a_slow_machine_and_full_ones(world: World) -> None:
+    """Stragglers leave it, and then it is the emptiest: load brought them back, and so on for ever."""
+    slow, fast = world.worker("slow", 2, host="host-b"), world.worker("fast", 4, host="host-c")
+    box = world.open(num_workers_per_box=4)
+    went: list[tuple[str, ...]] = []
+    for _ in range(300):
+        world.now += 1.0
+        for worker in (slow, fast):
+            reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+            for report in reports:
+                report.traits.CopyFrom(SAVES)
+                report.batch_s, report.produced, report.handed_over = 0.1 if worker is slow else 0.01, 1, True
+            worker.beat(*reports)
+        box.report()
+        for slot in slots_of(world):
+            hold_up(slot, 0.0, world)
+        for slot in [slot for slot in slots_of(world) if slot.worker == "slow"]:
+            hold_up(slot, 0.3, world)
+        world.registry.tick()
+        went.append(tuple(slot.worker for slot in slots_of(world)))
+    assert "slow" in went[0]
+    assert set(went[60:]) == {("fast",) * 4}
+
+
 def test_as_many_moves_as_there_is_room_for(world: World) -> None:
     crowded(world)
     assert planned(world, room=0) == []
@@ -182,7 +228,7 @@ def test_recommended_workers_follow_demand_and_supply(world: World) -> None:
     worker.beat(*reports)
     (at,) = world.registry.books.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
     # 20 steps a second and half of the time waited: 40 would be taken, of which a slot gives 10; a quarter more.
-    at.usual_steps_per_s = 20.0
+    at.usual_steps_per_s, at.usual_span_s = 20.0, 10.0
     hold_up(at.slots[0], 0.5, world)
     status = world.registry.status()
     assert status.runs[0].recommended_workers_per_box == 5
@@ -191,3 +237,20 @@ def test_recommended_workers_follow_demand_and_supply(world: World) -> None:
     assert world.registry.status().runs[0].recommended_workers_per_box == 3
     box.close()
     assert world.registry.status().recommended_workers == 0
+
+
+def test_a_young_run_is_asked_for_as_many_workers_as_an_old_one(world: World) -> None:
+    """What is measured counts from the beginning, not from a speed of 0 that fades; and not before there is enough."""
+    worker, box = world.worker("w", 4), world.open()
+    recommended = []
+    for _ in range(60):
+        reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+        for report in reports:
+            report.batch_s = 0.1
+        worker.beat(*reports)
+        box.deliver(30)  # a second: of which a slot gives 10, and a quarter more are asked for
+        world.now += 1.0
+        recommended.append(world.registry.status().runs[0].recommended_workers_per_box)
+    assert recommended[0] == 0
+    assert set(recommended) == {0, 4}
+    assert recommended[10:] == [4] * 50

@@ -53,6 +53,21 @@ def test_a_worker_whose_slots_are_all_behind_is_named_and_not_one_of_its_slots()
     assert "100% of that for worker slow, which is slower than the others" in finding.text
 
 
+def test_a_slow_worker_is_named_also_when_one_of_its_slots_gets_ahead() -> None:
+    """The loop waits for the one that is asked first; the other one has used that time, and is as slow."""
+    slow = {"worker": "slow", "batch_s": 0.080}
+    slots = [
+        slot(0, batch_s=0.006),
+        slot(1, wait_share=0.5, mean_queued=1.0, **slow),  # type: ignore[arg-type]
+        slot(2, batch_s=0.006),
+        slot(3, mean_queued=4.0, **slow),  # type: ignore[arg-type]
+    ]
+    finding = found(box(slots))
+    assert "100% of that for worker slow, which is slower than the others" in finding.text
+    slots[3] = slot(3, worker="slow", batch_s=0.006)  # that machine can do better
+    assert "100% of that for slot 1 on worker slow, which is slower" in found(box(slots)).text
+
+
 def test_the_slot_that_is_asked_first_is_no_straggler_where_nobody_is_ahead() -> None:
     """Slots that are equally slow: the whole wait falls on one of them, for the others use that time."""
     finding = found(box([slot(0, wait_share=0.7, mean_queued=0.5), *(slot(k, mean_queued=0.6) for k in (1, 2, 3))]))

@@ -128,6 +128,67 @@ def test_a_successor_that_comes_to_nothing_leaves_the_slot_where_it_is(world: Wo
         assert [new.of(slot).generation for slot in (0, 1)] == [3, 3]
 
 
+def test_a_successor_whose_own_worker_drains_is_replaced_by_another(world: World) -> None:
+    """Else the slot went there, and from there elsewhere: the loop would wait for it twice."""
+    old, box, new = two(world)
+    drain(world, "old")
+    new.beat(new.tell(new.of(0), pb.READY))
+    third = world.worker("third", 2)
+    assert drain(world, "new") == (0, 0)
+    assert new.beat().assignments == []
+    assert {view.worker for view in box.watch().slots} == {"old"}
+    world.run_for(0.25, (old, box, new, third))
+    assert {view.successor for view in box.watch().slots} == {"third"}
+
+
+def test_a_successor_that_has_nobody_else_to_replace_it_goes_with_its_worker(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    drain(world, "new")
+    world.run_for(0.25, (old, box, new))
+    assert {(view.worker, view.successor) for view in box.watch().slots} == {("old", "")}
+    assert (old.beat().stuck, new.beat().stuck) == (2, 0)
+
+
+def refuse(worker: FakeWorker, slot: int) -> None:
+    """It cannot take the slot over, it says."""
+    report = worker.tell(worker.of(slot), pb.FAILED)
+    report.error.message = "no such file: /data"
+    worker.beat(report)
+
+
+def test_what_one_worker_could_not_take_over_goes_to_another_at_once(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    third = world.worker("third", 2)
+    refuse(new, 0)
+    assert old.beat().stuck == 0  # else a worker that is to end would give up
+    world.run_for(0.25, (old, box, new, third))
+    assert third.of(0).successor
+    refuse(third, 0)
+    assert old.beat().stuck == 1
+    world.run_for(2.0, (old, box, new, third))
+    assert box.watch().slots[0].successor == ""
+    world.run_for(1.25, (old, box, new, third))
+    assert box.watch().slots[0].successor == "third"  # where it may have been mended
+
+
+def test_a_successor_that_is_lost_is_no_reason_to_give_up_while_others_have_room(world: World) -> None:
+    old, box, new = two(world)
+    drain(world, "old")
+    third = world.worker("third", 2)
+    world.run_for(2.0, (old, box, third))
+    world.now += 2.0
+    for alive in (old, third):
+        alive.report()
+    world.registry.books.drop_silent(world.now)
+    assert "new" not in world.registry.books.workers
+    assert old.beat().stuck == 0
+    world.run_for(0.25, (old, box, third))
+    assert [third.of(slot).successor for slot in (0, 1)] == [True, True]
+    assert new.beat().register_again
+
+
 def test_a_slot_without_a_place_elsewhere_stays_and_goes_when_there_is_one(world: World) -> None:
     old, box = world.worker("old", 2), world.open()
     old.ready()
@@ -204,6 +265,19 @@ def test_a_worker_tells_a_coordinator_that_was_started_anew_that_it_drains(tmp_p
     request = pb.RegisterWorkerRequest(worker="old", session="old-1", host_id="host-a", slots=2, draining=True)
     world.registry.register_worker(request)
     assert old.beat().draining
+
+
+def test_before_a_worker_is_back_after_a_restart_its_drain_is_neither_denied_nor_taken_back(tmp_path: Path) -> None:
+    world = World(LIMITS, StateDir(tmp_path))
+    old, _box, _new = two(world)
+    drain(world, "old")
+    world.restart()
+    look = pb.DrainWorkerRequest(worker="old", look=True)
+    assert world.registry.drain_worker(look).draining  # who waits for it must not hear that it was taken back
+    with pytest.raises(UnknownWorkerError, match="worker 'old' was not heard of since the coordinator was started"):
+        drain(world, "old", undo=True)
+    old.register()
+    assert not world.registry.drain_worker(look).draining
 
 
 def test_an_unknown_worker_is_named(world: World) -> None:

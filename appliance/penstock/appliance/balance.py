@@ -9,7 +9,8 @@ on another machine if there is one with room: what is slow is a machine, its nei
 the slot's own data; so the wait before the next such move doubles each time, and there are few of them.
 
 Load. When workers join, slots go from those that are fullest to those that are emptiest, as long as that makes a
-difference of a quarter of a worker. Not away from the box's own host, where a batch costs one memcpy.
+difference of a quarter of a worker. Not away from the box's own host, where a batch costs one memcpy. And not to a
+worker that stragglers of the same run have left: it is the emptiest for that, and what came would leave it again.
 
 Neither for a loader that would replay its whole pass, or whose randomness is in no snapshot: the replay would hold the
 loop up for longer than it gains.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 from penstock.appliance.books import Books
 from penstock.appliance.bottleneck import Finding, find
-from penstock.appliance.model import Box, Place, Slot, Worker
+from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
 from penstock.appliance.views import facts
 from penstock.proto.allow import module_of
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -91,7 +92,7 @@ def _stragglers(books: Books, now: float) -> Iterator[Move]:
             slot = attempt.boxes[finding.box].slots[finding.slot]
             if len(slot.was_slow_at) >= NUDGES or not _settled(books, slot, now, 1 << len(slot.was_slow_at)):
                 continue
-            worker = _elsewhere(books, slot, slow | slot.was_slow_at)
+            worker = _elsewhere(books, slot, slow | slot.was_slow_at | slot.unfit_at(books.workers))
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
@@ -123,15 +124,26 @@ def _levelled(books: Books, now: float) -> Iterator[Move]:
     there = [worker for worker in books.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
+    slow = {(attempt.run, name) for attempt in books.open_attempts() for name in _slow_for(attempt)}
     for full, empty in zip(fullest, emptiest, strict=False):
         if full.load - (len(empty.slots) + 1) / empty.capacity < WORTH:
             return
         slots = [books.slot(key) for key in full.slots]
-        fitting = [slot for slot in slots if slot is not None and _may_go(books, slot, full, empty, now)]
+        fitting = [
+            slot
+            for slot in slots
+            if slot is not None and (slot.key.run, empty.name) not in slow and _may_go(books, slot, full, empty, now)
+        ]
         slot = min(fitting, key=lambda slot: slot.key, default=None)
         if slot is not None:
             why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
             yield Move(slot, empty, why)
+
+
+def _slow_for(attempt: Attempt) -> set[str]:
+    """Workers that its stragglers have left. One that is slow wherever it is says nothing about them."""
+    slots = (slot for box in attempt.boxes.values() for slot in box.slots)
+    return {name for slot in slots if len(slot.was_slow_at) < NUDGES for name in slot.was_slow_at}
 
 
 def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
@@ -140,4 +152,5 @@ def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -
     _, box = books.box_of(slot)
     opening = box.opening
     near = full.host_id == opening.host_id != empty.host_id
-    return not near and empty.may_run(module_of(opening.loader.input_fn))
+    barred = slot.was_slow_at | slot.unfit_at(books.workers)
+    return not near and empty.name not in barred and empty.may_run(module_of(opening.loader.input_fn))

@@ -159,7 +159,8 @@ def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
         by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
     worker = max(by_worker, key=lambda name: by_worker[name])
     whole = [slot for slot in box.slots if slot.worker == worker]
-    alone = all(slot.mean_queued >= AHEAD for slot in whole if slot is not top)  # a worker is not slow for one slot
+    rest = [slot for slot in whole if slot is not top]
+    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)  # no worker is slow for one slot
     groups = [[top], whole] if alone else [whole, [top]]
     for group in groups:
         others = [slot for slot in box.slots if slot not in group]

@@ -15,6 +15,7 @@ import math
 from statistics import fmean, median
 
 from penstock.appliance.books import Books
+from penstock.appliance.bottleneck import LEAST_S
 from penstock.appliance.model import Attempt, Place
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -30,7 +31,8 @@ def workers_per_box(attempt: Attempt) -> int:
     """That the run should have; 0 if too little is known yet."""
     boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE]
     took = [slot.batch_s for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
-    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MOST_WAITED)) for box in boxes]
+    seen = [box for box in boxes if box.usual_span_s >= LEAST_S]
+    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MOST_WAITED)) for box in seen]
     if not took or not any(rates):
         return 0
     return max(1, min(math.ceil(max(rates) * fmean(took) * HEADROOM), MOST_TIMES * attempt.num_workers))

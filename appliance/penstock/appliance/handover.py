@@ -5,7 +5,8 @@
     taken over  the slot is the successor's, under the generation that it was given when it was appointed
 
 Until the last of these the slot stays where it is and its batches flow. If its worker is lost meanwhile the successor
-takes over at once; if the successor is lost, or does not get ready, the slot stays, and is left alone for a while.
+takes over at once; if the successor is lost, or does not get ready, the slot stays. A worker that did not get ready is
+asked again only after a while, by one that drains, and if nobody else has a place; for the sake of balance it is not.
 
 Three reasons: its worker drains; it is a straggler; or workers have joined that have more room (see balance.py). What
 comes out of a slot does not depend on where it runs, so none of them changes the stream.
@@ -76,11 +77,9 @@ class HandOvers:
         """Appoints successors for what the worker has, as far as others have places."""
         why = f"worker {worker.name} drains"
         for slot in self.owned(worker):
-            if slot.successor is not None or slot.phase == pb.FAILED or now < slot.left_alone_until:
+            if slot.successor is not None or slot.phase == pb.FAILED:
                 continue
-            _, box = self._books.box_of(slot)
-            opening = box.opening
-            other = self._books.room.choose(slot, opening.host_id, opening.loader.input_fn, {worker.name})
+            other = self._elsewhere(slot, worker, now)
             if other is None:
                 continue
             if slot.phase == pb.READY:
@@ -88,27 +87,46 @@ class HandOvers:
             else:  # it has given nothing out, so there is nothing to keep going
                 self._books.move(slot, why, None)
 
+    def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
+        """A place for a slot of a worker that drains: with one that could not take it over only if no other has one."""
+        books = self._books
+        _, box = books.box_of(slot)
+        host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
+        other = books.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(books.workers))
+        if other is None and now >= slot.left_alone_until:
+            other = books.room.choose(slot, host_id, input_fn, {worker.name})
+        return other
+
     def owned(self, worker: Worker) -> list[Slot]:
         """The slots of the worker, without those that it is getting ready for."""
         slots = [self._books.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
-    def stuck(self, worker: Worker) -> int:
+    def stuck(self, worker: Worker, now: float) -> int:
         """Slots that stay with a worker that drains, for want of a place elsewhere."""
-        return sum(slot.successor is None for slot in self.owned(worker))
+        staying = [slot for slot in self.owned(worker) if slot.successor is None]
+        return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
 
     def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
-        """An operator wants a worker drained, or not any more, or only looks. Raises UnknownWorkerError."""
+        """An operator wants a worker drained, or not any more, or only looks. Raises UnknownWorkerError.
+
+        Whether one that only the journal knows drains, it tells when it comes back: until then nobody is told that it
+        does not, and it cannot be told so either.
+        """
         worker = self._books.workers.get(request.worker)
         if worker is None:
             there = ", ".join(sorted(self._books.workers)[:8]) or "none"
             raise UnknownWorkerError(f"there is no worker {request.worker!r}; there are: {there}")
+        if request.undo and not worker.registered:
+            raise UnknownWorkerError(
+                f"worker {request.worker!r} was not heard of since the coordinator was started: ask once it is back"
+            )
         if not request.look:
             self.set_draining(worker, not request.undo, now)
         return pb.DrainWorkerReply(
             slots=len(self.owned(worker)),
-            stuck=self.stuck(worker) if worker.draining else 0,
-            draining=worker.draining,
+            stuck=self.stuck(worker, now) if worker.draining else 0,
+            draining=worker.draining or not worker.registered,
             session=worker.session,
         )
 
@@ -120,6 +138,9 @@ class HandOvers:
         kind, text = ("worker drains", "hands its slots over") if draining else ("worker back", "takes slots again")
         self._books.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
         if draining:
+            for slot in [self._books.slot(key) for key in sorted(worker.slots)]:
+                if slot is not None and slot.worker != worker.name:
+                    self._books.dismiss(slot)  # it would come here to leave again
             self.drain(worker, now)
         else:
             for slot in self.owned(worker):
@@ -128,6 +149,8 @@ class HandOvers:
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
         """It stays where it is, for now."""
+        if slot.successor is not None:
+            slot.unfit[slot.successor.worker] = slot.successor.session
         self._books.dismiss(slot)
         slot.left_alone_until = now + self._books.limits.left_alone_s
         slot.note = note

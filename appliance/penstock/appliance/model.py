@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -91,6 +91,8 @@ class Slot:
     moved_at: float = 0.0
     """When its worker was last another one."""
     left_alone_until: float = 0.0
+    unfit: dict[str, str] = field(default_factory=dict)
+    """Worker -> session of it that could not get ready to take it over."""
     handed_over: bool = False
     """It moved last in good order."""
     was_slow_at: frozenset[str] = frozenset()
@@ -109,6 +111,10 @@ class Slot:
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     """The same, of this attempt alone."""
     gauge: Gauge = field(default_factory=Gauge)
+
+    def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
+        """Those of `workers` that could not get ready for it, and were not started again since."""
+        return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
 
     def is_succeeded_by(self, worker: str, generation: int) -> bool:
         """That worker, under that generation, is getting ready to take it over."""
@@ -158,6 +164,8 @@ class Box:
     """Of the time that steps_per_s speaks of."""
     usual_steps_per_s: float = 0.0
     """The same of late, as `waits` are: one report is no reason to decide anything."""
+    usual_span_s: float = 0.0
+    """Seconds that it speaks of, faded as they are."""
     rate_from: float = 0.0
     rate_steps: int = 0
     rate_waited_s: float = 0.0
@@ -188,8 +196,10 @@ class Box:
         elif now - self.rate_from >= 0.5:
             span_s, waited_s = now - self.rate_from, self.waited_s - self.rate_waited_s
             self.steps_per_s = (self.rate_steps + steps) / span_s
-            kept = 0.5 ** (span_s / HALF_S)
-            self.usual_steps_per_s = kept * self.usual_steps_per_s + (1 - kept) * self.steps_per_s
+            before_s = self.usual_span_s * 0.5 ** (span_s / HALF_S)
+            self.usual_span_s = before_s + span_s
+            usual_steps = before_s * self.usual_steps_per_s + self.rate_steps + steps
+            self.usual_steps_per_s = usual_steps / self.usual_span_s
             self.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
             self.rate_from, self.rate_steps, self.rate_waited_s = now, 0, self.waited_s
         else:

@@ -348,7 +348,7 @@ class Registry:
         worker.lease_until = max(worker.lease_until, worker.seen_at + pace.lease_s)
         self.books.journal.commit()
         wants = self._desk.wants(worker.name, self._clock())
-        stuck = self._hand_overs.stuck(worker) if worker.draining else 0
+        stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
         return views.heartbeat_reply(self.books, worker, request.seen_version, pace, self._wall(), wants, stuck)
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:

@@ -472,7 +472,10 @@ class _Runner:
         there = [base for base in snapshots if base.epoch == epoch and base.total == total]
         delivered = self._ledger.entry(total)
         failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
-        for base in [*inside[-1:], *origins[-1:], *earlier[-1:], *there[-1:]]:
+        # Of which nothing was taken: from its origin no batch would show that the loader is elsewhere.
+        unbegun = [base for base in origins if base.total == total and not source.traits.own_workers][-1:]
+        before = [base for base in earlier if base.epoch or epoch == 1] if unbegun else []
+        for base in [*inside[-1:], *before[-1:], *origins[-1:], *earlier[-1:], *there[-1:]]:
             try:
                 digest = delivered.digest if delivered is not None else 0
                 self._replay(Base.decode(base.data), total, epoch, digest)

@@ -239,13 +239,16 @@ class Slot:
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
         """The same slot and generation, as the coordinator says now."""
-        if assignment.hand_over and self._handing_over is None:
+        if not assignment.hand_over:  # any more: the next successor needs what is newest then
+            self._handing_over, self._handed_over = None, False
+        elif self._handing_over is None:
             self._handing_over = self._spawn(self._make_room_for_successor())
 
     async def _make_room_for_successor(self) -> None:
         await self._hand_over()
-        self._handed_over = True
-        self.host.slot_changed()
+        if self._handing_over is asyncio.current_task():
+            self._handed_over = True
+            self.host.slot_changed()
 
     async def stop(self) -> None:
         """End it: the runner, its process group, and whatever is under way here."""

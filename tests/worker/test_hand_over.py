@@ -1,0 +1,68 @@
+"""What a slot's worker does when it is told that a successor is ready, and when that one is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.worker.slot import Slot, Tally
+from penstock.worker.snapshots import Kept
+
+DEADLINE_S = 10.0
+
+
+class Coordinator:
+    """Keeps what it is sent, as soon as it may."""
+
+    def __init__(self) -> None:
+        self.may, self.kept = asyncio.Event(), list[int]()
+        self.asked = asyncio.Event()
+
+    async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> pb.PutSnapshotReply:
+        self.asked.set()
+        await self.may.wait()
+        self.kept.append(header.total)
+        return pb.PutSnapshotReply()
+
+
+def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
+    """Also the second one: what the first was given, before it was dismissed, is old by then."""
+
+    async def body() -> None:
+        coordinator, changed = Coordinator(), asyncio.Event()
+        host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=changed.set, tally=Tally())
+        slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+
+        def told(*, hand_over: bool) -> None:
+            changed.clear()
+            slot.assigned(records_pb2.WorkerAssignment(hand_over=hand_over))
+
+        slot.store.add(Kept(0, 1, 1, 1, False, 1, b"state"), 0)
+        told(hand_over=True)
+        await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
+        assert not slot.report().handed_over
+        told(hand_over=False)  # it was dismissed, while its snapshot was on its way
+        slot.store.add(Kept(0, 2, 2, 2, False, 2, b"state"), 0)
+        coordinator.may.set()
+        while coordinator.kept != [1]:
+            await asyncio.sleep(0)
+        assert not slot.report().handed_over
+
+        coordinator.may.clear()
+        coordinator.asked.clear()
+        told(hand_over=True)
+        await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
+        assert not slot.report().handed_over
+        coordinator.may.set()
+        await asyncio.wait_for(changed.wait(), DEADLINE_S)
+        assert slot.report().handed_over
+        assert coordinator.kept == [1, 2]
+
+        told(hand_over=False)
+        assert not slot.report().handed_over
+        slot.ledger.close()
+
+    asyncio.run(asyncio.wait_for(body(), 3 * DEADLINE_S))
