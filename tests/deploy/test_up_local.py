@@ -140,8 +140,10 @@ def test_workers_join_and_leave(fleet: Fleet, until: Until) -> None:
     told = fleet.processes()["penstock-1"]
     assert told is not None
     assert told.send(signal.SIGTERM)  # its operator wants it gone: it stays away
-    until(lambda: _ended(told))
-    assert fleet.shell.call(*UP, "--workers", "1").returncode == 0  # and is asked back
+    until(lambda: any(daemon["state"] == "left" for daemon in fleet.record()["daemons"]))
+    assert fleet.shell.call(*UP, "--workers", "3").returncode == 0  # and is asked back
+    assert set(fleet.workers()) == {"penstock-1", "penstock-2", "penstock-3"}
+    assert fleet.shell.call(*UP, "--workers", "1").returncode == 0
     until(lambda: set(fleet.workers()) == {"penstock-1"})
 
 
@@ -217,6 +219,19 @@ def test_a_record_that_is_none_is_named(shell: Any, text: str) -> None:
     done = shell.call("down", "--dir", "fleet")
     assert done.returncode == 2
     assert "fleet/fleet.json" in done.error
+
+
+def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
+    file = shell.folder / "settings.toml"
+    (shell.folder / "mine").mkdir()
+    for text, place in (
+        ('dir = "mine"', shell.folder / "mine"),
+        ('name = "mine"', shell.folder / "xdg" / "penstock" / "mine"),
+    ):
+        place.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"[up]\n{text}\n")
+        done = shell.call("down", PENSTOCK_CONFIG=str(file), XDG_STATE_HOME=str(shell.folder / "xdg"))
+        assert (done.returncode, done.stdout) == (0, f"nothing is up in {place}\n")
 
 
 @pytest.mark.parametrize(

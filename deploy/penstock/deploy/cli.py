@@ -109,6 +109,10 @@ def main() -> None:
         if isinstance(error, BrokenPipeError):  # `| head` has what it wanted
             raise SystemExit(UNSAID) from None
         _end(f"standard output cannot be written: {error.strerror}", UNSAID)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # Typer's own end, for a print that was not held back
+            raise SystemExit(UNSAID) from None
+        raise
     except KeyboardInterrupt:  # before a command began
         raise SystemExit(INTERRUPTED) from None
 

@@ -32,7 +32,7 @@ def run_up(
     """Start a fleet. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
-    folder = Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+    folder = _folder(settings)
     if render and settings.engine not in ("slurm", "kubernetes"):
         raise CommandError(f"--render: the engine {settings.engine} has no files to show", USAGE)
     if not render:
@@ -62,6 +62,10 @@ def run_up(
     supervise(plan, folder, lambda fleet: _say(fleet, as_json))
 
 
+def _folder(settings: UpSettings) -> Folder:
+    return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+
+
 def _rendered(plan: Plan, folder: Path) -> str:
     if plan.engine == "slurm":
         from penstock.deploy.engines.slurm import render as slurm
@@ -85,9 +89,9 @@ def _say(fleet: Fleet, as_json: bool) -> None:
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 
-def run_down(name: str, folder: Path | None, timeout_s: float, as_json: bool) -> None:
-    """End the fleet whose record is in the folder."""
-    where = Folder(folder or default_folder(name))
+def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
+    """End the fleet whose record is in the folder. `flags`: as of run_up, those that say which fleet it is."""
+    where = _folder(resolve(UpSettings, **flags))
     if not where.path.is_dir():
         raise CommandError(
             f"no fleet was ever started in {where.path}: give --dir, or --name as for `penstock up`", USAGE
