@@ -214,6 +214,12 @@ def test_what_cannot_be_said_or_read_is_one_line(shell: Any, redirected: str, co
     assert says in done.stderr
 
 
+def test_a_name_that_the_terminal_cannot_show_is_escaped(shell: Any) -> None:
+    done = shell.run("config", "worker", PENSTOCK_WORKER_NAME="日本", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u65e5\u672c" in done.stdout
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -292,6 +292,17 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_up_that_is_told_to_end_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
+    starting = shell.begin(*UP)
+    folder = Folder(shell.folder / "fleet")
+    until(lambda: folder.holder() not in (None, Identity.of(starting.process.pid)))
+    starting.process.send_signal(number)
+    assert starting.process.wait(20) == 130
+    assert f"was told to end ({number.name}) while it was starting" in starting.log.read_text().splitlines()[-1]
+    assert (folder.supervised, folder.fleet()) == (False, None)
+
+
 def test_a_fleet_ends_with_its_last_worker(shell: Any, until: Until) -> None:
     assert shell.run(*UP, "--workers", "1").returncode == 0
     fleet = Fleet(shell)

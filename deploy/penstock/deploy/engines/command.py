@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from penstock.deploy.engines.base import Fleet, Plan, engine, exports
 from penstock.deploy.engines.folder import Folder, default_folder
 from penstock.deploy.engines.planning import plan_of
 from penstock.deploy.engines.settings import UpSettings
-from penstock.deploy.exits import USAGE, CommandError
+from penstock.deploy.exits import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.settings import TlsSettings, resolve
 from penstock.proto.addresses import refuse_unsafe
 
@@ -55,7 +59,9 @@ def run_up(
     if detach:
         from penstock.deploy.engines.local import LocalEngine
 
-        _say(LocalEngine().up(plan, folder.path), as_json)
+        with _told_to_end(folder):
+            fleet = LocalEngine().up(plan, folder.path)
+        _say(fleet, as_json)
         return
     from penstock.deploy.engines.supervisor import supervise
 
@@ -64,6 +70,23 @@ def run_up(
 
 def _folder(settings: UpSettings) -> Folder:
     return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+
+
+@contextlib.contextmanager
+def _told_to_end(folder: Folder) -> Iterator[None]:
+    """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
+    is: the fleet ends with it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        raise CommandError(f"the fleet in {folder.path} was told to end ({name}) while it was starting", INTERRUPTED)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _rendered(plan: Plan, folder: Path) -> str:

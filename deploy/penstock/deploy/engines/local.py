@@ -5,6 +5,7 @@ All that is known of a detached one is in its folder (penstock.deploy.engines.fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from penstock.deploy.engines.base import Fleet, Plan
 from penstock.deploy.engines.folder import Folder, Identity, open_log
-from penstock.deploy.engines.keeper import last_words
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
 from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.proto.errors import DeadlineError
 
@@ -56,6 +57,8 @@ class LocalEngine:
                 said = pipe.readline() if in_time else b""
             except BaseException:
                 process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(WORKER_GRACE_S + COORDINATOR_GRACE_S)
                 raise
         if not said:
             told = bool(in_time) and process.wait() == -signal.SIGTERM
