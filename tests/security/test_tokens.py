@@ -155,7 +155,12 @@ def test_a_pipe_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_pipe_that_is_being_written_is_read() -> None:
     """As of a shell: --token-file <(command)."""
     read, write = os.pipe()
-    writer = threading.Timer(0.2, lambda: (os.write(write, b"a-token\n"), os.close(write)))
+
+    def say() -> None:
+        os.write(write, b"a-token\n")
+        os.close(write)
+
+    writer = threading.Timer(0.2, say)
     writer.start()
     try:
         assert read_token("client", file=f"/proc/self/fd/{read}") == "a-token"
