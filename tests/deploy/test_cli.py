@@ -181,15 +181,16 @@ def test_ctrl_c_is_quiet(shell: Any) -> None:
     assert command.log.read_text() == ""
 
 
-def test_a_closed_pipe_is_quiet(coordinator: Any) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_quiet(shell: Any, unbuffered: str) -> None:
     done = subprocess.run(
-        ["bash", "-c", 'set -o pipefail; "$0" status --json | true', str(Path(sys.executable).with_name("penstock"))],
-        env=coordinator.env({}),
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m penstock.deploy config --json | true"],
+        env={**shell.env({}), "PYTHONUNBUFFERED": unbuffered},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (10, "")
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,29 @@ def test_what_cannot_be_said_or_read_is_one_line(shell: Any, redirected: str, co
     )
     assert (done.returncode, done.stderr.splitlines()[:-1]) == (code, [])
     assert says in done.stderr
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(shell: Any) -> None:
+    done = shell.run("config", "worker", PENSTOCK_WORKER_NAME="日本", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\u65e5\u672c" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("state", "job", "--step", "9" * 20),
+        ("replay", "job", "--allow", "x", "--step", "9" * 20),
+        ("replay", "job", "--allow", "x", "--step", "1", "--box", "9" * 10),
+        ("replay", "job", "--allow", "x", "--step", "1", "--attempt", "9" * 20),
+        ("doctor", "os:getcwd", "--seed", "9" * 20),
+    ],
+)
+def test_a_number_that_no_message_holds_is_a_usage_error(shell: Any, arguments: tuple[str, ...]) -> None:
+    done = shell.call(*arguments, PENSTOCK_COORDINATOR="127.0.0.1:9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "less than or equal to" in done.error
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_while_it_is_being_imported() -> None:

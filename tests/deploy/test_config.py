@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.deploy.config import example
+from penstock.deploy.engines.settings import UpSettings
 from penstock.deploy.resolving import check_settings_file
 from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings, describe, resolve
 from penstock.proto.errors import InvalidArgumentError
@@ -170,6 +171,21 @@ def test_a_value_of_another_type_is_not_taken(written: Path, line: str) -> None:
         resolve(WorkerSettings)
     written.write_text('[worker]\nallow = "x"\nslots = 2\ndrain = 3\ninsecure = true\n')
     assert resolve(WorkerSettings).drain == 3.0  # an integer is a number of seconds too
+
+
+def test_a_list_is_taken_only_where_a_list_is_meant(written: Path) -> None:
+    written.write_text('[cluster]\ncoordinator = ["head:7070"]\n')
+    with pytest.raises(InvalidArgumentError, match=rf"{written}:2: .* it should be a valid string"):
+        resolve(PeerSettings)
+
+
+def test_paths_of_every_section_are_relative_to_the_file(written: Path) -> None:
+    written.write_text(
+        '[up]\ndir = "fleet"\nallow = ["a", "b"]\n[worker]\nslots = 1\nallow = "a"\npulse_file = "~/p"\n'
+    )
+    assert resolve(UpSettings).dir == str(written.parent / "fleet")
+    assert resolve(UpSettings).allow == "a,b"
+    assert resolve(WorkerSettings).pulse_file == os.path.expanduser("~/p")
 
 
 def test_an_address_with_a_nul(written: Path) -> None:

@@ -84,6 +84,13 @@ def test_port_taken(shell: Any) -> None:
         assert address in lanes.error
 
 
+@pytest.mark.parametrize("daemon", ["coordinator --state-dir state", "worker --slots 1 --allow x"])
+def test_an_address_of_another_machine(shell: Any, daemon: str) -> None:
+    done = shell.call(*daemon.split(), "--listen", "192.0.2.1:0", "--insecure")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot listen on 192.0.2.1:0" in done.error
+
+
 @pytest.mark.parametrize("arguments", [("coordinator", "--state-dir", "state"), ("worker", "--slots=1", "--allow=x")])
 def test_an_unsafe_bind_is_refused(shell: Any, arguments: tuple[str, ...]) -> None:
     done = shell.call(*arguments, "--listen", "192.0.2.1:0")
@@ -127,6 +134,21 @@ def test_missing_and_bad_settings_are_usage_errors(shell: Any, arguments: tuple[
     assert done.returncode == 2
     assert says in done.error
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("path", ["no/such/file", "folder", "."])
+def test_a_ready_file_that_cannot_be_written(coordinator: Any, path: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    place = str(tmp_path / path)
+    for daemon in (
+        ("coordinator", "--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "state")),
+        ("worker", "--slots", "1", "--allow", "x"),
+    ):
+        done = coordinator.call(*daemon, "--ready-file", place)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"--ready-file {Path(place)} cannot be written" in done.error
+        assert "Traceback" not in done.stderr
+    assert list(tmp_path.parent.glob(f"{tmp_path.name}.*")) == []  # nothing half-made
 
 
 def test_worker_registers_and_leaves(coordinator: Any) -> None:

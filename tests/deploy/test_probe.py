@@ -25,6 +25,15 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: seconds)
 
 
+def test_a_pulse_file_that_is_a_folder_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    PulseWriter(".").turned()
+    assert "the pulse cannot be written to ." in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_worker_without_its_coordinator_is_live_and_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
         (PeerSettings, {"coordinator": "node1:70700"}, '--coordinator node1:70700: an address is "HOST:PORT"'),
         (PeerSettings, {"coordinator": "node1:0"}, "with the port that the coordinator printed"),
         (PeerSettings, {"coordinator": "::1:7070"}, "[::1]:7070"),
+        (PeerSettings, {"coordinator": "http://node1:7070"}, "with no scheme before it"),
         (CoordinatorSettings, {}, "--state-dir is missing (or the variable PENSTOCK_COORDINATOR_STATE_DIR)"),
         (CoordinatorSettings, {"state_dir": "x", "lease": 0.1}, "--lease 0.1: it should be greater than or equal"),
         (CoordinatorSettings, {"state_dir": "x", "lease": float("nan")}, "--lease nan: it should be a finite number"),

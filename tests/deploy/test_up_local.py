@@ -140,8 +140,10 @@ def test_workers_join_and_leave(fleet: Fleet, until: Until) -> None:
     told = fleet.processes()["penstock-1"]
     assert told is not None
     assert told.send(signal.SIGTERM)  # its operator wants it gone: it stays away
-    until(lambda: _ended(told))
-    assert fleet.shell.call(*UP, "--workers", "1").returncode == 0  # and is asked back
+    until(lambda: any(daemon["state"] == "left" for daemon in fleet.record()["daemons"]))
+    assert fleet.shell.call(*UP, "--workers", "3").returncode == 0  # and is asked back
+    assert set(fleet.workers()) == {"penstock-1", "penstock-2", "penstock-3"}
+    assert fleet.shell.call(*UP, "--workers", "1").returncode == 0
     until(lambda: set(fleet.workers()) == {"penstock-1"})
 
 
@@ -219,6 +221,19 @@ def test_a_record_that_is_none_is_named(shell: Any, text: str) -> None:
     assert "fleet/fleet.json" in done.error
 
 
+def test_down_means_the_fleet_that_up_would(shell: Any) -> None:
+    file = shell.folder / "settings.toml"
+    (shell.folder / "mine").mkdir()
+    for text, place in (
+        ('dir = "mine"', shell.folder / "mine"),
+        ('name = "mine"', shell.folder / "xdg" / "penstock" / "mine"),
+    ):
+        place.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"[up]\n{text}\n")
+        done = shell.call("down", PENSTOCK_CONFIG=str(file), XDG_STATE_HOME=str(shell.folder / "xdg"))
+        assert (done.returncode, done.stdout) == (0, f"nothing is up in {place}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -274,6 +289,17 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
     assert (done.returncode, done.stdout.split("(")[0]) == (0, "ended: supervisor ")
     assert starting.process.wait(20) == 130
     assert "told to end while it was starting" in starting.log.read_text().splitlines()[-1]
+    assert (folder.supervised, folder.fleet()) == (False, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_up_that_is_told_to_end_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
+    starting = shell.begin(*UP)
+    folder = Folder(shell.folder / "fleet")
+    until(lambda: folder.holder() not in (None, Identity.of(starting.process.pid)))
+    starting.process.send_signal(number)
+    assert starting.process.wait(20) == 130
+    assert f"was told to end ({number.name}) while it was starting" in starting.log.read_text().splitlines()[-1]
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,30 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, mode: int)
         read_token("client", file=file)
     with pytest.raises(AuthenticationError, match=says):
         read_tokens(file)
+
+
+def test_a_pipe_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(AuthenticationError, match=f"the token file {pipe} is empty"):
+        read_token("client", file=pipe)
+
+
+def test_a_pipe_that_is_being_written_is_read() -> None:
+    """As of a shell: --token-file <(command)."""
+    read, write = os.pipe()
+
+    def say() -> None:
+        os.write(write, b"a-token\n")
+        os.close(write)
+
+    writer = threading.Timer(0.2, say)
+    writer.start()
+    try:
+        assert read_token("client", file=f"/proc/self/fd/{read}") == "a-token"
+    finally:
+        writer.join()
+        os.close(read)
 
 
 # ------------------------------------------------------------------------------------------------------ over the wire

@@ -7,6 +7,7 @@ see torch.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -97,6 +98,8 @@ def main() -> None:
             _end(f"an argument is not UTF-8: {printable(given)}", USAGE)
     if sys.stdout is None:
         _end("standard output is closed; >/dev/null if nothing of it is wanted", UNSAID)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()
@@ -109,6 +112,10 @@ def main() -> None:
         if isinstance(error, BrokenPipeError):  # `| head` has what it wanted
             raise SystemExit(UNSAID) from None
         _end(f"standard output cannot be written: {error.strerror}", UNSAID)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # Typer's own end, for a print that was not held back
+            raise SystemExit(UNSAID) from None
+        raise
     except KeyboardInterrupt:  # before a command began
         raise SystemExit(INTERRUPTED) from None
 

@@ -29,6 +29,12 @@ OF: dict[str, tuple[type[Section], ...]] = {
     "client": (JobSettings,),
     "up": (UpSettings,),
 }
+TITLES = {
+    "coordinator": "the coordinator",
+    "worker": "the worker",
+    "client": "the training job",
+    "up": "penstock up",
+}
 TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its owner alone. Never the token itself."
 
 
@@ -86,7 +92,7 @@ def _as_dict(found: Found) -> dict[str, Any]:
 
 def _tables(found: dict[str, list[Found]]) -> Iterator[Table]:
     for name, settings in found.items():
-        table = Table(f"Settings of the {'training job' if name == 'client' else name}", ("setting", "value", "from"))
+        table = Table(f"Settings of {TITLES[name]}", ("setting", "value", "from"))
         for each in settings:
             missing = not each.source
             value = "missing" if missing else "" if each.value is None else str(each.value)

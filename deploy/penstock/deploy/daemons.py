@@ -6,6 +6,7 @@ Standard output gets one line, when the daemon is ready; everything else is log,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -29,6 +30,7 @@ from penstock.deploy.tokens import coordinator_tokens, peer_token
 from penstock.proto import tracing
 from penstock.proto.addresses import refuse_unsafe
 from penstock.proto.channel import VERSION, is_local
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.logs import JsonLines, TextLines
 from penstock.proto.tokens import admin_tokens
 
@@ -175,7 +177,12 @@ def _start_log(debug: bool, telemetry: TelemetrySettings, **always: str) -> None
 def _announce(line: str, ready_file: Path | None) -> None:
     """The one line, to standard output and to the file: whole or not there at all."""
     if ready_file is not None:
-        beside = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
-        beside.write_text(line + "\n")
-        beside.replace(ready_file)
+        beside = ready_file.parent / f"{ready_file.name}.{os.getpid()}"
+        try:
+            beside.write_text(line + "\n")
+            beside.replace(ready_file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise InvalidArgumentError(f"--ready-file {ready_file} cannot be written: {error.strerror}") from error
     print(line, flush=True)

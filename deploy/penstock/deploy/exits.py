@@ -122,7 +122,7 @@ CODES = (
     Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
     Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
     Code(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
-    Code(INTERRUPTED, "interrupted (Ctrl-C), or ended by `penstock down` while it started"),
+    Code(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: told to end while it started"),
 )
 
 _CODE_OF = {name: code.number for code in CODES for name in code.errors}

@@ -26,6 +26,9 @@ from penstock.deploy.settings import (
 from penstock.proto import settings_file
 
 __all__ = [
+    "LARGEST",
+    "LARGEST_BOX",
+    "LARGEST_SEED",
     "Allow",
     "AsJson",
     "BalanceAfter",
@@ -57,6 +60,12 @@ __all__ = [
     "WorkerListen",
     "option",
 ]
+
+
+LARGEST = 2**63 - 1
+"""Of a step or an attempt: what messages and the journal hold."""
+LARGEST_BOX = 2**32 - 1
+LARGEST_SEED = 2**64 - 1
 
 
 def option(section: type[Section], field: str, metavar: str | None = None) -> Any:

@@ -8,7 +8,8 @@ A coordinator is live if it answers at all, and ready if it says SERVING. The qu
 with TLS and all: one that shows a certificate that has run out is not live, and is healed by a new start. A worker is
 live if rounds of its heartbeat end, and ready if the coordinator answers them: see penstock.proto.pulse.
 
-Exit status: 0 well, 1 not, 2 usage; 1 and 2 with a line on standard error.
+Exit status: 0 well, 1 not, or nobody can tell, 2 a mistake on the command line; 1 and 2 with a line on standard
+error.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock.deploy.resolving import describe, flag, resolve, variable
-from penstock.proto.settings import IN_MEMORY, FilePath, IsPath, Section
+from penstock.proto.settings import IN_MEMORY, FilePath, IsList, IsPath, Section
 from penstock.proto.settings_file import CLUSTER
 from penstock.proto.tls import Tls, load_tls
 
@@ -50,11 +50,13 @@ def listen_address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host.isprintable() or " " in host:
         raise ValueError("a host is printable text without blanks")
+    if "/" in value:
+        raise ValueError('an address is "HOST:PORT", with no scheme before it and no path behind it')
     if host and port.isascii() and port.isdigit() and int(port) <= 65535:
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
             raise ValueError(f"an IPv6 address goes in brackets: [{host}]:{port}")
         return value
-    raise ValueError('an address is "HOST:PORT"; port 0 takes a free one')
+    raise ValueError('an address is "HOST:PORT", the port a number up to 65535; to listen, port 0 takes a free one')
 
 
 def _page_address(value: str) -> str:
@@ -194,7 +196,7 @@ class WorkerSettings(Section):
     slots: int = Field(
         ge=1, le=4096, description="Runners that may run here at a time: one for each CPU core is usual."
     )
-    allow: str = Field(
+    allow: Annotated[str, IsList()] = Field(
         description="Prefix of modules whose input_fn may run here: mypackage, mypackage.data; repeatable. '*': any."
     )
     listen: Annotated[str, AfterValidator(lane_address)] = Field(
@@ -205,7 +207,7 @@ class WorkerSettings(Section):
         description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
         "above twice as much killed (default: any).",
     )
-    pulse_file: str = Field(
+    pulse_file: FilePath = Field(
         "",
         description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` knows that this "
         "worker makes progress (default: none).",

@@ -10,6 +10,7 @@ Times are those of the monotonic clock, which all processes of a machine share a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -45,12 +46,14 @@ class PulseWriter:
         """A round ended without an answer."""
         if self._path is None:
             return
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        beside = self._path.parent / f".{self._path.name}.{os.getpid()}"
         try:
             beside.write_text(f"{time.monotonic()} {self._heard}\n")
             beside.replace(self._path)
             self._failed = False
         except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
             if not self._failed:
                 _log.warning("the pulse cannot be written to %s: %s", self._path, error)
             self._failed = True

@@ -23,6 +23,7 @@ __all__ = [
     "IN_MEMORY",
     "FilePath",
     "Found",
+    "IsList",
     "IsPath",
     "OtherType",
     "Section",
@@ -45,6 +46,10 @@ class IsPath:
 
 
 FilePath = Annotated[str, IsPath()]
+
+
+class IsList:
+    """Of a field whose text is a list with commas: in the settings file it may be a list of TOML."""
 
 
 class Section(BaseSettings):
@@ -126,7 +131,7 @@ def from_file(section: type[Section], file: SettingsFile) -> dict[str, Any]:
         value = file.tables[place[0]][place[1]]
         if value == "":  # as an empty variable
             continue
-        if isinstance(value, list):
+        if isinstance(value, list) and any(isinstance(fact, IsList) for fact in info.metadata):
             value = ",".join(map(str, value))
         if isinstance(value, str) and value != IN_MEMORY and any(isinstance(fact, IsPath) for fact in info.metadata):
             value = file.resolved(value)

@@ -4,6 +4,7 @@
     [coordinator]      what `penstock coordinator` can be told
     [worker]           what `penstock worker` can be told
     [client]           defaults of Appliance(...)
+    [up]               what `penstock up` and `penstock down` can be told
 
 It is the one that PENSTOCK_CONFIG (`--config`) names, else ~/.config/penstock/config.toml, else
 /etc/penstock/penstock.toml: the first that is there, and nothing is merged. The working directory is not looked at: the

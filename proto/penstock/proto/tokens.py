@@ -14,7 +14,6 @@ from __future__ import annotations
 import hmac
 import os
 import stat
-from pathlib import Path
 from typing import cast
 
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError
@@ -141,7 +140,9 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         raise AuthenticationError("no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE to a file that holds it")
     name = f"the token file {os.fspath(file)}"
     try:
-        with Path(file).open("rb") as opened:
+        # A named pipe is opened without waiting for who writes it; one that the shell made, <(...), has its writer.
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            os.set_blocking(opened.fileno(), True)
             status = os.fstat(opened.fileno())
             raw = opened.read(MAX_FILE + 1)
         text = raw.decode("ascii")

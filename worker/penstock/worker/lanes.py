@@ -15,6 +15,7 @@ plain or TLS, hears so at once: both ends would wait for the other's next bytes 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
 import socket
@@ -26,6 +27,7 @@ from penstock.proto import tcp
 from penstock.proto.addresses import refuse_unsafe
 from penstock.proto.channel import Tls, detail_of
 from penstock.proto.errors import (
+    InvalidArgumentError,
     LaneLostError,
     PenstockError,
     PortTakenError,
@@ -93,7 +95,7 @@ class LaneDoors:
         self.tcp_address = ""
 
     def open(self, listen: str) -> None:
-        """`listen`: host:port for TCP, port 0 for any. Raises UnsafeBindError, PortTakenError."""
+        """`listen`: host:port for TCP, port 0 for any. Raises UnsafeBindError, PortTakenError, InvalidArgumentError."""
         refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
         local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
@@ -106,7 +108,8 @@ class LaneDoors:
         except OSError as error:
             local.close()
             tcp_door.close()
-            raise PortTakenError(f"cannot listen on {listen} for lanes: {error.strerror}") from error
+            kind = PortTakenError if error.errno == errno.EADDRINUSE else InvalidArgumentError
+            raise kind(f"cannot listen on {listen} for lanes: {error.strerror}") from error
         self.tcp_address = f"{host}:{tcp_door.getsockname()[1]}"
         for listener, greet in ((local, self._greet_local), (tcp_door, self._greet_tcp)):
             listener.listen(256)

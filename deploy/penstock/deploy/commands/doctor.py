@@ -11,6 +11,7 @@ import typer
 from penstock.deploy.commands.base import Group, subcommands, tls_flags
 from penstock.deploy.exits import guarded
 from penstock.deploy.options import (
+    LARGEST_SEED,
     AsJson,
     Debug,
     TlsCa,
@@ -179,7 +180,7 @@ def doctor_loader(
         bool,
         typer.Option("--replay", help="A loader without state methods may be saved by replay: Appliance(replay=True)."),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the run.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=LARGEST_SEED, help="Of the run.")] = 0,
     deadline: Annotated[
         float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For each child process that runs the loader.")
     ] = 300.0,

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.deploy.options import AsJson, Debug
+from penstock.deploy.engines.settings import UpSettings
+from penstock.deploy.options import AsJson, Debug, option
 
 __all__ = ["down"]
 
 
 def down(
-    name: Annotated[
-        str,
-        typer.Option("--name", metavar="NAME", envvar="PENSTOCK_UP_NAME", help="Of the fleet, as for `penstock up`."),
-    ] = "penstock",
-    dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", envvar="PENSTOCK_UP_DIR", help="Its folder, if `penstock up` was given one."
-        ),
-    ] = None,
+    name: Annotated[str | None, option(UpSettings, "name", "NAME")] = None,
+    dir: Annotated[str | None, option(UpSettings, "dir", "DIR")] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For an orderly end; then it is killed.")
     ] = 60.0,
@@ -40,4 +32,4 @@ def down(
     """
     from penstock.deploy.engines.command import run_down
 
-    run_down(name, dir, timeout, as_json)
+    run_down({"name": name, "dir": dir}, timeout, as_json)

@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.completing import run_names
-from penstock.deploy.options import (
-    AsJson,
-    Debug,
-)
+from penstock.deploy.options import LARGEST, LARGEST_BOX, AsJson, Debug
 from penstock.deploy.peer import Peer
 
 __all__ = ["replay"]
@@ -24,8 +21,10 @@ def replay(
             metavar="RUN", help="JOB/ORDINAL; JOB is JOB/0. None: from a --checkpoint alone.", autocompletion=run_names
         ),
     ] = None,
-    step: Annotated[int, typer.Option("--step", metavar="S", min=1, help="Step of the box that got the batch.")] = ...,  # type: ignore[assignment]
-    box: Annotated[int, typer.Option("--box", metavar="B", min=0, help="The box.")] = 0,
+    step: Annotated[
+        int, typer.Option("--step", metavar="S", min=1, max=LARGEST, help="Step of the box that got the batch.")
+    ] = ...,  # type: ignore[assignment]
+    box: Annotated[int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="The box.")] = 0,
     row: Annotated[int | None, typer.Option("--row", metavar="I", min=0, help="Show one row of the batch too.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the batch, to FILE.pst, FILE.npz or FILE.pt.")
@@ -44,7 +43,9 @@ def replay(
     ] = None,
     attempt: Annotated[
         int | None,
-        typer.Option("--attempt", metavar="N", min=1, help="Of the run. Default: the last that had the step."),
+        typer.Option(
+            "--attempt", metavar="N", min=1, max=LARGEST, help="Of the run. Default: the last that had the step."
+        ),
     ] = None,
     args: Annotated[
         str | None, typer.Option("--args", metavar="JSON", help="Positional arguments of input_fn, if not the run's.")

@@ -10,10 +10,7 @@ import typer
 from penstock.deploy.commands.base import Group, subcommands
 from penstock.deploy.completing import run_names
 from penstock.deploy.exits import guarded
-from penstock.deploy.options import (
-    AsJson,
-    Debug,
-)
+from penstock.deploy.options import LARGEST, AsJson, Debug
 from penstock.deploy.peer import Peer
 
 __all__ = ["state"]
@@ -63,7 +60,13 @@ def state_show(
     ],
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="S", min=0, help="Step of the boxes. Default: the last that every box has had."),
+        typer.Option(
+            "--step",
+            metavar="S",
+            min=0,
+            max=LARGEST,
+            help="Step of the boxes. Default: the last that every box has had.",
+        ),
     ] = None,
     deadline: Annotated[
         float,

@@ -52,7 +52,7 @@ def up(
 
     Prints what a training job needs once all is ready: eval "$(penstock up --detach --allow mypackage)". In the
     foreground Ctrl-C ends it; else `penstock down`. A detached local fleet that is up is given another number of
-    workers by the same command with another --workers.
+    workers by the same command with another --workers, and those that left are started anew by the very same.
 
     \b
     Examples:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from penstock.deploy.engines.base import Fleet, Plan, engine, exports
 from penstock.deploy.engines.folder import Folder, default_folder
 from penstock.deploy.engines.planning import plan_of
 from penstock.deploy.engines.settings import UpSettings
-from penstock.deploy.exits import USAGE, CommandError
+from penstock.deploy.exits import INTERRUPTED, USAGE, CommandError
 from penstock.deploy.settings import TlsSettings, resolve
 from penstock.proto.addresses import refuse_unsafe
 
@@ -32,7 +36,7 @@ def run_up(
     """Start a fleet. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
     settings = resolve(UpSettings, **flags)
     tls = resolve(TlsSettings, **tls_flags)
-    folder = Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+    folder = _folder(settings)
     if render and settings.engine not in ("slurm", "kubernetes"):
         raise CommandError(f"--render: the engine {settings.engine} has no files to show", USAGE)
     if not render:
@@ -55,11 +59,34 @@ def run_up(
     if detach:
         from penstock.deploy.engines.local import LocalEngine
 
-        _say(LocalEngine().up(plan, folder.path), as_json)
+        with _told_to_end(folder):
+            fleet = LocalEngine().up(plan, folder.path)
+        _say(fleet, as_json)
         return
     from penstock.deploy.engines.supervisor import supervise
 
     supervise(plan, folder, lambda fleet: _say(fleet, as_json))
+
+
+def _folder(settings: UpSettings) -> Folder:
+    return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+
+
+@contextlib.contextmanager
+def _told_to_end(folder: Folder) -> Iterator[None]:
+    """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
+    is: the fleet ends with it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        raise CommandError(f"the fleet in {folder.path} was told to end ({name}) while it was starting", INTERRUPTED)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _rendered(plan: Plan, folder: Path) -> str:
@@ -85,9 +112,9 @@ def _say(fleet: Fleet, as_json: bool) -> None:
     print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
 
 
-def run_down(name: str, folder: Path | None, timeout_s: float, as_json: bool) -> None:
-    """End the fleet whose record is in the folder."""
-    where = Folder(folder or default_folder(name))
+def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
+    """End the fleet whose record is in the folder. `flags`: as of run_up, those that say which fleet it is."""
+    where = _folder(resolve(UpSettings, **flags))
     if not where.path.is_dir():
         raise CommandError(
             f"no fleet was ever started in {where.path}: give --dir, or --name as for `penstock up`", USAGE

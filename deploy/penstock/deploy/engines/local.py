@@ -5,6 +5,7 @@ All that is known of a detached one is in its folder (penstock.deploy.engines.fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -17,12 +18,14 @@ from pathlib import Path
 
 from penstock.deploy.engines.base import Fleet, Plan
 from penstock.deploy.engines.folder import Folder, Identity, open_log
-from penstock.deploy.engines.keeper import last_words
+from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
 from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.proto.errors import DeadlineError
 
 __all__ = ["LocalEngine"]
 
+GONE = {"failed", "left"}
+"""States of workers that do not come back by themselves."""
 POLL_S = 0.05
 """Between two looks at a record that a supervisor is about to change."""
 
@@ -54,6 +57,8 @@ class LocalEngine:
                 said = pipe.readline() if in_time else b""
             except BaseException:
                 process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(WORKER_GRACE_S + COORDINATOR_GRACE_S)
                 raise
         if not said:
             told = bool(in_time) and process.wait() == -signal.SIGTERM
@@ -120,7 +125,7 @@ def _adjust(plan: Plan, where: Folder) -> Fleet:
     if current is None or fleet is None or not fleet.about["ready"]:
         raise CommandError(f"a fleet is being started in {where.path} by another `penstock up`", USAGE)
     others = [name for name in current.differences(plan) if name != "--workers"]
-    if others or current.workers == plan.workers:
+    if others or (current.workers == plan.workers and not set(_states(fleet)) & GONE):
         what = f" (another {', '.join(others)} was given)" if others else ""
         raise CommandError(
             f"a fleet is up in {where.path} already{what}: `penstock down` ends it; --workers with another number, and "
@@ -130,16 +135,22 @@ def _adjust(plan: Plan, where: Folder) -> Fleet:
     where.save_plan(replace(current, workers=plan.workers))
     if not Identity(**fleet.about["supervisor"]).send(signal.SIGUSR1):
         raise CommandError(f"the supervisor in {where.path} has just ended: try again", USAGE)
+    before = fleet.about.get("adjusted", 0)
     deadline = time.monotonic() + plan.timeout_s
     while time.monotonic() < deadline:
         fleet = where.fleet()
         if fleet is None:
             raise CommandError(f"the supervisor ended: {last_words(where.logs / 'supervisor.log')}", BUG)
-        states = [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
-        if len(states) == plan.workers and set(states) <= {"ready", "failed", "left"}:
+        states = _states(fleet)
+        if fleet.about.get("adjusted", 0) > before and len(states) == plan.workers and set(states) <= GONE | {"ready"}:
             return fleet
         time.sleep(POLL_S)
     raise DeadlineError(f"{where.path} has not {plan.workers} workers ready after {plan.timeout_s:g} s")
+
+
+def _states(fleet: Fleet) -> list[str]:
+    """Of its workers."""
+    return [daemon["state"] for daemon in fleet.about["daemons"] if daemon["name"] != "coordinator"]
 
 
 def _end(process: Identity, deadline: float) -> bool:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from penstock.deploy.settings import DEFAULT_COORDINATOR, Section, lane_address, memory_size
+from penstock.proto.settings import FilePath, IsList
 
 __all__ = ["ENGINES", "UpSettings"]
 
@@ -40,7 +41,7 @@ class UpSettings(Section):
         "penstock",
         description="Of the fleet: small letters, digits and dashes. Workers are called NAME-1, NAME-2.",
     )
-    dir: str = Field(
+    dir: FilePath = Field(
         "",
         description="Folder of the fleet's record, token and logs (default: XDG_STATE_HOME/penstock/NAME). Slurm: on a "
         "file system that all nodes share.",
@@ -52,7 +53,7 @@ class UpSettings(Section):
         le=4096,
         description="Runners that each may run at a time (default: local: the cores, shared out; else 8).",
     )
-    allow: str = Field(
+    allow: Annotated[str, IsList()] = Field(
         "", description="Prefix of modules whose input_fn may run: mypackage, mypackage.data; repeatable. '*': any."
     )
     listen: Annotated[str, AfterValidator(lane_address)] = Field(

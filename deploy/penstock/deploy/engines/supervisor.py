@@ -95,6 +95,7 @@ class _Supervisor:
         self._plan, self._folder, self._announce = plan, folder, ready
         self._tell = asyncio.Event()
         self._up = False
+        self._adjusted = 0
         self._unwritten: asyncio.TimerHandle | None = None
         """The next try, while the record could not be written."""
         self._workers: dict[str, Keeper] = {}
@@ -168,6 +169,7 @@ class _Supervisor:
                 self._tell.clear()
                 self._plan = self._folder.plan() or self._plan
                 _log.info("told to keep %d workers", self._plan.workers)
+                self._adjusted += 1
                 self._adjust()
             for task in [task for task in self._tasks if task.done()]:
                 self._ended(task)
@@ -235,7 +237,7 @@ class _Supervisor:
         except CommandError as error:
             if kept is self._coordinator:
                 raise
-            _log.error("%s; it is not started again (`penstock up` with --workers tries anew)", error)
+            _log.error("%s; it is not started again (the same `penstock up` tries anew)", error)
             if all(worker.state in ("failed", "left") for worker in self._workers.values()):
                 raise CommandError(f"no worker is left: {error}", error.code) from error
 
@@ -259,6 +261,7 @@ class _Supervisor:
             about={
                 "supervisor": asdict(Identity.of(os.getpid())),
                 "ready": self._up,
+                "adjusted": self._adjusted,
                 "daemons": [
                     _daemon(name, kept) for name, kept in {"coordinator": self._coordinator, **self._workers}.items()
                 ],
