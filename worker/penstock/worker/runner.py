@@ -472,10 +472,10 @@ class _Runner:
         there = [base for base in snapshots if base.epoch == epoch and base.total == total]
         delivered = self._ledger.entry(total)
         failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
-        # Of which nothing was taken: from its origin no batch would show that the loader is elsewhere.
-        unbegun = [base for base in origins if base.total == total and not source.traits.own_workers][-1:]
-        before = [base for base in earlier if base.epoch or epoch == 1] if unbegun else []
-        for base in [*inside[-1:], *before[-1:], *origins[-1:], *earlier[-1:], *there[-1:]]:
+        ways = [*inside[-1:], *origins[-1:]]
+        if not inside and not self._begins_at(origins[-1:], total, epoch):
+            ways = [base for base in earlier if base.epoch or epoch == 1][-1:] + ways
+        for base in [*ways, *earlier[-1:], *there[-1:]]:
             try:
                 digest = delivered.digest if delivered is not None else 0
                 self._replay(Base.decode(base.data), total, epoch, digest)
@@ -483,6 +483,20 @@ class _Runner:
             except ReplayMismatchError as mismatch:
                 failure = StateMismatchError(mismatch.message)
         raise failure
+
+    def _begins_at(self, origins: list[_Kept], total: int, epoch: int) -> bool:
+        """False if the loader, restored from the origin of a pass of which nothing was taken, does not go on with the
+        batch that came next there: no other batch would show that it is elsewhere."""
+        ahead = self._ledger.entry(total + 1)
+        if not origins or origins[-1].total != total or ahead is None or ahead.epoch != epoch:
+            return True
+        if self.source.traits.own_workers:  # which each try would start anew
+            return True
+        try:
+            self._replay(Base.decode(origins[-1].data), total + 1, epoch, ahead.digest)
+        except ReplayMismatchError:
+            return False
+        return True
 
     def _leave_unsaved(self, epoch: int, total: int) -> None:
         """The same for a loader without states, which cannot be taken back; what it read ahead (of a queue, say) it has
