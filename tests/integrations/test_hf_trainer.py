@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: what its callback asks for, what a checkpoint is, and a kill."""
+"""Hugging Face's Trainer: what its callback asks for, and what a checkpoint is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import streams
-from framework_runs import Framework, framework, killed_and_resumed
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from penstock.client import DataLoader, Lookahead
@@ -84,14 +83,3 @@ def test_the_newest_checkpoint_is_a_whole_one(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(content)
     (tmp_path / "checkpoint-best").mkdir()
     assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
-    with framework("integrations.hf_trainer", tmp_path_factory.mktemp("trainer")) as found:
-        yield found
-
-
-@pytest.mark.timeout(300)
-def test_killed_and_resumed(example: Framework) -> None:
-    killed_and_resumed(example)

@@ -1,4 +1,4 @@
-"""Lightning: exact at every step, with and without a length, and after a kill."""
+"""Lightning: exact at every step, with and without a length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import streams
 import torch
-from framework_runs import Framework, framework, killed_and_resumed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from reading_ahead import PASS, STEPS, WHOLE, place_of, places
@@ -121,14 +120,3 @@ def test_fit_twice(appliance: Appliance, input_fn: Any) -> None:
     assert module.numbers == WHOLE[: 2 * PASS]
     assert ahead.step == 2 * PASS
     loader.close()
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
-    with framework("integrations.lightning_loop", tmp_path_factory.mktemp("lightning")) as found:
-        yield found
-
-
-@pytest.mark.timeout(300)
-def test_killed_and_resumed(example: Framework) -> None:
-    killed_and_resumed(example)
