@@ -8,64 +8,14 @@ from typing import Any
 
 import pytest
 import streams
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from reading_ahead import PASS, STEPS, WHOLE, place_of, places
+from reading_ahead import PASS, STEPS, WHOLE, places
 
 from penstock.client import Appliance, DataLoader, Lookahead
-from penstock.client.integrations.lightning import LoaderState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning.*"),  # its advice
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
-
-
-class Module(LightningModule):
-    """Takes note of the batches, and of where the states stand that are had after each."""
-
-    def __init__(self, ahead: Lookahead, loader: DataLoader) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-        self.ahead, self.loader = ahead, loader
-        self.numbers: list[int] = []
-        self.exact: dict[int, Any] = {}
-        self.naive: dict[int, Any] = {}
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        self.numbers.append(int(batch["number"]))
-        loss: torch.Tensor = self.weight * batch["x"].float().mean()
-        return loss
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        self.exact[self.ahead.step] = place_of(self.ahead.state_dict())
-        self.naive[self.ahead.step] = place_of(self.loader.state_dict())[0]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def fit(
-    appliance: Appliance, input_fn: Any, folder: Path, checkpoint: Path | None = None, **limits: Any
-) -> tuple[Module, Trainer]:
-    loader = DataLoader(input_fn, PASS // 2)
-    ahead = Lookahead(loader, appliance=appliance)
-    module = Module(ahead, loader)
-    every = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
-    ends = ModelCheckpoint(folder, "end-{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-    trainer = Trainer(
-        **limits,
-        callbacks=[LoaderState(ahead), *([] if checkpoint else [every, ends])],
-        enable_checkpointing=checkpoint is None,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, ahead, ckpt_path=checkpoint)
-    loader.close()
-    return module, trainer
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +27,8 @@ def appliance() -> Iterator[Appliance]:
 @pytest.mark.parametrize(("input_fn", "depth"), [(streams.counter, 0), (streams.unsized, 1)])
 def test_exact_at_every_step(appliance: Appliance, tmp_path: Path, input_fn: Any, depth: int) -> None:
     """depth: what the naive state is ahead. Lightning takes a batch more if the loader has no length."""
+    from lightning_fits import fit
+
     module, _ = fit(appliance, input_fn, tmp_path, max_epochs=3, max_steps=STEPS)
     assert module.numbers == WHOLE[:STEPS]
     assert module.exact == places(appliance, input_fn)
@@ -95,6 +47,8 @@ LIMIT = 4
 
 def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> None:
     """The rest of a pass is left; also where training goes on from the end of such an epoch."""
+    from lightning_fits import fit
+
     limits: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": LIMIT}
     module, _ = fit(appliance, streams.epochs, tmp_path, **limits)
     assert len(module.numbers) == 3 * LIMIT
@@ -107,6 +61,11 @@ def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> Non
 @pytest.mark.parametrize("input_fn", [streams.counter, streams.unsized])
 def test_fit_twice(appliance: Appliance, input_fn: Any) -> None:
     """Lightning begins a pass twice there, and without a length takes a batch each time."""
+    from lightning.pytorch import Trainer
+    from lightning_fits import Module
+
+    from penstock.client.integrations.lightning import LoaderState
+
     loader = DataLoader(input_fn, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     module = Module(ahead, loader)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import streams
 import torch
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
 from reading_ahead import PASS, STEPS, WHOLE, ahead_by, following, place_of, places
 
 from penstock.client import Appliance, DataLoader, Lookahead
@@ -25,6 +23,8 @@ def by_torch(ahead: Lookahead) -> Iterable[Any]:
 
 
 def by_accelerate(ahead: Lookahead) -> Iterable[Any]:
+    from accelerate.data_loader import prepare_data_loader  # not by all that collect this module
+
     prepared: Iterable[Any] = prepare_data_loader(
         torch.utils.data.DataLoader(ahead, batch_size=None), num_processes=1, process_index=0, dispatch_batches=False
     )
@@ -73,7 +73,8 @@ def test_exact_at_every_step_where_the_loader_is_ahead(appliance: Appliance, pla
                 break
     assert numbers == WHOLE[:STEPS]
     assert {step: place_of(state) for step, state in states.items()} == plain
-    for step in (1, PASS - 1, PASS, PASS + 1):  # the first, those about the end of a pass, and the first of the next
+    resumed = (1, PASS - 1, PASS, PASS + 1) if name == "accelerate" else ()  # one is enough: all have the same states
+    for step in resumed:  # the first, those about the end of a pass, and the first of the next
         assert following(states[step], 2, appliance) == WHOLE[step : step + 2]
     loader.close()
 
@@ -226,6 +227,8 @@ def test_bad_arguments() -> None:
 
 def test_it_goes_through_accelerates_files(appliance: Appliance, tmp_path: Path) -> None:
     """And through torch's loader that executes nothing."""
+    from accelerate import Accelerator
+
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     accelerator = Accelerator(cpu=True)
