@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> Non
         resumed, trainer = fit(appliance, streams.epochs, tmp_path, tmp_path / f"{name}.ckpt", **limits)
         assert resumed.numbers == module.numbers[step:], name
         assert trainer.current_epoch == 3
+
+
+def test_accumulation_that_a_resume_shifts_is_warned_of(appliance: Appliance, tmp_path: Path) -> None:
+    """Lightning's own; a checkpoint of the end of the epoch does not have it."""
+    from lightning_fits import fit
+
+    limits: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": PASS - 2}
+    fit(appliance, streams.unsized, tmp_path, **limits)
+    with warnings.catch_warnings(record=True) as heard:  # beside its advice
+        warnings.simplefilter("always")
+        fit(appliance, streams.unsized, tmp_path, tmp_path / "step=2.ckpt", **limits)
+    ours = f"LoaderState: the checkpoint is of the last batch of an epoch of {PASS}, which are no multiple of"
+    assert sum(str(warning.message).startswith(ours) for warning in heard) == 1
+    fit(appliance, streams.unsized, tmp_path, tmp_path / "end-epoch=0.ckpt", **limits)
 
 
 @pytest.mark.parametrize("input_fn", [streams.counter, streams.unsized])

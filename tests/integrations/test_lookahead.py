@@ -109,6 +109,14 @@ def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
     loader.close()
 
 
+def test_what_is_asked_first_is_answered_for_the_appliance_given(appliance: Appliance) -> None:
+    """Frameworks ask for the length before they iterate, and go by it."""
+    other = Appliance("127.0.0.1:1", box=1, num_boxes=2, num_workers_per_box=3)  # `appliance` is what is there without
+    ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=other)
+    assert len(ahead) == 3 * (PASS // 2)
+    assert ahead.place == (1, 2)
+
+
 def test_a_pass_whose_iterator_is_held_is_over_when_the_next_begins(appliance: Appliance) -> None:
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
