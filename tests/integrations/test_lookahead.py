@@ -112,7 +112,8 @@ def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
 
 def test_what_is_asked_first_is_answered_for_the_appliance_given(appliance: Appliance) -> None:
     """Frameworks ask for the length before they iterate, and go by it."""
-    other = Appliance("127.0.0.1:1", token=TOKEN, box=1, num_boxes=2, num_workers_per_box=3)  # nothing is asked there
+    elsewhere: dict[str, Any] = {"token": TOKEN, "job": "never begun", "box": 1, "num_boxes": 2}
+    other = Appliance("127.0.0.1:1", num_workers_per_box=3, **elsewhere)
     ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=other)
     assert len(ahead) == 3 * (PASS // 2)
     assert ahead.place == (1, 2)
