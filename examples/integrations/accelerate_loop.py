@@ -19,17 +19,21 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from integrations.parts import Net, input_fn, note, options
+from integrations.command import StepLog, options
+from integrations.data import input_fn
+from integrations.model import WithLoss
 
 from penstock.client import Appliance, DataLoader, Lookahead
 
 
 def main() -> None:
-    arguments = options("Trains a small model with Accelerate.")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = Net()
+    arguments = options("Trains a small model with Accelerate.").parse_args()
+    torch.set_num_threads(1)  # the sums come out the same on every machine of a kind
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = WithLoss()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    ahead = Lookahead(DataLoader(input_fn, batch_size=8), checkpoint_steps=arguments.checkpoint_every)
+    ahead = Lookahead(DataLoader(input_fn, global_batch_size=32), checkpoint_steps=arguments.checkpoint_every)
     # Each process is a Penstock box and has batches of its own already: num_processes=1 keeps Accelerate from sharing
     # them among the processes again.
     batches = prepare_data_loader(
@@ -42,7 +46,7 @@ def main() -> None:
     )
     accelerator.register_for_checkpointing(ahead)
     log_file = arguments.out / f"rank{accelerator.process_index}.jsonl"
-    with Appliance(), log_file.open("a", buffering=1) as log:
+    with Appliance(), StepLog(log_file) as log:
         if (newest := newest_checkpoint(arguments.out)) is not None:
             accelerator.load_state(str(newest))
         due = False
@@ -53,7 +57,7 @@ def main() -> None:
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                note(log, ahead.step, batch, loss)
+                log.write(ahead.step, loss.item(), batch)
                 due = due or ahead.step % arguments.checkpoint_every == 0
                 if due and accelerator.sync_gradients:  # gradients that are being accumulated are in no checkpoint
                     save(accelerator, arguments.out, ahead.step)

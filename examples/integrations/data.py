@@ -14,7 +14,7 @@ __all__ = ["CONTEXT", "PIECES", "Pieces", "input_fn"]
 
 CONTEXT = 8
 """Bytes from which the next one is to be guessed."""
-PIECES = 512
+PIECES = 1024
 """Of an epoch."""
 
 

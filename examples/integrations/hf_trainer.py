@@ -8,10 +8,12 @@ workers of that coordinator.
 
 from __future__ import annotations
 
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from integrations.parts import Net, input_fn, note, options
+from integrations.command import StepLog, options
+from integrations.data import input_fn
+from integrations.model import WithLoss
 from transformers import Trainer, TrainingArguments
 
 from penstock.client import Appliance, DataLoader, Lookahead
@@ -19,7 +21,7 @@ from penstock.client.integrations.transformers import LoaderState, newest_checkp
 
 
 class PenstockTrainer(Trainer):
-    def __init__(self, ahead: Lookahead, log: TextIO, **arguments: Any) -> None:
+    def __init__(self, ahead: Lookahead, log: StepLog, **arguments: Any) -> None:
         super().__init__(callbacks=[LoaderState()], **arguments)
         self.ahead, self.lines = ahead, log
 
@@ -28,13 +30,15 @@ class PenstockTrainer(Trainer):
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(model, inputs, *more)
-        note(self.lines, self.ahead.step + 1, inputs, loss)  # a step counts once its hook for the end was called
+        self.lines.write(self.ahead.step + 1, loss.item(), inputs)  # a step counts once its hook for the end was called
         return loss
 
 
 def main() -> None:
-    arguments = options("Trains a small model with Hugging Face's Trainer.")
-    ahead = Lookahead(DataLoader(input_fn, batch_size=8), checkpoint_steps=arguments.checkpoint_every)
+    arguments = options("Trains a small model with Hugging Face's Trainer.").parse_args()
+    torch.set_num_threads(1)  # the sums come out the same on every machine of a kind
+    torch.manual_seed(0)
+    ahead = Lookahead(DataLoader(input_fn, global_batch_size=32), checkpoint_steps=arguments.checkpoint_every)
     checkpoints = arguments.out / "checkpoints"
     training = TrainingArguments(
         output_dir=str(checkpoints),
@@ -47,8 +51,8 @@ def main() -> None:
         report_to="none",
         logging_strategy="no",
     )
-    with Appliance(), (arguments.out / "rank0.jsonl").open("a", buffering=1) as log:
-        trainer = PenstockTrainer(ahead, log, model=Net(), args=training)
+    with Appliance(), StepLog(arguments.out / "rank0.jsonl") as log:
+        trainer = PenstockTrainer(ahead, log, model=WithLoss(), args=training)
         trainer.train(resume_from_checkpoint=newest_checkpoint(checkpoints))
 
 

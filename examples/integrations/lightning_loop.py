@@ -8,10 +8,12 @@ workers of that coordinator.
 
 from __future__ import annotations
 
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from integrations.parts import Net, input_fn, note, options
+from integrations.command import StepLog, options
+from integrations.data import input_fn
+from integrations.model import ByteModel
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -20,29 +22,31 @@ from penstock.client.integrations.lightning import LoaderState
 
 
 class Module(LightningModule):
-    def __init__(self, ahead: Lookahead, log: TextIO) -> None:
+    def __init__(self, ahead: Lookahead, log: StepLog) -> None:
         super().__init__()
-        self.net = Net()
+        self.model = ByteModel()
         self.ahead, self.lines = ahead, log
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.net(**batch)["loss"]
+        loss: torch.Tensor = self.model(batch["context"], batch["target"])
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        note(self.lines, self.ahead.step, batch, outputs["loss"])
+        self.lines.write(self.ahead.step, outputs["loss"].item(), batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def main() -> None:
-    arguments = options("Trains a small model with PyTorch Lightning.")
-    ahead = Lookahead(DataLoader(input_fn, batch_size=8), checkpoint_steps=arguments.checkpoint_every)
+    arguments = options("Trains a small model with PyTorch Lightning.").parse_args()
+    torch.set_num_threads(1)  # the sums come out the same on every machine of a kind
+    torch.manual_seed(0)
+    ahead = Lookahead(DataLoader(input_fn, global_batch_size=32), checkpoint_steps=arguments.checkpoint_every)
     checkpoints = ModelCheckpoint(
         arguments.out / "checkpoints", every_n_train_steps=arguments.checkpoint_every, save_last=True
     )
-    with Appliance(), (arguments.out / "rank0.jsonl").open("a", buffering=1) as log:
+    with Appliance(), StepLog(arguments.out / "rank0.jsonl") as log:
         trainer = Trainer(
             max_steps=arguments.steps,
             callbacks=[LoaderState(ahead), checkpoints],

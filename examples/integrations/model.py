@@ -6,7 +6,7 @@ import torch
 from integrations.data import CONTEXT
 from torch import nn
 
-__all__ = ["Block", "ByteModel"]
+__all__ = ["Block", "ByteModel", "WithLoss"]
 
 WIDTH = 16
 """Numbers for each byte of the context."""
@@ -41,3 +41,14 @@ class Block(nn.Module):
         """hidden: float32, [rows, width]; returns the same."""
         added: torch.Tensor = self.down(nn.functional.gelu(self.up(hidden)))
         return hidden + added
+
+
+class WithLoss(nn.Module):
+    """The same as Hugging Face's Trainer takes models: called with all that is in a batch, it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ByteModel()
+
+    def forward(self, context: torch.Tensor, target: torch.Tensor, piece: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.model(context, target)}

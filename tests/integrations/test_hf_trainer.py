@@ -1,25 +1,32 @@
-"""Hugging Face's Trainer: what its callback asks for, what a checkpoint is, and a kill."""
+"""Hugging Face's Trainer: what its callback asks for, and what a checkpoint is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import streams
-from framework_runs import Framework, framework, killed_and_resumed
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from penstock.client import DataLoader, Lookahead
-from penstock.client.integrations.transformers import LoaderState, newest_checkpoint
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
+
+if TYPE_CHECKING:  # it takes seconds to import, and every process of pytest's imports this module
+    from penstock.client.integrations.transformers import LoaderState
+
+
+def new() -> LoaderState:
+    from penstock.client.integrations.transformers import LoaderState
+
+    return LoaderState()
 
 
 def begin(
     callback: LoaderState, loader: object, step: int = 5, states: dict[str, Any] | None = None, **arguments: Any
 ) -> None:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     training = TrainingArguments(**{"use_cpu": True, "report_to": "none", "ignore_data_skip": True, **arguments})
     state = TrainerState(global_step=step)
     cast(Any, state).stateful_callbacks = states or {}  # as it is read from a checkpoint
@@ -32,51 +39,53 @@ def ahead() -> Lookahead:
 
 
 def test_the_state_is_json(ahead: Lookahead) -> None:
-    callback = LoaderState()
+    callback = new()
     assert callback.state()["attributes"] == {"saved": None}, "the Trainer asks before the training begins"
     begin(callback, ahead, step=0)
     state = json.loads(json.dumps(callback.state()))
     other = Lookahead(DataLoader(streams.counter))
-    begin(LoaderState(), other, states={"LoaderState": state})
+    begin(new(), other, states={"LoaderState": state})
     assert other.state_dict() == ahead.state_dict()
 
 
 def test_it_can_be_made_anew_from_its_state(ahead: Lookahead) -> None:
     """As the Trainer does with restore_callback_states_from_checkpoint=True."""
-    callback = LoaderState()
+    callback = new()
     begin(callback, ahead, step=0)
-    again: LoaderState = cast(Any, LoaderState).from_state(callback.state())
+    again: LoaderState = cast(Any, type(callback)).from_state(callback.state())
     begin(again, ahead, states={"LoaderState": callback.state()})
     assert again.state() == callback.state()
 
 
 def test_a_loader_that_it_cannot_save_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"returned a DataLoader: let it return penstock.client.Lookahead"):
-        begin(LoaderState(), DataLoader(streams.counter))
+        begin(new(), DataLoader(streams.counter))
 
 
 def test_skipping_batches_is_refused(ahead: Lookahead) -> None:
-    begin(LoaderState(), ahead, step=0, ignore_data_skip=False)  # nothing is skipped in a first run
+    begin(new(), ahead, step=0, ignore_data_skip=False)  # nothing is skipped in a first run
     with pytest.raises(InvalidArgumentError, match="ignore_data_skip=True"):
-        begin(LoaderState(), ahead, ignore_data_skip=False)
+        begin(new(), ahead, ignore_data_skip=False)
 
 
 def test_accumulation_over_the_end_of_a_pass_is_warned_of(ahead: Lookahead) -> None:
-    callback = LoaderState()
+    callback = new()
     begin(callback, ahead, step=0, gradient_accumulation_steps=4)
     states = {"LoaderState": callback.state()}
-    begin(LoaderState(), ahead, states=states, gradient_accumulation_steps=5)
+    begin(new(), ahead, states=states, gradient_accumulation_steps=5)
     with pytest.warns(UserWarning, match="10 batches of a pass are no multiple of gradient_accumulation_steps=4"):
-        begin(LoaderState(), ahead, states=states, gradient_accumulation_steps=4)
+        begin(new(), ahead, states=states, gradient_accumulation_steps=4)
 
 
 @pytest.mark.parametrize("states", [{}, {"LoaderState": {"args": {}, "attributes": {"saved": None}}}])
 def test_a_checkpoint_without_the_position_is_refused(ahead: Lookahead, states: dict[str, Any]) -> None:
     with pytest.raises(StateMismatchError, match="the checkpoint of step 5 has no position"):
-        begin(LoaderState(), ahead, states=states)
+        begin(new(), ahead, states=states)
 
 
 def test_the_newest_checkpoint_is_a_whole_one(tmp_path: Path) -> None:
+    from penstock.client.integrations.transformers import newest_checkpoint
+
     assert newest_checkpoint(tmp_path / "nothing") is None
     for step, content in [(5, '{"global_step": 5}'), (10, '{"global_step": 10}'), (20, '{"global_st'), (100, None)]:
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -84,14 +93,3 @@ def test_the_newest_checkpoint_is_a_whole_one(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(content)
     (tmp_path / "checkpoint-best").mkdir()
     assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
-    with framework("integrations.hf_trainer", tmp_path_factory.mktemp("trainer")) as found:
-        yield found
-
-
-@pytest.mark.timeout(300)
-def test_killed_and_resumed(example: Framework) -> None:
-    killed_and_resumed(example)

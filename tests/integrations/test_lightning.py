@@ -1,72 +1,22 @@
-"""Lightning: exact at every step, with and without a length, and after a kill."""
+"""Lightning: exact at every step, with and without a length."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import streams
-import torch
-from framework_runs import Framework, framework, killed_and_resumed
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from reading_ahead import PASS, STEPS, WHOLE, place_of, places
+from reading_ahead import PASS, STEPS, WHOLE, places
 
 from penstock.client import Appliance, DataLoader, Lookahead
-from penstock.client.integrations.lightning import LoaderState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning.*"),  # its advice
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
-
-
-class Module(LightningModule):
-    """Takes note of the batches, and of where the states stand that are had after each."""
-
-    def __init__(self, ahead: Lookahead, loader: DataLoader) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-        self.ahead, self.loader = ahead, loader
-        self.numbers: list[int] = []
-        self.exact: dict[int, Any] = {}
-        self.naive: dict[int, Any] = {}
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        self.numbers.append(int(batch["number"]))
-        loss: torch.Tensor = self.weight * batch["x"].float().mean()
-        return loss
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        self.exact[self.ahead.step] = place_of(self.ahead.state_dict())
-        self.naive[self.ahead.step] = place_of(self.loader.state_dict())[0]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def fit(
-    appliance: Appliance, input_fn: Any, folder: Path, checkpoint: Path | None = None, **limits: Any
-) -> tuple[Module, Trainer]:
-    loader = DataLoader(input_fn, PASS // 2)
-    ahead = Lookahead(loader, appliance=appliance)
-    module = Module(ahead, loader)
-    every = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
-    ends = ModelCheckpoint(folder, "end-{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-    trainer = Trainer(
-        **limits,
-        callbacks=[LoaderState(ahead), *([] if checkpoint else [every, ends])],
-        enable_checkpointing=checkpoint is None,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, ahead, ckpt_path=checkpoint)
-    loader.close()
-    return module, trainer
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +28,8 @@ def appliance() -> Iterator[Appliance]:
 @pytest.mark.parametrize(("input_fn", "depth"), [(streams.counter, 0), (streams.unsized, 1)])
 def test_exact_at_every_step(appliance: Appliance, tmp_path: Path, input_fn: Any, depth: int) -> None:
     """depth: what the naive state is ahead. Lightning takes a batch more if the loader has no length."""
+    from lightning_fits import fit
+
     module, _ = fit(appliance, input_fn, tmp_path, max_epochs=3, max_steps=STEPS)
     assert module.numbers == WHOLE[:STEPS]
     assert module.exact == places(appliance, input_fn)
@@ -96,6 +48,8 @@ LIMIT = 4
 
 def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> None:
     """The rest of a pass is left; also where training goes on from the end of such an epoch."""
+    from lightning_fits import fit
+
     limits: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": LIMIT}
     module, _ = fit(appliance, streams.epochs, tmp_path, **limits)
     assert len(module.numbers) == 3 * LIMIT
@@ -105,9 +59,28 @@ def test_epochs_shorter_than_a_pass(appliance: Appliance, tmp_path: Path) -> Non
         assert trainer.current_epoch == 3
 
 
+def test_accumulation_that_a_resume_shifts_is_warned_of(appliance: Appliance, tmp_path: Path) -> None:
+    """Lightning's own; a checkpoint of the end of the epoch does not have it."""
+    from lightning_fits import fit
+
+    limits: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": PASS - 2}
+    fit(appliance, streams.unsized, tmp_path, **limits)
+    with warnings.catch_warnings(record=True) as heard:  # beside its advice
+        warnings.simplefilter("always")
+        fit(appliance, streams.unsized, tmp_path, tmp_path / "step=2.ckpt", **limits)
+    ours = f"LoaderState: the checkpoint is of the last batch of an epoch of {PASS}, which are no multiple of"
+    assert sum(str(warning.message).startswith(ours) for warning in heard) == 1
+    fit(appliance, streams.unsized, tmp_path, tmp_path / "end-epoch=0.ckpt", **limits)
+
+
 @pytest.mark.parametrize("input_fn", [streams.counter, streams.unsized])
 def test_fit_twice(appliance: Appliance, input_fn: Any) -> None:
     """Lightning begins a pass twice there, and without a length takes a batch each time."""
+    from lightning.pytorch import Trainer
+    from lightning_fits import Module
+
+    from penstock.client.integrations.lightning import LoaderState
+
     loader = DataLoader(input_fn, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     module = Module(ahead, loader)
@@ -121,14 +94,3 @@ def test_fit_twice(appliance: Appliance, input_fn: Any) -> None:
     assert module.numbers == WHOLE[: 2 * PASS]
     assert ahead.step == 2 * PASS
     loader.close()
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
-    with framework("integrations.lightning_loop", tmp_path_factory.mktemp("lightning")) as found:
-        yield found
-
-
-@pytest.mark.timeout(300)
-def test_killed_and_resumed(example: Framework) -> None:
-    killed_and_resumed(example)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import streams
 import torch
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+from cluster import TOKEN
 from reading_ahead import PASS, STEPS, WHOLE, ahead_by, following, place_of, places
 
 from penstock.client import Appliance, DataLoader, Lookahead
@@ -25,6 +24,8 @@ def by_torch(ahead: Lookahead) -> Iterable[Any]:
 
 
 def by_accelerate(ahead: Lookahead) -> Iterable[Any]:
+    from accelerate.data_loader import prepare_data_loader  # not by all that collect this module
+
     prepared: Iterable[Any] = prepare_data_loader(
         torch.utils.data.DataLoader(ahead, batch_size=None), num_processes=1, process_index=0, dispatch_batches=False
     )
@@ -73,7 +74,8 @@ def test_exact_at_every_step_where_the_loader_is_ahead(appliance: Appliance, pla
                 break
     assert numbers == WHOLE[:STEPS]
     assert {step: place_of(state) for step, state in states.items()} == plain
-    for step in (1, PASS - 1, PASS, PASS + 1):  # the first, those about the end of a pass, and the first of the next
+    resumed = (1, PASS - 1, PASS, PASS + 1) if name == "accelerate" else ()  # one is enough: all have the same states
+    for step in resumed:  # the first, those about the end of a pass, and the first of the next
         assert following(states[step], 2, appliance) == WHOLE[step : step + 2]
     loader.close()
 
@@ -106,6 +108,15 @@ def test_before_the_first_batch_and_after_a_load(appliance: Appliance) -> None:
     ahead.took()
     assert place_of(ahead.state_dict())[0] == 5
     loader.close()
+
+
+def test_what_is_asked_first_is_answered_for_the_appliance_given(appliance: Appliance) -> None:
+    """Frameworks ask for the length before they iterate, and go by it."""
+    elsewhere: dict[str, Any] = {"token": TOKEN, "job": "never begun", "box": 1, "num_boxes": 2}
+    other = Appliance("127.0.0.1:1", num_workers_per_box=3, **elsewhere)
+    ahead = Lookahead(DataLoader(streams.counter, PASS // 2), appliance=other)
+    assert len(ahead) == 3 * (PASS // 2)
+    assert ahead.place == (1, 2)
 
 
 def test_a_pass_whose_iterator_is_held_is_over_when_the_next_begins(appliance: Appliance) -> None:
@@ -226,6 +237,8 @@ def test_bad_arguments() -> None:
 
 def test_it_goes_through_accelerates_files(appliance: Appliance, tmp_path: Path) -> None:
     """And through torch's loader that executes nothing."""
+    from accelerate import Accelerator
+
     loader = DataLoader(streams.counter, PASS // 2)
     ahead = Lookahead(loader, appliance=appliance)
     accelerator = Accelerator(cpu=True)

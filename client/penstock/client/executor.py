@@ -66,6 +66,8 @@ class DataExecutor:
         self._num_steps = None if num_steps is None else positive("num_steps", num_steps)
         self._schedule = Schedule.of(checkpoint_steps)
         self._appliance = appliance
+        if appliance is not None:
+            loader.expect(appliance)
         self._session: Session | None = None
         self._last: int | None = None
 

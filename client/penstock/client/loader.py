@@ -24,6 +24,7 @@ from penstock.client.local import LocalLoader
 from penstock.client.reference import encode_arguments, refer
 from penstock.client.run import Run
 from penstock.client.saved import Part, Saved, Start, blank, is_to_be_filled, read
+from penstock.client.settings import Settings
 from penstock.client.staging import feed_for
 from penstock.proto.assignment import Assignment
 from penstock.proto.errors import (
@@ -146,6 +147,8 @@ class DataLoader:
         self._given: Any = None
         self._strict = True
         self._cached: tuple[int, Any] | None = None
+        self._expected: Settings | None = None
+        """Of the appliance that an executor was made for."""
         self._leaves_pass = False
         """The pass that the loaded state stands in is not gone on with."""
 
@@ -236,9 +239,19 @@ class DataLoader:
     @property
     def place(self) -> tuple[int, int]:
         """(box, num_boxes) of this process in the loader's run; before that is open, those that it would have now."""
-        session = self._session
-        settings = session.appliance.settings if session is not None else current_settings()
+        settings = self._settings
         return settings.box, settings.num_boxes
+
+    def expect(self, appliance: Appliance) -> None:
+        """An executor will begin on this appliance: until then, questions are answered for its boxes and workers."""
+        self._expected = appliance.settings
+
+    @property
+    def _settings(self) -> Settings:
+        session = self._session
+        if session is not None:
+            return session.appliance.settings
+        return self._expected if self._expected is not None else current_settings()
 
     @property
     def _iterating(self) -> bool:
@@ -310,7 +323,7 @@ class DataLoader:
             if min(lengths) < 0:
                 raise TypeError(f"the loader that {self.name} returned has no len()")
             return sum(lengths)
-        settings = session.appliance.settings if session is not None else current_settings()
+        settings = self._settings
         seed = settings.seed if settings.seed is not None else 0
         places = [
             Assignment(settings.box, settings.num_boxes, slot, settings.num_workers_per_box, seed, self.step + 1)

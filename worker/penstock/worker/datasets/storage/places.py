@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
-import fsspec
-
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
 from penstock.worker.datasets.storage.transfer import (
     Broken,
@@ -79,6 +77,8 @@ class _Loop:
         self.loop.close()
 
     async def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        import fsspec
+
         fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
         if hasattr(fs, "set_session"):
             self._session = await fs.set_session()
@@ -129,6 +129,8 @@ class Place:
         self._protocol = self._url.split("://")[0].split("::")[0] if "://" in self._url else "file"
         self.local: Path | None = None
         """The folder, if it is one of this machine's."""
+        import fsspec  # 0.1 s of a core, which runners without a place do not pay
+
         try:
             kind = fsspec.get_filesystem_class(self._protocol)
         except ValueError as error:
@@ -305,6 +307,8 @@ class Place:
         """A filesystem without an event loop, of this process."""
         with self._lock:
             if self._fs is None:
+                import fsspec
+
                 self._fs = fsspec.core.url_to_fs(self._url, skip_instance_cache=True, **self._options)
             return self._fs
 

@@ -1,4 +1,7 @@
-"""The examples of plain torch are killed with SIGKILL and started again: every step is there, equal to the last bit."""
+"""The examples are killed with SIGKILL and started again: every step is there, equal to the last bit.
+
+That Accelerate's loader and Lightning's may be ahead, and that this is handled at every step, is in test_lookahead.py
+and test_lightning.py."""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from typing import Any
 
 import pytest
 from cluster import TOKEN, Cluster, running
-from kill_and_resume import EXAMPLES, Lines, Training
+from kill_and_resume import Lines, Training
+from warm import EXAMPLES
 
 pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
 
-KILLED_AT = 5
-MORE = 3
-"""Steps that it goes on for."""
-OPTIONS = ("--checkpoint-every", "2")
+KILLED_AT, STEPS = 12, 38
+"""In the first pass, which has 32 steps, and in the second."""
+OPTIONS = ("--checkpoint-every", "5")
 SEED = {"PENSTOCK_SEED": "1"}
 """One for all, so that all runners are forked from one interpreter."""
 
@@ -26,17 +29,13 @@ SEED = {"PENSTOCK_SEED": "1"}
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     path = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
     with running(tmp_path_factory.mktemp("state"), PYTHONPATH=path) as cluster:
-        cluster.add_worker(8, "--allow", "train_lm", allow="integrations")
+        cluster.add_worker(4, "--allow", "train_lm", allow="integrations")
         yield cluster
 
 
 def through(cluster: Cluster, job: str) -> dict[str, str]:
     """What tells a training job of these daemons."""
     return {"PENSTOCK_COORDINATOR": cluster.address, "PENSTOCK_TOKEN": TOKEN, "PENSTOCK_JOB": job, **SEED}
-
-
-def last_step(logs: Lines) -> int:
-    return max(int(log[-1]["step"]) for log in logs.values())
 
 
 def check(killed: Lines, resumed: Lines, whole: Lines) -> None:
@@ -60,55 +59,55 @@ def same(line: dict[str, Any]) -> dict[str, Any]:
 def test_a_plain_loop_with_everything_embedded(cluster: Cluster, tmp_path: Path) -> None:
     """And it goes on through a coordinator elsewhere, which is not to be noticed."""
     training = Training("integrations.plain", tmp_path / "killed", SEED)
-    killed = training.killed(1, *OPTIONS, at=KILLED_AT)
-    steps = last_step(killed) + MORE
+    killed = training.killed(1, *OPTIONS, steps=STEPS, at=KILLED_AT)
     training.environment = through(cluster, "plain-resumed")
-    resumed = training.to_the_end(1, *OPTIONS, steps=steps)
+    resumed = training.to_the_end(1, *OPTIONS, steps=STEPS)
     whole = Training("integrations.plain", tmp_path / "whole", through(cluster, "plain-whole"))
-    check(killed, resumed, whole.to_the_end(1, *OPTIONS, steps=steps))
+    check(killed, resumed, whole.to_the_end(1, *OPTIONS, steps=STEPS))
 
 
 @pytest.mark.parametrize(
-    ("module", "by_torchrun"),
+    ("module", "ranks", "by_torchrun"),
     [
-        pytest.param("train_lm.train", True, id="DDP"),
-        pytest.param("integrations.fsdp2", True, id="FSDP2"),
-        pytest.param("integrations.titan_style", False, id="torchtitan-style"),
-        pytest.param("integrations.pipeline_parallel", False, id="pipeline parallel"),
+        pytest.param("train_lm.train", 2, True, id="DDP"),
+        pytest.param("integrations.fsdp2", 2, False, id="FSDP2"),
+        pytest.param("integrations.titan_style", 2, False, id="torchtitan-style"),
+        pytest.param("integrations.pipeline_parallel", 2, False, id="pipeline parallel"),
+        pytest.param("integrations.accelerate_loop", 2, False, id="Accelerate"),
+        pytest.param("integrations.lightning_loop", 1, False, id="Lightning"),
+        pytest.param("integrations.hf_trainer", 1, False, id="Hugging Face Trainer"),
     ],
 )
-def test_two_ranks(cluster: Cluster, tmp_path: Path, module: str, by_torchrun: bool) -> None:
+def test_a_script(cluster: Cluster, tmp_path: Path, module: str, ranks: int, by_torchrun: bool) -> None:
     """`by_torchrun`: it goes on under the real one, which takes seconds to start; the rest has its variables only."""
     training = Training(module, tmp_path / "killed", through(cluster, f"{module}-killed"))
-    killed = training.killed(2, *OPTIONS, at=KILLED_AT)
-    steps = last_step(killed) + MORE
+    killed = training.killed(ranks, *OPTIONS, steps=STEPS, at=KILLED_AT)
     go_on = training.by_torchrun if by_torchrun else training.to_the_end
-    resumed = go_on(2, *OPTIONS, steps=steps)
+    resumed = go_on(ranks, *OPTIONS, steps=STEPS)
     whole = Training(module, tmp_path / "whole", through(cluster, f"{module}-whole"))
-    check(killed, resumed, whole.to_the_end(2, *OPTIONS, steps=steps))
+    check(killed, resumed, whole.to_the_end(ranks, *OPTIONS, steps=STEPS))
 
 
 def test_tensor_parallel(cluster: Cluster, tmp_path: Path) -> None:
     """Two boxes of two ranks; then what they saved goes on with one box of two, and that with two of one."""
     module = "integrations.tensor_parallel"
     training = Training(module, tmp_path / "killed", through(cluster, "tp-killed"))
-    killed = training.killed(4, *OPTIONS, at=KILLED_AT)
-    steps = last_step(killed) + MORE
-    resumed = training.to_the_end(4, *OPTIONS, steps=steps)
-    one_box = training.to_the_end(2, *OPTIONS, "--tp", "2", steps=steps + 2)
-    two_boxes = training.to_the_end(2, *OPTIONS, "--tp", "1", steps=steps + 4)
+    killed = training.killed(4, *OPTIONS, steps=STEPS, at=KILLED_AT)
+    resumed = training.to_the_end(4, *OPTIONS, steps=STEPS)
+    one_box = training.to_the_end(2, *OPTIONS, "--tp", "2", steps=STEPS + 2)
+    two_boxes = training.to_the_end(2, *OPTIONS, "--tp", "1", steps=STEPS + 4)
 
-    whole = Training(module, tmp_path / "whole", through(cluster, "tp-whole")).to_the_end(4, *OPTIONS, steps=steps + 4)
+    whole = Training(module, tmp_path / "whole", through(cluster, "tp-whole")).to_the_end(4, *OPTIONS, steps=STEPS + 4)
     for first, other in (("rank0.jsonl", "rank1.jsonl"), ("rank2.jsonl", "rank3.jsonl")):
         assert whole[first] == whole[other], "the ranks of a group had other batches, or another loss"
     assert whole["rank0.jsonl"] != whole["rank2.jsonl"]
-    check(killed, resumed, {rank: lines[:steps] for rank, lines in whole.items()})
+    check(killed, resumed, {rank: lines[:STEPS] for rank, lines in whole.items()})
 
-    expected = rows(whole["rank0.jsonl"], whole["rank2.jsonl"])[steps:]
+    expected = rows(whole["rank0.jsonl"], whole["rank2.jsonl"])[STEPS:]
     assert rows(one_box["rank0.jsonl"]) == expected[:2]
     assert rows(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == expected[2:]
     assert losses(one_box["rank0.jsonl"]) + losses(two_boxes["rank0.jsonl"], two_boxes["rank1.jsonl"]) == pytest.approx(
-        losses(whole["rank0.jsonl"], whole["rank2.jsonl"])[steps:], rel=1e-4
+        losses(whole["rank0.jsonl"], whole["rank2.jsonl"])[STEPS:], rel=1e-4
     )
 
 
