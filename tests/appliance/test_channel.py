@@ -379,6 +379,32 @@ def test_an_answer_that_comes_before_the_last_part_is_heard() -> None:
     trial(body)
 
 
+def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's order of events, forced here, for it happens in one of a hundred refusals or fewer."""
+
+    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+        put, ends = client._stub.PutBlob, []
+
+        def overtaken(*arguments: Any, **named: Any) -> Any:
+            call: Any = put(*arguments, **named)
+
+            def write_failed(ended: Any) -> None:
+                ends.append(ended)
+                if len(ends) == 1:  # what it does then is an end of the call, too
+                    fail = ended._cython_call.set_internal_error
+                    asyncio.get_running_loop().call_soon(fail, "SendMessageOperation")
+
+            call.add_done_callback(write_failed)
+            return call
+
+        monkeypatch.setattr(client._stub, "PutBlob", overtaken)
+        with pytest.raises(AuthenticationError, match=r"the token is wrong"):
+            await client.put_blob(b"x" * 3 * CHUNK)
+        assert len(ends) > 1
+
+    trial(body, token="other")
+
+
 def test_what_comes_is_checked_against_what_was_declared() -> None:
     async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
         with pytest.raises(ProtocolError, match="GetSnapshots: 3 bytes declared, 2 came"):
