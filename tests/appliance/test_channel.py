@@ -380,27 +380,30 @@ def test_an_answer_that_comes_before_the_last_part_is_heard() -> None:
 
 
 def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's order of events, forced here, for it happens in one of a hundred refusals or fewer."""
+    """gRPC's order of events, forced here, for it happens in one of some fifty refusals."""
 
     async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        put, ends = client._stub.PutBlob, []
+        put, calls = client._stub.PutBlob, []
 
-        def overtaken(*arguments: Any, **named: Any) -> Any:
-            call: Any = put(*arguments, **named)
+        async def nothing() -> AsyncIterator[pb.BlobPart]:
+            await asyncio.Event().wait()
+            yield pb.BlobPart()
 
-            def write_failed(ended: Any) -> None:
-                ends.append(ended)
-                if len(ends) == 1:  # what it does then is an end of the call, too
-                    fail = ended._cython_call.set_internal_error
-                    asyncio.get_running_loop().call_soon(fail, "SendMessageOperation")
+        def overtaken(_: AsyncIterator[pb.BlobPart], **named: Any) -> Any:
+            call: Any = put(nothing(), **named)  # no write of its own fails
 
-            call.add_done_callback(write_failed)
+            def write_fails(ended: Any) -> None:
+                if not calls:
+                    calls.append(ended)
+                    asyncio.get_running_loop().call_soon(ended._cython_call.set_internal_error, "SendMessageOperation")
+
+            call.add_done_callback(write_fails)
             return call
 
         monkeypatch.setattr(client._stub, "PutBlob", overtaken)
         with pytest.raises(AuthenticationError, match=r"the token is wrong"):
-            await client.put_blob(b"x" * 3 * CHUNK)
-        assert len(ends) > 1
+            await client.put_blob(b"x")
+        assert await calls[0].code() is grpc.StatusCode.INTERNAL  # what it says itself
 
     trial(body, token="other")
 
