@@ -383,7 +383,8 @@ def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.
     """gRPC's order of events, forced here, for it happens in one of some fifty refusals."""
 
     async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        put, calls = client._stub.PutBlob, []
+        put = client._stub.PutBlob
+        calls: list[Any] = []
 
         async def nothing() -> AsyncIterator[pb.BlobPart]:
             await asyncio.Event().wait()
