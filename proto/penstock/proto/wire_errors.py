@@ -34,7 +34,7 @@ from penstock.proto.errors import (
 from penstock.proto.v1 import records_pb2
 from penstock.proto.version import VERSION
 
-__all__ = ["METADATA_MAX", "abort", "answer_of", "detail_of", "error_of", "translating"]
+__all__ = ["METADATA_MAX", "Answers", "abort", "answer_of", "detail_of", "error_of", "translating"]
 
 _Reply = TypeVar("_Reply")
 
@@ -159,8 +159,7 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
 
     A server may refuse while parts are still being written, and a write to a call that is over fails. gRPC for asyncio
     (up to 1.85 at least) then puts INTERNAL in the place of the status that had come, and the reason is lost. The real
-    one is read at the only moment when it is certain to be there: in the callback that its arrival makes. (Of a call
-    that OpenTelemetry's interceptors trace that comes too late: they hand it over when it has ended.)
+    one is read at the only moment when it is certain to be there: in the callback that its arrival makes.
     """
     told: list[grpc.aio.AioRpcError] = []
     call.add_done_callback(lambda ended: told.append(_ended_with(ended)))
@@ -172,6 +171,15 @@ async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
             if status.code() is not grpc.StatusCode.INTERNAL or status.trailing_metadata():
                 raise status from error
         raise
+
+
+class Answers(grpc.aio.StreamUnaryClientInterceptor):
+    """`answer_of` below other interceptors: OpenTelemetry's hand a call over when it has ended, which is too late."""
+
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        call = await continuation(client_call_details, request_iterator)
+        await answer_of(call)
+        return call
 
 
 def _ended_with(call: Any) -> grpc.aio.AioRpcError:
