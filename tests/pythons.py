@@ -3,7 +3,7 @@
 For each version: mypy with its rules; then, if there is an interpreter, an environment below build/pythons in which all
 modules are compiled, with warnings as errors, and tests are run. torch for another Python is a download of gigabytes:
 they are those that need none (the coordinator, its simulation, and what decides without data), unless --torch asks for
-all of them. What was not run is said, and why.
+all of them. What was not run is said, and why: pytest names each test that it skipped, and the end says the rest.
 """
 
 from __future__ import annotations
@@ -37,20 +37,24 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 
 
 def interpreter(version: str) -> str | None:
-    """On the path, or where pyenv puts it."""
+    """On the path, or where pyenv puts it. One that does not start is none: pyenv's on the path often only say so."""
     installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (str(installed[-1]) if installed else None)
+    for python in (shutil.which(f"python{version}"), *map(str, reversed(installed))):
+        if python and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
+            return python
+    return None
 
 
-def requirements(with_torch: bool) -> list[str]:
-    """What pip is asked for."""
+def requirements(with_torch: bool) -> list[list[str]]:
+    """What pip is asked for, one time after the other."""
     with (REPO / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    if with_torch:
-        return ["--editable", f"{REPO}[dev]"]
     pinned = project["optional-dependencies"]["dev"]
+    if with_torch:
+        # torch alone and first, as `make setup` does it: pip takes the build that its configuration prefers.
+        return [[line for line in pinned if line.startswith("torch==")], ["--editable", f"{REPO}[dev]"]]
     tools = [line for line in pinned if re.split(r"[=<>\[]", line)[0] in TOOLS]
-    return [line for line in project["dependencies"] if not line.startswith("torch")] + tools
+    return [[line for line in project["dependencies"] if not line.startswith("torch")] + tools]
 
 
 def run(*command: str) -> bool:
@@ -67,15 +71,14 @@ def check(version: str, with_torch: bool) -> tuple[list[str], list[str]]:
         return failed, [f"everything but mypy: there is no python{version} here"]
     folder = REPO / "build" / "pythons" / version
     python = str(folder / "bin" / "python")
-    if not run(base, "-m", "venv", str(folder)) or not run(
-        python, "-m", "pip", "install", "--quiet", *requirements(with_torch)
-    ):
-        return [*failed, "its environment"], []
+    made = run(base, "-m", "venv", str(folder))
+    if not made or not all(run(python, "-m", "pip", "install", "--quiet", *what) for what in requirements(with_torch)):
+        return [*failed, "its environment"], ["bytecode and tests: there is no environment for them"]
     sources = [*ROOTS, "tests", "examples", "benchmarks"]
     if not run(python, "-W", "error", "-m", "compileall", "-q", "-f", *sources):
         failed.append("compileall")
-    tests = ["-n", "4", "--dist", "loadfile"] if with_torch else list(WITHOUT_TORCH)
-    if not run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests):
+    tests = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"] if with_torch else list(WITHOUT_TORCH)
+    if not run(python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *tests):
         failed.append("tests")
     return failed, [] if with_torch else ["tests that need torch (--torch runs them)"]
 

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from penstock.proto import wire_errors
+from penstock.proto import tracing, wire_errors
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
 from penstock.proto.channel import (
     CHUNK,
@@ -377,6 +377,65 @@ def test_an_answer_that_comes_before_the_last_part_is_heard() -> None:
             assert reply.refused == "no room"
 
     trial(body)
+
+
+async def nothing() -> AsyncIterator[pb.BlobPart]:
+    await asyncio.Event().wait()
+    yield pb.BlobPart()
+
+
+def overtaken(call: Any) -> Any:
+    """A call whose status a write that fails puts another in place of: gRPC's order of events, forced, for it happens
+    in one of some fifty refusals."""
+    ended: list[Any] = []
+
+    def write_fails(over: Any) -> None:
+        if not ended:
+            ended.append(over)
+            asyncio.get_running_loop().call_soon(call._cython_call.set_internal_error, "SendMessageOperation")
+
+    call.add_done_callback(write_fails)
+    return call
+
+
+def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+        put, calls = client._stub.PutBlob, list[Any]()
+
+        def made(_: AsyncIterator[pb.BlobPart], **named: Any) -> Any:
+            calls.append(overtaken(put(nothing(), **named)))
+            return calls[0]
+
+        monkeypatch.setattr(client._stub, "PutBlob", made)
+        with pytest.raises(AuthenticationError, match=r"the token is wrong"):
+            await client.put_blob(b"x")
+        assert await calls[0].code() is grpc.StatusCode.INTERNAL  # what it says itself
+
+    trial(body, token="other")
+
+
+class Waiting(grpc.aio.StreamUnaryClientInterceptor):
+    """Has a call when it is over, as tracing does."""
+
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        call = await continuation(client_call_details, request_iterator)
+        await call.code()
+        return call
+
+
+class Overtaken(grpc.aio.StreamUnaryClientInterceptor):
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return overtaken(await continuation(client_call_details, nothing()))
+
+
+def test_so_it_is_where_calls_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "aio_client_interceptors", lambda: [Waiting(), wire_errors.Answers(), Overtaken()])
+
+    async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
+        with pytest.raises(AuthenticationError, match=r"the token is wrong"):
+            await client.put_blob(b"x")
+
+    trial(body, token="other")
 
 
 def test_what_comes_is_checked_against_what_was_declared() -> None:

@@ -147,6 +147,8 @@ def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: Sta
     )
     assert world.ledger.take_drops() == [DropAttempt("job/0", 7)]
     assert world.ledger.snapshots(KEY) == [Kept(4, 0, 4)]
+    journal.close()
+    store.close()
 
 
 # --------------------------------------------------------------------------------------------------- nothing unwritten
@@ -297,6 +299,7 @@ def test_the_store_keeps_and_drops(state: StateDir) -> None:
     assert store.index() == ([(KEY, Kept(4, 1, 4))], [])
     assert store.snapshot(KEY, Kept(4, 0, 4)) is None
     assert store.blob("name") is None
+    store.close()
 
 
 def test_a_store_that_cannot_be_written_says_what_it_needed(state: StateDir) -> None:
@@ -305,3 +308,4 @@ def test_a_store_that_cannot_be_written_says_what_it_needed(state: StateDir) -> 
     with pytest.raises(JournalError, match=r"snapshots\.db: 1 snapshots of 100000 bytes cannot be written: .*full"):
         store.put_snapshot(header(KEY, 4, 0, 1), b"x" * 100_000)
     assert store.index() == ([], [])
+    store.close()

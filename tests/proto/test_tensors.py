@@ -362,7 +362,7 @@ def test_arrays_without_width() -> None:
     [
         np.float32(3), np.float64("nan"), np.float16(-0.0), np.int8(-3), np.uint64(1 << 63), np.longlong(5),
         np.ulonglong(5), np.bool_(True), np.complex64(1 - 2j), np.datetime64("2024-02-29T12", "h"),
-        np.datetime64("NaT"),
+        np.datetime64("NaT", "D"), np.full(1, -(2**63), "q").view("M8")[0],
         np.timedelta64(7, ("s", 25)), np.str_("hé\0"), np.str_(""), np.bytes_(b"a\0"), np.longdouble(1) / 3,
         np.clongdouble(1j), np.intc(3),
     ],

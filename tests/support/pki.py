@@ -9,6 +9,7 @@ from pathlib import Path
 
 __all__ = ["Pair", "Pki"]
 
+CA_KEY = "keyUsage=critical,keyCertSign,cRLSign"
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
 
 
@@ -26,7 +27,8 @@ class Pki:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self._authority = self._made("ca", "-x509", "-subj", "/CN=tests")
+        # Python 3.13's default context takes no CA that does not say what its key is for.
+        self._authority = self._made("ca", "-x509", "-subj", "/CN=tests", "-addext", CA_KEY)
         self.ca = self._authority.cert
 
     def issue(self, name: str, alternatives: str = "DNS:localhost,DNS:penstock,IP:127.0.0.1", days: int = 2) -> Pair:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Supervisor(threading.Thread):
             self.cluster.restart_coordinator()
 
     def _look(self) -> dict[str, int]:
-        with sqlite3.connect(f"file:{self.cluster.state_dir}/journal.db?mode=ro", uri=True) as db:
+        with closing(sqlite3.connect(f"file:{self.cluster.state_dir}/journal.db?mode=ro", uri=True)) as db:
             runs = {f"run {run}": highest for run, highest in db.execute("SELECT run, generation FROM runs")}
             slots = db.execute("SELECT run, attempt, box, slot, generation FROM slots")
             return runs | {f"slot {key}": generation for *key, generation in slots}

@@ -5,6 +5,7 @@ For tests of the registry, and of whatever else needs a coordinator without proc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class World:
     def boot(self, directory: StateDir | None) -> None:
         """A fresh process on the directory."""
         self.journal = Journal(directory)
+        weakref.finalize(self, self.journal.close)  # since Python 3.13 a database that nobody closed is a warning
         self.ledger = Ledger(self.limits)
         self.registry = Registry(
             self.journal,

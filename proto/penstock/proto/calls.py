@@ -34,6 +34,7 @@ from penstock.proto.tls import diagnose
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
+from penstock.proto.wire_errors import answer_of
 
 __all__ = ["AsyncCoordinatorClient", "CoordinatorClient", "FetchedState", "blob_name"]
 
@@ -372,7 +373,7 @@ class AsyncCoordinatorClient(_Base):
         ones stay). Raises SupersededError for one of an old generation."""
         call, parts = self._stub.PutSnapshot, _async(snapshot_parts(header, data))
         return await self._wait(
-            "PutSnapshot", deadline_s, lambda: call(parts, timeout=deadline_s, metadata=self._metadata)
+            "PutSnapshot", deadline_s, lambda: answer_of(call(parts, timeout=deadline_s, metadata=self._metadata))
         )
 
     async def get_snapshots(
@@ -389,12 +390,14 @@ class AsyncCoordinatorClient(_Base):
         self, answer: pb.StateAnswer, data: bytes = b"", *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
         call, parts = self._stub.PutState, _async(answer_parts(answer, data))
-        await self._wait("PutState", deadline_s, lambda: call(parts, timeout=deadline_s, metadata=self._metadata))
+        await self._wait(
+            "PutState", deadline_s, lambda: answer_of(call(parts, timeout=deadline_s, metadata=self._metadata))
+        )
 
     async def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
         call, parts = self._stub.PutBlob, _async(blob_parts(data, run_hint))
         reply = await self._wait(
-            "PutBlob", deadline_s, lambda: call(parts, timeout=deadline_s, metadata=self._metadata)
+            "PutBlob", deadline_s, lambda: answer_of(call(parts, timeout=deadline_s, metadata=self._metadata))
         )
         return reply.blob
 

@@ -23,6 +23,7 @@ import grpc.aio
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.version import VERSION
+from penstock.proto.wire_errors import Answers
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -141,7 +142,7 @@ def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
     """For an asyncio channel; None if this process traces nothing."""
     if _provider is None:
         return None
-    return list(_theirs().aio_client_interceptors(_provider, _is_traced, _on_request))
+    return [*_theirs().aio_client_interceptors(_provider, _is_traced, _on_request), Answers()]
 
 
 def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -34,7 +34,9 @@ from penstock.proto.errors import (
 from penstock.proto.v1 import records_pb2
 from penstock.proto.version import VERSION
 
-__all__ = ["METADATA_MAX", "abort", "detail_of", "error_of", "translating"]
+__all__ = ["METADATA_MAX", "Answers", "abort", "answer_of", "detail_of", "error_of", "translating"]
+
+_Reply = TypeVar("_Reply")
 
 METADATA_MAX = 64 * 1024
 """Errors travel in trailing metadata, whose default cap of 8 KiB is less than a traceback. Both ends set it."""
@@ -150,6 +152,52 @@ def translating(address: str, method: str, deadline_s: float, closed: Callable[[
         raise LaneClosedError(
             f"the connection to the coordinator at {address} was closed on this side during {method}"
         ) from error
+
+
+async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
+    """`await call`, and if it failed the status that the server sent.
+
+    A server may refuse while parts are still being written, and a write to a call that is over fails. gRPC for asyncio
+    (up to 1.85 at least) then puts INTERNAL in the place of the status that had come, and the reason is lost. The real
+    one is read at the only moment when it is certain to be there: in the callback that its arrival makes.
+    """
+    told: list[grpc.aio.AioRpcError] = []
+    call.add_done_callback(lambda ended: told.append(_ended_with(ended)))
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        for status in told:
+            # INTERNAL is also what a broken journal is answered with; such a one carries its error along.
+            if status.code() is not grpc.StatusCode.INTERNAL or status.trailing_metadata():
+                raise status from error
+        raise
+
+
+class Answers(grpc.aio.StreamUnaryClientInterceptor):
+    """`answer_of` below other interceptors: OpenTelemetry's hand a call over when it has ended, which is too late."""
+
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        call = await continuation(client_call_details, request_iterator)
+        await answer_of(call)
+        return call
+
+
+def _ended_with(call: Any) -> grpc.aio.AioRpcError:
+    """The status of a call that is over, as it is now."""
+    trailing = grpc.aio.Metadata(*(_at_once(call.trailing_metadata()) or ()))
+    return grpc.aio.AioRpcError(
+        _at_once(call.code()), grpc.aio.Metadata(), trailing, details=_at_once(call.details()) or ""
+    )
+
+
+def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        asked.send(None)
+    except StopIteration as done:
+        return done.value
+    asked.close()
+    raise RuntimeError("a call that is over made its status wait")
 
 
 def status_of(error: Exception) -> str:
