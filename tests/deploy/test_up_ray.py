@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import time
@@ -120,7 +121,13 @@ def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
     job = fleet.job("disturbed", pace_s=0.02)
     try:
         job.reach(STEPS // 4)
+        # Held until its worker has died, which takes Ray a moment: a quick job would be over by then.
+        lost = os.pidfd_open(daemons["penstock-1"]["pid"])
+        job.process.send_signal(signal.SIGSTOP)
         fleet.cluster.remove_node(near[daemons["penstock-1"]["node"]], allow_graceful=False)
+        assert select.select([lost], [], [], 60)[0]
+        os.close(lost)
+        job.process.send_signal(signal.SIGCONT)
         job.reach(STEPS // 2)
         os.kill(daemons["penstock-coordinator"]["pid"], signal.SIGKILL)
         assert job.finish(110) == undisturbed
