@@ -466,6 +466,7 @@ class Slot:
         """A runner that leaks and would leave its successor nothing newer than what it began from itself would have it
         replay as much, and leak as much. Its first batch has a snapshot, which counts once the loop has taken a batch
         more. Where nothing is saved there is nothing to wait for."""
+        await self._begun.wait()
         while own := [
             base.total
             for base in self.store
