@@ -7,7 +7,7 @@ SHELL := bash
 PYTHON ?= python3
 # Many tests wait, for leases and deadlines: so there are more at a time than cores. Files come in the order of
 # tests/conftest.py, the slow ones first.
-PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 5 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -81,10 +81,11 @@ docs: $(STAMP) ## the pages of docs/ as HTML in build/docs; a warning is an erro
 	$(BIN)/sphinx-build -q -W --keep-going -n -d build/doctrees docs build/docs
 
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
-pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 4 --dist loadfile --no-loadscope-reorder"
+pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
 
-test: lint format-check types proto-check docs pytest ## all checks and tests: what CI runs
+test: lint format-check proto-check ## all checks and tests: what CI runs
+	$(MAKE) --no-print-directory -j 3 types docs pytest  # the tests wait now and then, and leave room for the other two
 
 pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, where they are; PYTHONS_ARGS="3.13 --torch"
 	$(BIN)/python tests/pythons.py $(PYTHONS_ARGS)

@@ -203,17 +203,16 @@ def test_a_break_replays_nothing_of_a_loader_without_states(appliance: Appliance
     assert second[0::2] == list(range(second[0], second[0] + 100))
 
 
-def test_a_pass_of_which_a_slot_gave_nothing_is_left_the_same_by_a_runner_that_was_ahead() -> None:
+def test_a_pass_of_which_a_slot_gave_nothing_is_left_the_same_by_a_runner_that_was_ahead(appliance: Appliance) -> None:
     """A loader that begins a pass in its first next() would go on with the one before, if restored from this one's
     origin."""
-    with Appliance(num_workers_per_box=2, seed=11, box=0, num_boxes=1) as appliance:
-        loader = DataLoader(streams.fresh, 40)
-        got: list[list[int]] = []
-        for take in (65, 1, 4):
-            got = []
-            for batch in DataExecutor(loader, appliance=appliance):
-                got.append(batch.tolist()[:2])
-                if len(got) == take:
-                    time.sleep(0.5)  # the runners are ahead now, by as much as there is room for
-                    break
+    loader = DataLoader(streams.fresh, 40)
+    got: list[list[int]] = []
+    for take in (65, 1, 4):
+        got = []
+        for batch in DataExecutor(loader, appliance=appliance):
+            got.append(batch.tolist()[:2])
+            if len(got) == take:
+                time.sleep(0.5)  # the runners are ahead now, by as much as there is room for
+                break
     assert got == [[1, 2], [1001, 1], [2, 2], [1002, 1]]
