@@ -12,16 +12,15 @@ import json
 import os
 import re
 import select
-import signal
 import sys
 import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from penstock.deploy.ending import raised
 from penstock.deploy.peer import Peer
 from penstock.deploy.screen import plain, screen
 from penstock.proto.calls import CoordinatorClient
@@ -149,7 +148,7 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
         return whole
 
     with (
-        _ended_by_signals(),
+        raised(lambda number: SystemExit(128 + number)),  # so that the terminal is put in order
         _keys() as quits,
         Live(drawn(), console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -174,21 +173,6 @@ def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
             return False
     asked.result()
     return True
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Those that would end the process at once end it by SystemExit, so that the terminal is put in order."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def told_to_quit(keys: bytes) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from penstock.deploy.ending import raised
 from penstock.deploy.engines.base import Fleet, Plan, engine, exports
 from penstock.deploy.engines.folder import Folder, default_folder
 from penstock.deploy.engines.planning import plan_of
@@ -72,21 +70,14 @@ def _folder(settings: UpSettings) -> Folder:
     return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
 
 
-@contextlib.contextmanager
-def _told_to_end(folder: Folder) -> Iterator[None]:
+def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[None]:
     """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
     is: the fleet ends with it."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        raise CommandError(f"the fleet in {folder.path} was told to end ({name}) while it was starting", INTERRUPTED)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return raised(
+        lambda number: CommandError(
+            f"the fleet in {folder.path} was told to end ({number.name}) while it was starting", INTERRUPTED
+        )
+    )
 
 
 def _rendered(plan: Plan, folder: Path) -> str:
