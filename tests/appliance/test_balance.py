@@ -60,6 +60,16 @@ def crowded(world: World, traits: records_pb2.LoaderTraits = SAVES, host: str = 
     return box
 
 
+def two_and_a_spare(world: World) -> None:
+    """A slot on each of two machines, for as long as balance waits, and an empty worker on a third."""
+    one, two = world.worker("one", 1, host="host-b"), world.worker("two", 1, host="host-c")
+    world.open()
+    ready(one)
+    ready(two)
+    world.worker("spare", 1, host="host-d")
+    world.now += LIMITS.balance_after_s
+
+
 def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_difference(world: World) -> None:
     crowded(world)
     books = world.registry.books
@@ -111,14 +121,9 @@ def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: World) ->
 
 
 def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doubles(world: World) -> None:
-    slow, fast = world.worker("slow", 1, host="host-b"), world.worker("fast", 1, host="host-c")
-    world.open()
-    ready(slow)
-    ready(fast)
-    world.worker("near-slow", 1, host="host-b")
-    world.worker("spare", 1, host="host-d")
-    world.now += LIMITS.balance_after_s
-    (straggler,) = [slot for slot in slots_of(world) if slot.worker == "slow"]
+    two_and_a_spare(world)
+    world.worker("near-one", 1, host="host-b")
+    (straggler,) = [slot for slot in slots_of(world) if slot.worker == "one"]
     assert planned(world) == []
     hold_up(straggler, 0.4, world)
     assert planned(world) == [(straggler.key.slot, "spare")]
@@ -127,19 +132,14 @@ def test_a_straggler_goes_to_another_machine_and_its_wait_for_the_next_move_doub
     world.now += LIMITS.balance_after_s
     assert planned(world) == [(straggler.key.slot, "spare")]
     straggler.was_slow_at = frozenset({"spare"})  # it did not get better there, so the machine is not the reason
-    assert planned(world) == [(straggler.key.slot, "near-slow")]
+    assert planned(world) == [(straggler.key.slot, "near-one")]
     straggler.was_slow_at = frozenset({"a", "b", "c"})
     assert planned(world) == []
 
 
 def test_a_slot_is_no_straggler_where_all_take_equally_long(world: World) -> None:
     """The others are ahead for they are a little faster; that fills their rings, and proves nothing."""
-    one, two = world.worker("one", 1, host="host-b"), world.worker("two", 1, host="host-c")
-    world.open()
-    ready(one)
-    ready(two)
-    world.worker("spare", 1, host="host-d")
-    world.now += LIMITS.balance_after_s
+    two_and_a_spare(world)
     slow, fast = slots_of(world)
     hold_up(slow, 0.8, world)
     slow.batch_s, fast.batch_s = 0.041, 0.040
@@ -155,12 +155,7 @@ def test_a_slot_is_no_straggler_where_all_take_equally_long(world: World) -> Non
 
 @pytest.mark.parametrize("shares", [(0.05, 0.0), (0.3, 0.25)])
 def test_a_little_wait_and_one_that_all_have_move_nothing(world: World, shares: tuple[float, float]) -> None:
-    one, two = world.worker("one", 1, host="host-b"), world.worker("two", 1, host="host-c")
-    world.open()
-    ready(one)
-    ready(two)
-    world.worker("spare", 1, host="host-d")
-    world.now += LIMITS.balance_after_s
+    two_and_a_spare(world)
     for slot, share in zip(slots_of(world), shares, strict=True):
         hold_up(slot, share, world, others_ahead=False)
     assert planned(world) == []
