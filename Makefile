@@ -40,7 +40,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types docs pytest test simulate chaos fuzz demo
+.PHONY: help setup proto proto-check lint format format-check types docs collect pytest test simulate chaos fuzz demo
 .PHONY: demo-streaming slurm helm bench bench-peers peers pythons clean
 
 help: ## list the targets
@@ -80,11 +80,15 @@ types: $(STAMP) ## mypy, strict
 docs: $(STAMP) ## the pages of docs/ as HTML in build/docs; a warning is an error
 	$(BIN)/sphinx-build -q -W --keep-going -n -d build/doctrees docs build/docs
 
+collect: $(STAMP) ## the tests can be imported; on a fresh clone this compiles them, once for all processes of pytest
+	@said=$$(PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -qq 2>&1) || { echo "$$said" >&2; exit 1; }
+
 # Hundreds of processes are started: without bytecode on disk each one would compile our modules anew.
 pytest: $(STAMP) ## the tests alone; PYTEST_ARGS replaces "-n 5 --dist loadfile --no-loadscope-reorder"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(PYTEST_ARGS)
 
-test: lint format-check proto-check ## all checks and tests: what CI runs
+test: $(STAMP) ## all checks and tests: what CI runs
+	$(MAKE) --no-print-directory -j 2 lint format-check proto-check collect
 	$(MAKE) --no-print-directory -j 3 types docs pytest  # the tests wait now and then, and leave room for the other two
 
 pythons: $(STAMP) ## mypy, bytecode and tests on Python 3.12 and 3.13, where they are; PYTHONS_ARGS="3.13 --torch"

@@ -22,6 +22,8 @@ gc.disable()  # until all is imported and collected, see below: it would walk th
 for _name in [name for name in os.environ if name.startswith(("PENSTOCK_", "TORCHELASTIC_"))]:
     del os.environ[_name]
 os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a developer has at home
+# numpy's BLAS starts a thread for each core when it is imported, and these spin for a tenth of a second each time.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 # A shell without job control has what it starts in the background ignore Ctrl-C, and all that is started by that, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

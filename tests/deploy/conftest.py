@@ -25,10 +25,11 @@ WARNINGS = "error,ignore:'set_vital' is deprecated:UserWarning"
 
 
 FORKING = """
-import json, os, sys
+import gc, json, os, sys
 import penstock.appliance.server, penstock.deploy.daemons, penstock.deploy.doctor, penstock.deploy.report
 import penstock.deploy.state, penstock.deploy.status, penstock.worker.daemon
 from penstock.deploy.cli import main
+gc.freeze()  # no command walks what is imported, or copies its pages
 for line in sys.stdin:
     arguments, cwd, environment, out, err = json.loads(line)
     pid = os.fork()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -125,6 +126,7 @@ def _stop() -> None:
 
 def _serve(control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them: they say themselves how it went
+    gc.disable()  # but in what is forked: to walk what is imported would take longer than to import it
     while True:
         data, handles, _, _ = socket.recv_fds(control, 1 << 20, 1)
         if not data:
@@ -132,10 +134,13 @@ def _serve(control: socket.socket) -> NoReturn:
         request = json.loads(data)
         for name in (*request["imports"], request["function"].partition(":")[0]):
             importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # no process that is forked walks it, or copies its pages
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            gc.enable()
             control.close()
             _work(request, handles[0])
         os.close(handles[0])

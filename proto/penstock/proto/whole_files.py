@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from pathlib import Path
 
 __all__ = ["sync_folder", "write_whole"]
@@ -16,7 +15,7 @@ def write_whole(path: Path, data: bytes | memoryview, *, mode: int | None = None
     `mode`: its permissions, if not those of any new file. The folder goes to the disk too, with whatever was written
     into it before.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with temporary.open("xb") as file:
             if mode is not None:
