@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import streams
@@ -218,7 +219,8 @@ def leaks(mib: int, at_once: int = 0, batches: int = 60, state_s: float = 0.0) -
 
 
 class BadInScratch(streams.Counter):
-    """Streams well; restored beside the stream, it goes wrong."""
+    """Streams well; restored beside the stream, it goes wrong. `how`: or a folder, with a file for each time that it is
+    killed then."""
 
     def __init__(self, how: str) -> None:
         super().__init__(3000, first=1000 * current_assignment().global_worker_id)
@@ -236,6 +238,9 @@ class BadInScratch(streams.Counter):
         super().load_state_dict(state)
         if self.how == "hang":
             waits_for_ever()
+        for path in Path(self.how).glob("*"):
+            path.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "die":
             reads_address_zero()
         if self.how == "raise":

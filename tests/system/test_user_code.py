@@ -371,3 +371,27 @@ def test_a_scratch_child_that_goes_wrong_fails_the_save_and_not_the_stream(
     assert got == list(range(1, 201))
     frames = {"raise": "in load_state_dict", "die": "in reads_address_zero", "hang": "in waits_for_ever"}
     assert frames.get(how, "") in told[0].remote_traceback
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_scratch_child_that_is_killed_is_replaced_once(cluster: Cluster, tmp_path: Path, times: int) -> None:
+    with at(cluster) as appliance:
+        loader = DataLoader(hazards.bad_in_scratch, str(tmp_path))
+        executor = DataExecutor(loader, num_steps=180, appliance=appliance)
+        got = []
+        for batch in executor:
+            got.append(plain(batch))
+            if executor.step == 151:  # no snapshot was taken just there
+                the_runner(cluster)  # alone: the check of the first snapshots is over
+                for number in range(times):
+                    (tmp_path / str(number)).touch()
+                if times == 2:
+                    with pytest.raises(errors.WorkerLostError, match=r"SIGKILL.* in its state; the stream goes on"):
+                        loader.state_dict()
+                state = loader.state_dict()
+        assert got == list(range(1, 181))
+        assert not list(tmp_path.iterdir()), "no scratch child was needed"
+        again = DataLoader(hazards.bad_in_scratch, str(tmp_path))
+        again.load_state_dict(state)
+        rest = [plain(batch) for batch in DataExecutor(again, num_steps=29, appliance=appliance)]
+    assert rest == list(range(152, 181))

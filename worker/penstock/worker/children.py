@@ -129,7 +129,8 @@ class Child:
         self._on_gone = on_gone
         self._sending = asyncio.Lock()
         self._open = True
-        self._unwanted = False
+        self.unwanted = False
+        """We have it killed."""
         self._output = output
         self._lines = Lines(time.monotonic())
         os.set_blocking(output, False)
@@ -166,7 +167,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the child; its zygote then kills what it leaves behind. Harmless when it is gone."""
-        self._unwanted = True
+        self.unwanted = True
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -191,7 +192,7 @@ class Child:
         """The zygote forked it."""
         self.pid, self.pidfd = pid, pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._ended)
-        if self._unwanted:
+        if self.unwanted:
             self.kill()
         if not self.forked.done():
             self.forked.set_result(None)

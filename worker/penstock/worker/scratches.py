@@ -4,6 +4,9 @@ scratch.py. Whatever comes of it, the stream goes on."""
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
@@ -36,43 +39,51 @@ async def run_task(
     deadline_s: float = DEADLINE_S,
     **fields: Any,
 ) -> Message:
-    """The child's answer to `task`.
+    """The child's answer to `task`. If somebody kills the child (SIGKILL), the answer of another one.
 
     Raises:
         DeadlineError: it took longer; with its stack.
         WorkerLostError: it died; with its stack, if it crashed.
         PenstockError: what it failed with.
     """
-    answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    what = f"the scratch child of {name}"
+    until = time.monotonic() + deadline_s
+    async with host.scratch_limit:
+        for last in (False, True):
+            zygote = await host.zygote(assignment)
+            answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+            child = await zygote.fork("scratch", f"{name} {task}", ledger, _first(answer), about_slot(assignment))
+            try:
+                await child.send("assign", assignment.SerializeToString())
+                for base in bases:
+                    await child.send("base", base)
+                await child.send(task, **fields)
+                either: set[asyncio.Future[Any]] = {answer, child.exited}
+                left_s = until - time.monotonic()
+                await asyncio.wait(either, timeout=max(left_s, 0.0), return_when="FIRST_COMPLETED")
+                if answer.done():
+                    break
+                if not child.exited.done():
+                    stack = await child.stack()
+                    raise DeadlineError(
+                        f"{what} did not finish its {task} in {deadline_s:.0f} s; the stream goes on",
+                        remote_traceback=stack,
+                    )
+                status = child.exited.result()
+                if last or child.unwanted or status != -signal.SIGKILL:
+                    how = f"{how_it_ended(status, what, None)} in its {task}; the stream goes on"
+                    raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
+            finally:
+                child.kill()
+    message = answer.result()
+    if message.kind == "failed":
+        raise error_named(**message.fields["error"])
+    return message
 
+
+def _first(answer: asyncio.Future[Message]) -> Callable[[Message], None]:
     def hear(message: Message) -> None:
         if not answer.done():
             answer.set_result(message)
 
-    async with host.scratch_limit:
-        zygote = await host.zygote(assignment)
-        child = await zygote.fork("scratch", f"{name} {task}", ledger, hear, about_slot(assignment))
-        try:
-            await child.send("assign", assignment.SerializeToString())
-            for base in bases:
-                await child.send("base", base)
-            await child.send(task, **fields)
-            either: set[asyncio.Future[Any]] = {answer, child.exited}
-            await asyncio.wait(either, timeout=deadline_s, return_when="FIRST_COMPLETED")
-            if not answer.done():
-                what = f"the scratch child of {name}"
-                if child.exited.done():
-                    status = child.exited.result()
-                    how = f"{how_it_ended(status, what, None)} in its {task}; the stream goes on"
-                    raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
-                stack = await child.stack()
-                raise DeadlineError(
-                    f"{what} did not finish its {task} in {deadline_s:.0f} s; the stream goes on",
-                    remote_traceback=stack,
-                )
-            message = answer.result()
-        finally:
-            child.kill()
-    if message.kind == "failed":
-        raise error_named(**message.fields["error"])
-    return message
+    return hear
