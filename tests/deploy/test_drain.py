@@ -11,6 +11,8 @@ import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.calls import CoordinatorClient
+from penstock.proto.errors import InputFnError
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 TOKEN = "a-token-for-tests-only-0123456789"
 
@@ -33,7 +35,7 @@ def test_a_worker_without_slots_is_drained_at_once_and_taken_back(coordinator: A
 
 def test_json_says_how_far_it_is(coordinator: Any, worker: str) -> None:
     done = coordinator.call("worker", "drain", worker, "--json", "--timeout", "0")
-    assert json.loads(done.stdout) == {"worker": "w1", "draining": True, "slots": 0, "stuck": 0}
+    assert json.loads(done.stdout) == {"worker": "w1", "draining": True, "slots": 0, "stuck": 0, "failed": 0}
     coordinator.call("worker", "drain", worker, "--undo")
 
 
@@ -68,6 +70,21 @@ def test_a_slot_without_a_place_is_told_and_ends_the_wait(coordinator: Any, work
     done = coordinator.call("worker", "drain", worker, "--timeout", "0")
     assert done.returncode == 0
     assert done.stdout.startswith("worker w1 still has 1 slots, which go on; for 1 of them")
+
+
+def test_a_slot_that_has_failed_is_told(coordinator: Any, worker: str, until: Any) -> None:
+    address = coordinator.environment["PENSTOCK_COORDINATOR"]
+    with (
+        CoordinatorClient(address, TOKEN) as client,
+        Appliance(address, job="failing", token=TOKEN, box=0, num_boxes=1, timeout_s=60) as appliance,
+    ):
+        with pytest.raises(InputFnError):
+            list(DataExecutor(DataLoader(streams.raises), appliance=appliance))
+        until(lambda: client.status().runs[-1].boxes[0].slots[0].phase == pb.FAILED)
+        done = coordinator.call("worker", "drain", worker, "--timeout", "1")
+        assert done.returncode == 17
+        assert "w1 still has 1 slots, which go on; 1 of them have failed, and stay until their training" in done.error
+    coordinator.call("worker", "drain", worker, "--undo")
 
 
 @pytest.mark.usefixtures("holding")

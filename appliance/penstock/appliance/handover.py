@@ -103,7 +103,7 @@ class HandOvers:
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
     def stuck(self, worker: Worker, now: float) -> int:
-        """Slots that stay with a worker that drains, for want of a place elsewhere."""
+        """Slots that stay with a worker that drains: they have failed, or there is no place elsewhere."""
         staying = [slot for slot in self.owned(worker) if slot.successor is None]
         return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
 
@@ -123,9 +123,11 @@ class HandOvers:
             )
         if not request.look:
             self.set_draining(worker, not request.undo, now)
+        failed = sum(slot.phase == pb.FAILED for slot in self.owned(worker))
         return pb.DrainWorkerReply(
             slots=len(self.owned(worker)),
-            stuck=self.stuck(worker, now) if worker.draining else 0,
+            stuck=self.stuck(worker, now) - failed if worker.draining else 0,
+            failed=failed,
             draining=worker.draining or not worker.registered,
             session=worker.session,
         )

@@ -41,7 +41,8 @@ def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) 
             if left.slots:
                 raise DeadlineError(f"{_still(worker, left)} after {timeout_s:g} s. It drains on, until --undo")
     if as_json:
-        print(json.dumps({"worker": worker, "draining": not undo, "slots": left.slots, "stuck": left.stuck}))
+        found = {"worker": worker, "draining": not undo}
+        print(json.dumps({**found, "slots": left.slots, "stuck": left.stuck, "failed": left.failed}))
     elif undo:
         print(f"worker {worker} takes slots again; it has {left.slots}")
     elif left.slots:
@@ -79,4 +80,6 @@ def _wait(
 
 def _still(worker: str, left: pb.DrainWorkerReply) -> str:
     why = f"; for {left.stuck} of them there is no place elsewhere: start workers" if left.stuck else ""
+    if left.failed:
+        why += f"; {left.failed} of them have failed, and stay until their training job ends"
     return f"worker {worker} still has {left.slots} slots, which go on{why}"

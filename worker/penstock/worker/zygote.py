@@ -56,9 +56,10 @@ def main() -> None:
     die_with_parent(int(sys.argv[2]), signal.SIGCONT)
     become_subreaper()
     gc.disable()  # it would walk, again and again, what is imported to stay: a fifth of the time that torch takes
+    import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
     import torch
 
-    from penstock.worker import runner, scratch  # noqa: F401  # what every child needs, loaded once
+    from penstock.worker import datasets, runner, scratch  # noqa: F401  # what children need, loaded once
 
     if "main" in sys.argv[3:]:
         # Each runner will load the trainer's main script, that penstock.client, and that pydantic: 0.15 s, once here.

@@ -1288,13 +1288,16 @@ class DrainWorkerReply(_message.Message):
     STUCK_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """that it still has"""
     stuck: _builtins.int
-    """of these, for which nobody else has a place now"""
+    """of `slots`, for which nobody else has a place now"""
     draining: _builtins.bool
     session: _builtins.str
     """of its process: another one of that name is another worker"""
+    failed: _builtins.int
+    """of `slots`, whose loaders have failed: they stay until their training job ends"""
     def __init__(
         self,
         *,
@@ -1302,10 +1305,11 @@ class DrainWorkerReply(_message.Message):
         stuck: _builtins.int = ...,
         draining: _builtins.bool = ...,
         session: _builtins.str = ...,
+        failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "session", b"session", "slots", b"slots", "stuck", b"stuck"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "failed", b"failed", "session", b"session", "slots", b"slots", "stuck", b"stuck"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
