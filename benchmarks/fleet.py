@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.fleet_report import BEGIN, END, draw, judge, markdown
+from benchmarks.fleet_report import BEGIN, END, judge, markdown
 from benchmarks.modes import ROOT
 from benchmarks.processes import busy_cores, cpu_s, machine_s
 from benchmarks.report import between
@@ -98,6 +98,8 @@ def main(given: Sequence[str] | None = None) -> int:
     (options.out / "fleet.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.out / "fleet.md").write_text(text + "\n")
     picture = options.out / "fleet.png"
+    from benchmarks.fleet_plot import draw  # matplotlib takes a second
+
     draw(results, picture)
     print(text)
     if options.write:

@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays to the end. The garbage collector, which many tests call, would look
     at it each time: half a second for thousands of tests, against a millisecond."""
-    _set_aside()
+    gc.freeze()
     gc.enable()
 
 
@@ -58,9 +58,5 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """So does what the tests of a file made torch and others import, which is hundreds of thousands of objects."""
     yield
     if nextitem is None or nextitem.path != item.path:
-        _set_aside()
-
-
-def _set_aside() -> None:
-    gc.collect()
-    gc.freeze()
+        gc.collect()
+        gc.freeze()

@@ -20,7 +20,7 @@ from penstock.client import Appliance, DataLoader, Lookahead
 from penstock.client.integrations.transformers import LoaderState, newest_checkpoint
 
 
-class PenstockTrainer(Trainer):  # type: ignore[misc]  # mypy skips transformers
+class PenstockTrainer(Trainer):
     def __init__(self, ahead: Lookahead, log: StepLog, **arguments: Any) -> None:
         super().__init__(callbacks=[LoaderState()], **arguments)
         self.ahead, self.lines = ahead, log

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from benchmarks.fleet import main
 from benchmarks.fleet_load import Fleet, percentile, spread
-from benchmarks.fleet_report import BEGIN, END, FULL, TARGETS, draw, judge, markdown
+from benchmarks.fleet_report import BEGIN, END, FULL, TARGETS, judge, markdown
 from benchmarks.report import between
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "benchmarks.md"
@@ -104,6 +104,8 @@ def test_the_table_has_a_column_for_each_size_and_tells_of_a_busy_machine(result
 
 
 def test_a_picture_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
+    from benchmarks.fleet_plot import draw
+
     draw(results, tmp_path / "fleet.png")
     assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
 

@@ -15,7 +15,7 @@ from simulated.mutations import MUTATIONS, Mutation, applied
 from simulated.scenario import simulate
 from simulated.truth import PROMISES
 
-SEEDS = 160
+SEEDS = 80
 """Histories: a second of a core plays eleven. Far more than any mutation survives."""
 GROUPS = 4
 """Of seeds, one test each, in which every kind of fault happens; a failure names its seed."""

@@ -25,7 +25,7 @@ from penstock.proto.state import decode_state, encode_state
 __all__ = ["LoaderState", "newest_checkpoint"]
 
 
-class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]  # mypy skips transformers, see pyproject.toml
+class LoaderState(TrainerCallback, ExportableState):
     """Makes training resume at the batch after the checkpoint's::
 
         class MyTrainer(Trainer):
