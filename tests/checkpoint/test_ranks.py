@@ -29,7 +29,7 @@ def good(folder: Path) -> int:
     return found.step
 
 
-@pytest.mark.parametrize("then", [1, 2, 3])
+@pytest.mark.parametrize("then", [1, 3])
 def test_replicas_of_two_ranks_go_on_on_any_number(tmp_path: Path, then: int) -> None:
     saved = values(run(2, "ranked_saves:ddp_save", str(tmp_path)))
     assert saved[0] == saved[1]
@@ -37,7 +37,7 @@ def test_replicas_of_two_ranks_go_on_on_any_number(tmp_path: Path, then: int) ->
     assert values(run(then, "ranked_saves:ddp_restore", str(tmp_path))) == [saved[0]] * then
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1)])
 def test_shards_go_on_on_any_number(tmp_path: Path, first: int, then: int) -> None:
     saved = values(run(first, "ranked_saves:fsdp_save", str(tmp_path)))
     assert good(tmp_path) == 4

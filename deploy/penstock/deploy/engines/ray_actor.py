@@ -43,7 +43,7 @@ class DaemonActor:
         self._plan = Plan(**plan)
         self._folder = Folder(node_folder(self._plan))
         self._folder.make()
-        self._host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray is partly typed
+        self._host: str = ray.util.get_node_ip_address()
         self._error: CommandError | None = None
         self._over = threading.Event()
         """Ready, or given up."""
