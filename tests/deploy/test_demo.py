@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,4 +26,21 @@ def test_the_demo_shows_equal_streams_and_leaves_nothing(shell: Any, tmp_path: P
     assert found["digest"] == found["digest_resumed"]
     assert found["recoveries"] >= 1
     assert found["killed"]["worker"].startswith("demo-")
-    assert [path.name for path in place.rglob("*")] in ([], [f"penstock-{os.getuid()}"])  # where runners have a place
+    assert left(place) == []
+
+
+def test_told_to_end_it_leaves_nothing(shell: Any, tmp_path: Path) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    demo = shell.begin("demo", TMPDIR=str(place))
+    lines = iter(demo.process.stdout.readline, b"")
+    assert any(line.startswith(b"2   A training loop") for line in lines), demo.log.read_text()
+    assert left(place) != []
+    demo.process.terminate()
+    assert demo.process.wait(60) == 128 + signal.SIGTERM
+    assert left(place) == []
+
+
+def left(place: Path) -> list[str]:
+    """What is there, besides the place that runners of a user share."""
+    return [path.name for path in place.iterdir() if path.name != f"penstock-{os.getuid()}"]

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.ending import raised
 from penstock.deploy.engines.base import Fleet, Plan
 from penstock.deploy.engines.folder import Folder, Identity
 from penstock.deploy.engines.local import LocalEngine
@@ -103,7 +104,8 @@ def run_demo(as_json: bool) -> int:
     for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
         del os.environ[name]  # of another installation: the demo has its own, and touches no other
     say("Penstock on this machine: a coordinator, two worker daemons, a training loop. Nothing stays behind.\n")
-    with _fleet() as fleet, warnings.catch_warnings():
+    told = raised(lambda number: SystemExit(128 + number))  # so that nothing stays behind then either
+    with told, _fleet() as fleet, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the recovery, which is told here in words of our own
         demo = _Demo(fleet, say)
         say(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
