@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import hazards
 import pytest
+import torch
 from cluster import TOKEN, Cluster, running
 from family import memory_of
 
@@ -20,7 +21,10 @@ from penstock.worker.memory import held_by
 
 MIB = 1 << 20
 LIMIT = 150 * MIB
-"""A runner starts with less than 50 MiB of its own."""
+"""A runner that is alone starts with 80 MiB, its share of what it has in common with its zygote."""
+room_to_leak = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="with a CUDA build of torch a runner starts with the limit"
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,7 @@ def at(cluster: Cluster, job: str) -> Appliance:
     return Appliance(cluster.address, token=TOKEN, job=job, seed=7, timeout_s=60)
 
 
+@room_to_leak
 def test_a_runner_that_leaks_is_recycled_and_the_stream_is_the_same(cluster: Cluster) -> None:
     """400 MiB of leaks in all, 100 MiB a second."""
     with at(cluster, "leak") as appliance:
@@ -44,6 +49,7 @@ def test_a_runner_that_leaks_is_recycled_and_the_stream_is_the_same(cluster: Clu
         assert executor.stats.recoveries >= 2
 
 
+@room_to_leak
 def test_snapshots_far_apart_do_not_have_each_runner_replay_as_much_as_the_one_before(cluster: Cluster) -> None:
     """At 0.05 s a state they come every 5 s: the second runner is above the limit when it has replayed what the first
     one made."""
