@@ -47,7 +47,7 @@ async def run_task(
         PenstockError: what it failed with.
     """
     what = f"the scratch child of {name}"
-    until = time.monotonic() + deadline_s
+    left_s = deadline_s  # of work; to wait for one's turn and for a child takes none of it
     async with host.scratch_limit:
         for last in (False, True):
             zygote = await host.zygote(assignment)
@@ -59,8 +59,9 @@ async def run_task(
                     await child.send("base", base)
                 await child.send(task, **fields)
                 either: set[asyncio.Future[Any]] = {answer, child.exited}
-                left_s = until - time.monotonic()
-                await asyncio.wait(either, timeout=max(left_s, 0.0), return_when="FIRST_COMPLETED")
+                began = time.monotonic()
+                await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
+                left_s = max(left_s - (time.monotonic() - began), 0.0)
                 if answer.done():
                     break
                 if not child.exited.done():
