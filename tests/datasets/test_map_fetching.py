@@ -332,7 +332,7 @@ class Many(Noisy):
 def test_many_at_once_where_each_needs_no_seed(ahead: dict[str, int]) -> None:
     dataset = Many()
     whole = list(loader_of(dataset, collate_fn=numbers, reseed=False, **ahead))
-    assert dataset.asked == [6, 6, 6, 2]
+    assert sorted(dataset.asked) == [2, 6, 6, 6]  # threads ask in any order
     assert list(loader_of(dataset, collate_fn=numbers)) == whole
     assert len(dataset.asked) == 4, "one by one, each with its seed"
     dataset.lost = 1
