@@ -144,6 +144,23 @@ def test_a_ring_that_cannot_be_written_is_refused(pair: Pair) -> None:
         consumer.receive()
 
 
+@pytest.mark.parametrize("pages", [0, 1, 2, 3])
+def test_a_ring_with_holes_is_refused(pair: Pair, pages: int) -> None:
+    peer, consumer = pair
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4 * PAGE)
+    os.pwrite(fd, bytes(pages * PAGE), 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    pass_ring(peer, fd)
+    os.close(fd)
+    if pages < 2:
+        with pytest.raises(ProtocolError, match=f"a ring of {4 * PAGE} bytes of which {pages * PAGE} are there"):
+            consumer.receive()
+    else:  # what the kernel says of pages is no promise
+        assert consumer.receive() is None
+        assert list(consumer.rings) == [1]
+
+
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_a_ring_comes_with_exactly_one_descriptor(pair: Pair, count: int) -> None:
     peer, consumer = pair

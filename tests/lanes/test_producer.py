@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -491,10 +492,22 @@ def test_a_ring_cannot_be_resized_once_it_is_made() -> None:
     ring.close_fd()
 
 
-def test_every_page_of_a_ring_is_there_from_the_start() -> None:
+@pytest.mark.parametrize("populated", [True, False])
+def test_every_page_of_a_ring_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch, populated: bool) -> None:
+    if not populated:  # the kernel may leave pages out, and says nothing
+        monkeypatch.delattr("mmap.MAP_POPULATE")
     ring = Ring.create(1 << 20, 4)
     assert os.fstat(ring.fd).st_blocks * 512 == 4 << 20
     ring.close_fd()
+
+
+def test_a_ring_that_there_is_no_memory_for_is_an_error_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(fd: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", short)
+    with pytest.raises(OSError, match=r"a ring of 4,194,304 bytes cannot be made: No space left on device"):
+        Ring.create(1 << 20, 4)
 
 
 def test_the_producers_socket_tells_of_acks(producer: Producer) -> None:

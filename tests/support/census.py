@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ __all__ = [
     "census",
     "children",
     "descendants",
+    "held",
     "open_as",
     "own_memory",
     "runners",
@@ -57,6 +59,17 @@ def children(parent: int, sign: str = "") -> list[int]:
                 found.append(pid)
         except OSError:
             continue
+    return found
+
+
+def held() -> set[str]:
+    """The descriptors and threads of this process, and the processes below it. Compare sets, not counts: what earlier
+    tests left may go at any time."""
+    found = {f"thread {thread.name} {thread.native_id}" for thread in threading.enumerate()}
+    found |= {f"process {pid}" for pid in descendants(os.getpid())}
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of this very listing
+            found.add(f"descriptor {fd} {os.readlink(f'/proc/self/fd/{fd}')}")
     return found
 
 

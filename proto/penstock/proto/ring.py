@@ -4,9 +4,10 @@ One `memfd` a ring: it has no name, so nothing is left under /dev/shm and nothin
 the last process that holds it. It is sealed against shrinking, growing and further seals before anybody else sees it,
 and the reader checks those seals before it maps: a ring that its peer could truncate would kill the reader with SIGBUS.
 
-All pages are faulted in when the ring is mapped: page faults on fresh shared memory, not the copy, are what makes
-torch's own DataLoader slow at large batches. So a ring that reaches its reader is whole, and the reader checks that it
-is: of a ring with holes, which costs its maker nothing at any size, the reader would be charged for every page.
+Its maker allocates all pages, so that a lack of memory is an error and not a SIGBUS later, and they are faulted in when
+the ring is mapped: page faults on fresh shared memory, not the copy, are what makes torch's own DataLoader slow at
+large batches. The reader checks that they are there: of a ring with holes, which costs its maker nothing at any size,
+the reader would be charged for every page.
 
 A mapping is never closed by hand. Tensors that the training loop still holds are views of it, so it lives exactly as
 long as the last of them; `Ring` only ever drops its own reference.
@@ -76,13 +77,18 @@ class Ring:
 
     @classmethod
     def create(cls, slot_bytes: int, slots: int) -> Ring:
-        """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages."""
+        """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages. Raises OSError if memory is short."""
         slot_bytes = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE)
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, slot_bytes * slots)
+            os.posix_fallocate(fd, 0, slot_bytes * slots)  # MAP_POPULATE alone passes over what it cannot have
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            size = slot_bytes * slots
+            raise OSError(error.errno, f"a ring of {size:,} bytes cannot be made: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise
@@ -91,8 +97,8 @@ class Ring:
     def open(cls, fd: int, slot_bytes: int, slots: int) -> Ring:
         """Map a ring that a peer made.
 
-        Raises ProtocolError unless it is sealed, as large as the peer says and all there; LaneLostError where this
-        process cannot map it, for want of address space, say: the peer has done nothing wrong.
+        Raises ProtocolError unless it is sealed, as large as the peer says and there; LaneLostError where this process
+        cannot map it, for want of address space, say: the peer has done nothing wrong.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -106,7 +112,8 @@ class Ring:
             raise ProtocolError(f"a ring of {size} bytes was announced as {slots} slots of {slot_bytes} bytes")
         if slots > MAX_SLOTS:
             raise ProtocolError(f"a ring of {slots} slots, above the {MAX_SLOTS} that any has")
-        if status.st_blocks * _BLOCK < size:
+        # Half, for st_blocks is no promise (once it was a page short), and half of it costs the maker what it costs us.
+        if status.st_blocks * _BLOCK < size // 2:
             raise ProtocolError(f"a ring of {size} bytes of which {status.st_blocks * _BLOCK} are there")
         try:
             return cls(fd, slot_bytes, slots)

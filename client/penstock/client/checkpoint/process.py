@@ -237,9 +237,9 @@ class _Running:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_S)
         self._fail_all()
-        ready.set()
         self._closing.close()
         self._sock.close()
+        ready.set()  # last: who waits for it finds nothing left
 
     def _lines(self) -> Iterator[bytes]:
         """What it says, until it ends. That may be seen by its process only: a child that was forked while it was being
