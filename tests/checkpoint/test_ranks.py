@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from ranked import Outcome, run
 from small_disk import small_disk_at
+from waiting import wait_until
 
-from penstock.proto.checkpoints import damage, leftovers, newest
+from penstock.client.checkpoint.writer import Failed, Save
+from penstock.proto.checkpoints import FAILED, damage, leftovers, newest, report_name
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -114,6 +118,38 @@ def test_a_rank_without_memory_to_stage_in_is_named_on_all(tmp_path: Path, which
         assert errors, rank
         assert all("step 2 was not saved" in one and cause in one for one in errors), errors
     assert good(tmp_path) == 4
+
+
+def test_what_a_rank_says_into_a_folder_that_is_being_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gives up and clears the folder, between the writing of rank 1's report and its renaming."""
+    replace = os.replace
+
+    def at_the_worst_moment(source: Path, target: Path) -> None:
+        if target.name == FAILED:
+            wait_until(lambda: bool(list(target.parent.glob(f".{report_name(1)}.*"))))
+        else:
+            wait_until(lambda: not source.exists())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", at_the_worst_moment)
+    shared = {
+        "save": "0abc",
+        "step": 2,
+        "ranks": 2,
+        "folder": str(tmp_path),
+        "files": [],
+        "timeout_s": 30,
+        "flying": [],
+    }
+    saves = [
+        Save({**shared, "rank": rank, "error": error}, memoryview(b""), lambda reply: None)
+        for rank, error in enumerate(["no memory", None])
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(save.run) for save in saves]:
+            with pytest.raises(Failed) as said:
+                ended.result()
+            assert said.value.causes == {0: "no memory"}
 
 
 @pytest.mark.parametrize("which", [0, 1])

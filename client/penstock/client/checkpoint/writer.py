@@ -146,8 +146,10 @@ class Save:
         if self.rank:
             try:
                 write_whole(self.temporary / report_name(self.rank), json.dumps(report).encode())
-            except OSError as error:  # rank 0 will wait for it until the deadline: there is nothing else to tell it by
-                raise Failed({self.rank: report["error"] or _explain(error, self.temporary)}) from error
+            except OSError as error:
+                # If not for that, rank 0 will wait for it until the deadline: there is nothing else to tell it by.
+                if not self._given_up():
+                    raise Failed({self.rank: report["error"] or _explain(error, self.temporary)}) from error
         return report
 
     def _write(self) -> list[File]:
@@ -261,9 +263,8 @@ class Save:
                         {"save": self.save, "causes": {str(rank): why for rank, why in causes.items()}}
                     ).encode(),
                 )
-                for name in os.listdir(self.temporary):
-                    if name != FAILED:
-                        os.unlink(self.temporary / name)
+                for name in set(os.listdir(self.temporary)) - {FAILED}:
+                    (self.temporary / name).unlink(missing_ok=True)  # another rank may be about to rename it
             else:
                 shutil.rmtree(self.temporary, ignore_errors=True)
         raise failed
@@ -290,6 +291,10 @@ class Save:
 
         if not self._wait_until(there):
             raise Failed({0: f"had not begun after {self.request['timeout_s']:g} s"})
+
+    def _given_up(self) -> bool:
+        """Rank 0 has cleared the folder, under this rank's hands it may be. `_await_verdict` finds out why."""
+        return (self.temporary / FAILED).exists() or not self.temporary.exists()
 
     def _await_verdict(self) -> None:
         causes: dict[int, str] = {}
