@@ -219,12 +219,12 @@ def test_a_transfer_that_stops_in_the_middle_gives_its_room_back() -> None:
                 await asyncio.Event().wait()
 
             call = CoordinatorStub(channel).PutSnapshot(half(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
-            with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: nothing more came for 0\.2 s"):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"PutSnapshot: nothing more came for 1 s"):
                 await call
             reply = await client.put_snapshot(header(1), b"x" * 2_500_000)
             assert reply.refused == ""
 
-    trial(body, replace(LIMITS, budget=3_000_000, part_s=0.2))
+    trial(body, replace(LIMITS, budget=3_000_000, part_s=1.0))
 
 
 def test_what_delivery_has_left_behind_is_dropped_from_disk(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_a_stop_answers_long_polls_and_a_start_goes_on(tmp_path: Path) -> None:
             held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
             await client.status()
             stopped = asyncio.get_running_loop().time()
-        assert asyncio.get_running_loop().time() - stopped < 3
+        assert asyncio.get_running_loop().time() - stopped < 15
         with pytest.raises(PenstockError):
             await held
         async with coordinator(tmp_path) as address, AsyncCoordinatorClient(address, TOKEN) as client:

@@ -98,7 +98,7 @@ def test_a_measurement_is_complete_and_refuses_other_batches() -> None:
 
     found = measure(batches(), Case("8 bytes", 8), times, [])
     assert found["batches"] >= 5
-    assert 0.02 <= found["span_s"] < 1.0
+    assert found["span_s"] >= 0.02
     assert 0 < found["thread_s"] < found["span_s"] + 0.01  # the two are not read at the same moment
     assert found["thread_s"] <= found["cpu_s"]["consumer"] + 0.01
     assert found["memory"]["consumer"]["pss"] > 1

@@ -268,14 +268,14 @@ def test_a_ring_that_is_full_of_copies_empties_while_the_feed_waits(rigs: Any) -
 
 
 def test_a_device_that_hangs_is_named(rigs: Any, device: FakeBackend) -> None:
-    rig = rigs(backend=device, timeout_s=0.05)
+    rig = rigs(backend=device, timeout_s=0.2)
     rig.numbers(0, 1)
     rig.feed.next()
     with pytest.raises(
-        DeadlineError, match=r"box 0 waited 0 s for device cpu to finish .* after step 1 was handed out"
+        DeadlineError, match=r"box 0 waited \d+ s for device cpu to finish .* after step 1 was handed out"
     ):
         rig.feed.next()
-    assert rig.feed.wait_s > 0.02
+    assert rig.feed.wait_s > 0
     device.finish()
     rig.numbers(0, 2)
     batch = rig.feed.next()
@@ -284,7 +284,7 @@ def test_a_device_that_hangs_is_named(rigs: Any, device: FakeBackend) -> None:
 
 
 def test_a_worker_that_hangs_is_named_once_the_copies_are_done(rigs: Any) -> None:
-    rig = rigs(backend=FakeBackend(patience=3), timeout_s=0.05)
+    rig = rigs(backend=FakeBackend(patience=3), timeout_s=1)
     rig.numbers(0, 1)
     rig.feed.next()
     with pytest.raises(DeadlineError, match="for step 2 from slot 0 on worker w0"):

@@ -145,7 +145,7 @@ def test_no_progress_is_an_error(server: ShardServer, tmp_path: Path, fault: Fau
 
 def test_slow_is_not_stalled(server: ShardServer, tmp_path: Path) -> None:
     server.faults[NAME] = [Fault(bytes_per_s=120_000)]  # 2.5 s
-    place = Place(server.url, tries=1, stall_s=2)
+    place = Place(server.url, tries=1, stall_s=10)
     assert fetch(place, tmp_path) == DATA
     place.close()
 

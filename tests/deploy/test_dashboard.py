@@ -223,15 +223,20 @@ def test_the_data_of_the_page_are_those_of_the_command(live: Live) -> None:
 
 
 def test_the_slot_that_lags_is_found(live: Live) -> None:
-    until(lambda: (live.get("/api/status.json")["runs"][0]["bottleneck"] or {}).get("kind") == "straggler")
-    (run,) = live.get("/api/status.json")["runs"]
-    found, slots = run["bottleneck"], run["boxes"][0]["slots"]
-    assert (found["input_bound"], found["box"], found["slot"]) == (True, 0, LAGS)
-    assert found["worker"] == slots[LAGS]["worker"]
-    assert found["wait_share"] > 0.3
-    assert slots[LAGS]["wait_share"] > 0.2
-    assert all(slot["queued"] > slots[LAGS]["queued"] for slot in slots if slot["slot"] != LAGS)
-    assert all(slot["snapshot_age_s"] is not None for slot in slots)
+    def well_known() -> bool:
+        """Whatever else this machine does, at some time all of it is so at once."""
+        (run,) = live.get("/api/status.json")["runs"]
+        found, slots = run["bottleneck"] or {}, run["boxes"][0]["slots"]
+        return (
+            (found.get("kind"), found.get("input_bound"), found.get("slot")) == ("straggler", True, LAGS)
+            and (found["box"], found["worker"]) == (0, slots[LAGS]["worker"])
+            and found["wait_share"] > 0.3
+            and slots[LAGS]["wait_share"] > 0.2
+            and all(slot["queued"] > slots[LAGS]["queued"] for slot in slots if slot["slot"] != LAGS)
+            and all(slot["snapshot_age_s"] is not None for slot in slots)
+        )
+
+    until(well_known)
 
 
 def test_the_page_shows_the_run_and_names_the_slot(live: Live, browser: Any) -> None:

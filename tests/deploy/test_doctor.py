@@ -307,10 +307,10 @@ def test_command_with_a_loader_that_hangs(
     shell: Any, tmp_path: Path, until: Callable[[Callable[[], bool]], None]
 ) -> None:
     marker = tmp_path / "hangs"
-    done = shell.run("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "2")
+    done = shell.run("doctor", "patients:hangs", "--args", json.dumps([str(marker)]), "--deadline", "5")
     assert done.returncode == 17
     assert "in waits_for_ever" in done.stderr
-    assert "streaming 32 batches of patients:hangs, worker 0 took more than 2 s; its stack is above" in done.error
+    assert "streaming 32 batches of patients:hangs, worker 0 took more than 5 s; its stack is above" in done.error
     until(lambda: gone(int(marker.read_text())))
 
 

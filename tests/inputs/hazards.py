@@ -220,10 +220,10 @@ def leaks(mib: int, at_once: int = 0, batches: int = 60, state_s: float = 0.0) -
 
 class BadInScratch(streams.Counter):
     """Streams well; restored beside the stream, it goes wrong. `how`: or a folder, with a file for each time that it is
-    killed then."""
+    killed then; "restored" in it says that it was."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__(3000, first=1000 * current_assignment().global_worker_id)
+    def __init__(self, how: str, batches: int) -> None:
+        super().__init__(batches, first=1000 * current_assignment().global_worker_id)
         self.how = how
         self.restored = False
 
@@ -238,7 +238,9 @@ class BadInScratch(streams.Counter):
         super().load_state_dict(state)
         if self.how == "hang":
             waits_for_ever()
-        for path in Path(self.how).glob("*"):
+        if Path(self.how).is_dir():
+            Path(self.how, "restored").touch()
+        for path in Path(self.how).glob("kill *"):
             path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "die":
@@ -252,8 +254,8 @@ class BadInScratch(streams.Counter):
         return super().state_dict()
 
 
-def bad_in_scratch(how: str) -> BadInScratch:
-    return BadInScratch(how)
+def bad_in_scratch(how: str, batches: int = 3000) -> BadInScratch:
+    return BadInScratch(how, batches)
 
 
 # ---- poison

@@ -313,6 +313,7 @@ def two_at_a_time(folder: str) -> list[str]:
             other.save(2 * step + 1, state)
         one.wait()
         other.wait()
+    dist.barrier()  # rank 0 writes `latest` when the others know already that the checkpoint is there
     return sorted(path.name for path in Path(folder).iterdir())
 
 

@@ -87,7 +87,7 @@ async def coordinator(limits: Limits) -> AsyncIterator[str]:
 
 
 def test_the_hint_crosses_and_the_call_is_taken_then() -> None:
-    limits = replace(Limits(), admissions=replace(FEW, peer_burst=1, peer_per_s=1.0))
+    limits = replace(Limits(), admissions=replace(FEW, peer_burst=1, peer_per_s=0.4))
     request = pb.RegisterWorkerRequest(worker="w", session="s", slots=1)
 
     async def run() -> None:
@@ -95,14 +95,14 @@ def test_the_hint_crosses_and_the_call_is_taken_then() -> None:
             await client.register(request)
             with pytest.raises(OverloadedError, match=r"too many calls of RegisterWorker from 127\.0\.0\.1") as caught:
                 await client.register(request)
-            assert 0.0 < caught.value.retry_after_s <= 1.0
+            assert 0.0 < caught.value.retry_after_s <= 2.5
             await asyncio.sleep(caught.value.retry_after_s)
             await client.register(request)
             with CoordinatorClient(address, "token") as blocking, pytest.raises(OverloadedError):
                 await asyncio.to_thread(blocking.open_run, pb.OpenRunRequest())
             begun = time.monotonic()
             await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))  # is never held up
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 15
 
     asyncio.run(run())
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from held_port import HeldPort
+
 SUPPORT = str(Path(__file__).parent)
 INPUTS = str(Path(__file__).parent.parent / "inputs")
 TOKEN = "a-token-for-tests-only-0123456789"
@@ -29,16 +31,18 @@ class Cluster:
         path = os.pathsep.join([INPUTS, SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_TOKEN": TOKEN, **environment}
         self.workers: list[subprocess.Popen[bytes]] = []
-        self.coordinator, self.address = self._start_coordinator("127.0.0.1:0")
+        self._port = HeldPort()
+        self.address = f"127.0.0.1:{self._port.number}"
+        self.coordinator = self._start_coordinator()
 
-    def _start_coordinator(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
-        arguments = ["--listen", listen, "--state-dir", str(self.state_dir)]
-        return self._start(self._module, *arguments, *self._options)
+    def _start_coordinator(self) -> subprocess.Popen[bytes]:
+        arguments = ["--listen", self.address, "--state-dir", str(self.state_dir)]
+        return self._start(self._module, *arguments, *self._options)[0]
 
     def restart_coordinator(self) -> None:
         """Start it again, on the same address and state."""
         self.coordinator.wait(10)
-        self.coordinator, _ = self._start_coordinator(self.address)
+        self.coordinator = self._start_coordinator()
 
     def add_worker(
         self,
@@ -88,6 +92,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
+        self._port.close()
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from census import children
+
 
 def parents() -> dict[int, tuple[int, int]]:
     """pid -> (parent, group) of every process."""
@@ -29,7 +31,7 @@ def children_of(pid: int) -> list[int]:
 
 def zygotes(daemon: int) -> list[int]:
     """Below a worker daemon."""
-    return [pid for pid in children_of(daemon) if b"zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return children(daemon, "zygote")
 
 
 def runners(daemon: int) -> list[int]:

@@ -95,11 +95,10 @@ class HostCluster(Cluster):
         self.network = network
         super().__init__(state_dir)
 
-    def _start_coordinator(self, listen: str) -> tuple[subprocess.Popen[bytes], str]:
-        if listen.startswith("127."):
-            listen = f"{self.network.addresses['coordinator']}:0"
-        arguments = ["--listen", listen, "--state-dir", str(self.state_dir), "--insecure"]
-        return self._start("penstock.appliance", *arguments, before=self.network.inside("coordinator"))
+    def _start_coordinator(self) -> subprocess.Popen[bytes]:
+        self.address = f"{self.network.addresses['coordinator']}:{self.address.rpartition(':')[2]}"
+        arguments = ["--listen", self.address, "--state-dir", str(self.state_dir), "--insecure"]
+        return self._start("penstock.appliance", *arguments, before=self.network.inside("coordinator"))[0]
 
     def add_host(self, host: str, slots: int, allow: str) -> subprocess.Popen[bytes]:
         """A worker on a host; its name is the host's."""

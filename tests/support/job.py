@@ -82,6 +82,8 @@ class Job:
         end = time.monotonic() + deadline_s
         while self.step < step:
             self.hear(0.5)
+            if self.step >= step:
+                return
             assert self.process.poll() is None or self.hear(0), f"{self.options['job']} ended at step {self.step}"
             assert time.monotonic() < end, f"{self.options['job']} is at step {self.step} of {step}"
 

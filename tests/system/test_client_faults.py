@@ -35,7 +35,7 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         assert landers, "there is a lander"
         for job in jobs:
             job.kill()
-        until(lambda: not alive(landers), 2, "the lander ends with its trainer")
+        until(lambda: not alive(landers), 20, "the lander ends with its trainer")
         settled(processes, before, LEASE_S + 7)
         for job in jobs:
             assert [job.batches[step] for step in range(1, 51)] == [whole[step] for step in range(1, 51)]

@@ -160,7 +160,7 @@ def test_killed_without_room_elsewhere_and_started_again(cluster: Cluster) -> No
         assert len(below) >= 1 + 2 + 2, "a zygote, two runners and their children"
         kill(only.pid, signal.SIGKILL)
         only.wait(10)
-        until(lambda: not alive(below), 5, lambda: f"alive: {alive(below)}")
+        until(lambda: not alive(below), 20, lambda: f"alive: {alive(below)}")
         add(cluster, _names[only.pid])
 
     def train(job: str, kill: Callable[[int, int], None] | None = None) -> list[int]:
@@ -219,6 +219,7 @@ def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -
         for batch in executor:
             numbers.append(batch["number"])
             if executor.step == 150:
+                until(reached.exists, 20, "the check of early snapshots does not begin")
                 until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
                 reached.unlink()
                 released.unlink()

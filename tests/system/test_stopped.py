@@ -21,7 +21,7 @@ from job import Job
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
 
-WORKER_LEASE_S, CLIENT_LEASE_S = 3.0, 10.0
+WORKER_LEASE_S, CLIENT_LEASE_S = 6.0, 10.0
 
 
 def pause(seconds: float) -> None:
@@ -41,7 +41,8 @@ def go_on(pids: Sequence[int]) -> None:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """With one worker daemon. All jobs have one seed, so it has one zygote for them all."""
-    with running(tmp_path_factory.mktemp("state")) as cluster:
+    options = ["--worker-lease-s", str(WORKER_LEASE_S), "--client-lease-s", str(CLIENT_LEASE_S)]
+    with running(tmp_path_factory.mktemp("state"), options=options) as cluster:
         cluster.add_worker(8, "--allow", "traps", allow="streams", name="first")
         yield cluster
 
@@ -143,13 +144,14 @@ def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(clust
         for batch in executor:
             got.append(batch["number"])
             if executor.step == 140:
+                until((tmp_path / "load_state_dict reached").exists, 20, "the check of early snapshots does not begin")
                 until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
                 runner += runners(daemon.pid)
             if executor.step == 150:
                 with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
                     loader.state_dict()
         assert got == [number for _ in range(20) for number in range(1, 13)][:200]
-        until(lambda: runners(daemon.pid) == runner, 5, "the stopped scratch child is still there")
+        until(lambda: runners(daemon.pid) == runner, 20, "the stopped scratch child is still there")
 
 
 @contextmanager

@@ -10,13 +10,13 @@ import select
 import signal
 import subprocess
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import census
 import hazards
 import pytest
 import streams
@@ -27,12 +27,12 @@ from family import alive, children_of, eventually, memory_of, parents, runners, 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
 
-HASTY_S = 3.0
-"""The deadline of loops that are to run into it."""
+HASTY_S = 5.0
+"""The deadline of loops that are to run into it. What hangs is told at half of it, and has to be known by its end."""
 FLOODED = 9
 """Batches of the flood, half a second each."""
-STOP_S = 3.0
-"""For a runner that will not stop: its grace is half a second."""
+STOP_S = 20.0
+"""For a runner that will not stop: its grace is half a second, and without that it would never end."""
 
 _jobs = itertools.count()
 
@@ -186,7 +186,7 @@ def test_a_stopped_zygote_hides_no_death_and_keeps_no_slot(cluster: Cluster) -> 
             os.kill(runner, signal.SIGKILL)
             session = loader._session
             assert session is not None
-            eventually(lambda: "SIGKILL" in session.run.views[0].note, "the death is told", 5.0)
+            eventually(lambda: "SIGKILL" in session.run.views[0].note, "the death is told")
         finally:
             os.kill(zygote, signal.SIGCONT)
         with pytest.warns(UserWarning, match="SIGKILL"):
@@ -214,7 +214,7 @@ def test_a_killed_zygote_takes_its_runners_along_and_another_one_goes_on(cluster
         with pytest.warns(UserWarning, match="recovered"):
             got += numbers(appliance, loader, 500)
     assert got == list(range(510))
-    eventually(lambda: not any(map(alive, left)), "what the runner left behind is gone", 5.0)
+    eventually(lambda: not any(map(alive, left)), "what the runner left behind is gone")
     assert zygote not in zygotes(daemon(cluster))
 
 
@@ -236,8 +236,8 @@ def test_what_a_runner_started_ends_with_it_wherever_it_went(cluster: Cluster, t
         eventually(lambda: {parents()[pid][0] for pid in left} == {runner}, "all are the runner's own")
         if end == "killed":
             os.kill(runner, signal.SIGKILL)
-            eventually(lambda: not any(map(alive, left)), "those of the dead runner are gone", 5.0)
-    eventually(lambda: not any(map(alive, _pids(marker))), "all are gone", 5.0)
+            eventually(lambda: not any(map(alive, left)), "those of the dead runner are gone")
+    eventually(lambda: not any(map(alive, _pids(marker))), "all are gone")
 
 
 def _is_dead(pid: int) -> bool:
@@ -252,7 +252,10 @@ def _litter() -> set[str]:
 
 def _kept_for_children(daemon: int) -> list[str]:
     """What is in the directory in which a daemon has one for each child: it holds that open, for the lock."""
-    held = [os.readlink(fd) for fd in Path(f"/proc/{daemon}/fd").iterdir()]
+    held = []
+    for fd in Path(f"/proc/{daemon}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has closed that one just now
+            held.append(os.readlink(fd))
     (mine,) = [path for path in held if f"/penstock-{os.getuid()}/" in path]
     return os.listdir(mine)
 
@@ -268,9 +271,9 @@ def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, 
             runner = the_runner(cluster)
             os.kill(runner, signal.SIGKILL)
             eventually(partial(_is_dead, runner), "it is dead")
-    eventually(lambda: not any(map(children_of, zygotes(daemon(cluster)))), "all of its processes are gone", 10.0)
-    eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}", 5.0)
-    eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone", 5.0)
+    eventually(lambda: not any(map(children_of, zygotes(daemon(cluster)))), "all of its processes are gone")
+    eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}")
+    eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone")
 
 
 def test_multiprocessing_has_a_directory_that_goes_with_the_runner(cluster: Cluster) -> None:
@@ -281,7 +284,7 @@ def test_multiprocessing_has_a_directory_that_goes_with_the_runner(cluster: Clus
         assert "/penstock-" in places[0]
         assert Path(places[0]).is_dir()
         loader.close()
-        eventually(lambda: not Path(places[0]).exists(), "it is removed", 5.0)
+        eventually(lambda: not Path(places[0]).exists(), "it is removed")
 
 
 # ---- what user code does to its process
@@ -289,7 +292,7 @@ def test_multiprocessing_has_a_directory_that_goes_with_the_runner(cluster: Clus
 
 def test_a_runner_that_will_not_stop_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
-    with at(cluster, 1.0) as appliance, warnings.catch_warnings():
+    with at(cluster, HASTY_S) as appliance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the slow worker
         loader = DataLoader(hazards.will_not_stop, str(marker))
         numbers(appliance, loader, 2)
@@ -298,10 +301,8 @@ def test_a_runner_that_will_not_stop_is_stopped(cluster: Cluster, tmp_path: Path
             numbers(appliance, loader, 10**6)
         eventually(lambda: _pids(marker), "it hangs now")
         (runner,) = _pids(marker)
-        started = time.monotonic()
         loader.close()
         eventually(lambda: not alive(runner), "it is gone", STOP_S)
-        assert time.monotonic() - started < STOP_S
     still_works(cluster)
 
 
@@ -376,22 +377,23 @@ def test_a_scratch_child_that_goes_wrong_fails_the_save_and_not_the_stream(
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_scratch_child_that_is_killed_is_replaced_once(cluster: Cluster, tmp_path: Path, times: int) -> None:
     with at(cluster) as appliance:
-        loader = DataLoader(hazards.bad_in_scratch, str(tmp_path))
+        loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)  # a short pass: its end begins the check
         executor = DataExecutor(loader, num_steps=180, appliance=appliance)
         got = []
         for batch in executor:
             got.append(plain(batch))
             if executor.step == 151:  # no snapshot was taken just there
-                the_runner(cluster)  # alone: the check of the first snapshots is over
+                eventually((tmp_path / "restored").exists, "the check of the first snapshots has begun")
+                eventually(lambda: len(census.runners(daemon(cluster))) == 1, "and is over")
                 for number in range(times):
-                    (tmp_path / str(number)).touch()
+                    (tmp_path / f"kill {number}").touch()
                 if times == 2:
                     with pytest.raises(errors.WorkerLostError, match=r"SIGKILL.* in its state; the stream goes on"):
                         loader.state_dict()
                 state = loader.state_dict()
-        assert got == list(range(1, 181))
-        assert not list(tmp_path.iterdir()), "no scratch child was needed"
-        again = DataLoader(hazards.bad_in_scratch, str(tmp_path))
+        assert got == [*range(1, 61)] * 3
+        assert not list(tmp_path.glob("kill *")), "no scratch child was needed"
+        again = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)
         again.load_state_dict(state)
         rest = [plain(batch) for batch in DataExecutor(again, num_steps=29, appliance=appliance)]
-    assert rest == list(range(152, 181))
+    assert rest == list(range(32, 61))

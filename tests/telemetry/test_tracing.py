@@ -35,6 +35,6 @@ def test_a_process_whose_collector_is_gone_or_silent_ends_within_the_time_to_flu
             assert process.stdout.readline() == "ended\n"
             begun = time.monotonic()
             _, said = process.communicate(timeout=60)
-            assert time.monotonic() - begun < 5.0
+            assert time.monotonic() - begun < 6.5
             assert process.returncode == 0
             assert "Traceback" not in said

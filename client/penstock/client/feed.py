@@ -225,6 +225,7 @@ class Feed:
             return
         until = self._waiting_since + self._timeout_s
         if now >= until:
+            self.flush()
             raise self._deadline(lane, view, now - self._waiting_since)
         if view.phase == pb.FAILED:
             until = min(until, self._failed(lane, view, now))

@@ -70,8 +70,8 @@ POLL_S = 0.05
 TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
-_POINTER = re.compile(r"\.latest\.[0-9a-f]+")
-"""What write_whole leaves of LATEST when it is stopped."""
+_STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
+"""What write_whole leaves of LATEST when it is stopped, and a rank that looks whether it can write."""
 
 
 def step_name(step: int) -> str:
@@ -245,7 +245,7 @@ def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
     Nor what `put_back` is for: that is a checkpoint.
     """
     names = _names(folder)
-    asides = {name for name in names if _ASIDE.fullmatch(name) or _POINTER.fullmatch(name)}
+    asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
     asides -= {name for name, _ in _half_replaced(names)}
     kept = tuple(f".tmp-{save}" for save in besides)
     return [folder / name for name in sorted(asides) if not name.endswith(kept)]
@@ -298,7 +298,7 @@ def locked(folder: Path, timeout_s: float) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
                     raise DeadlineError(
-                        f"waited {timeout_s:g} s for {holder}, which is writing a checkpoint into {folder}"
+                        f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}"
                     ) from None
                 time.sleep(POLL_S)
             except OSError:  # no locks here

@@ -99,6 +99,7 @@ class Save:
         self.deadline: float = time.monotonic() + request["timeout_s"]
         self.written = 0
         self.cancelled = False
+        self._begun = False
         self._tell = tell
         self._told_at = time.monotonic()
 
@@ -281,11 +282,12 @@ class Save:
         def there() -> bool:
             nonlocal probed_at
             if self.temporary.exists():
+                self._begun = True
                 return True
             if time.monotonic() - probed_at > PROBE_S:
                 probe = self.folder / f".probe-{self.save}-{self.rank}"
                 probe.touch()
-                probe.unlink()
+                probe.unlink(missing_ok=True)  # rank 0 takes it for a leftover
                 probed_at = time.monotonic()
             return False
 
@@ -294,7 +296,7 @@ class Save:
 
     def _given_up(self) -> bool:
         """Rank 0 has cleared the folder, under this rank's hands it may be. `_await_verdict` finds out why."""
-        return (self.temporary / FAILED).exists() or not self.temporary.exists()
+        return self._begun and ((self.temporary / FAILED).exists() or not self.temporary.exists())
 
     def _await_verdict(self) -> None:
         causes: dict[int, str] = {}
