@@ -6,6 +6,7 @@ fuzzer need not find out lengths.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import select
@@ -293,6 +294,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     """Two ends of a TCP connection."""
     if not _listener:
         _listener.append(socket.create_server(("127.0.0.1", 0)))
+        atexit.register(_listener[0].close)
     near = socket.create_connection(_listener[0].getsockname())
     far, _ = _listener[0].accept()
     # Ports would run out: what is left of a connection is of no interest.
