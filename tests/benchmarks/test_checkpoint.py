@@ -51,7 +51,7 @@ def test_everybody_has_a_turn(tmp_path: Path) -> None:
     [memory] = results["memory"][PENSTOCK]
     assert memory["samples"] > 2
     assert memory["peak"] - memory["base"] > 8 << 20
-    assert 0 < memory["others"] < 100 << 20  # the writer is there, and has no torch
+    assert memory["others"] < 100 << 20  # the writer, if it is there at that moment, has no torch
     assert "| Penstock |" in markdown(results)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
