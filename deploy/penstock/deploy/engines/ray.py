@@ -230,12 +230,15 @@ def _ready(ray: Any, actors: Mapping[str, Any], plan: Plan, deadline: float) -> 
             raise CommandError(f"on node {said['host']}: {said['error']}{remedy}", said["code"])
         found[waits[ref]] = said
     if len(found) < len(waits):
-        late = ", ".join(sorted(set(waits.values()) - set(found)))
+        late = sorted(set(waits.values()) - set(found))
+        text = f"Ray did not start {', '.join(late)} within {plan.timeout_s:g} s"
+        if late == [_coordinator_name(plan.name)]:  # which asks for nothing but its node
+            raise DeadlineError(f"{text} (--timeout; `ray status` says more)")
         near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
         free = ray.available_resources().get("CPU", 0)
         raise DeadlineError(
-            f"Ray did not start {late} within {plan.timeout_s:g} s: a worker asks for {plan.slots} CPUs{near}; the "
-            f"cluster has {free:g} free now (--slots, --workers, --near; `ray status` says more)"
+            f"{text}: a worker asks for {plan.slots} CPUs{near}; the cluster has {free:g} free now "
+            "(--slots, --workers, --near; `ray status` says more)"
         )
     return found
 
