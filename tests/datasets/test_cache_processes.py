@@ -256,7 +256,7 @@ def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: 
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        wait_until(lambda: server.requests[shards[1 if ahead else 0].name] > 0)
+        wait_until(lambda: server.requests[shards[1 if ahead else 0].name] > 0, 90)  # it imports much
         said = process.communicate("\n", timeout=60)
     assert (process.returncode, *said) == (0, "", "")
 
