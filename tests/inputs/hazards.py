@@ -220,7 +220,7 @@ def leaks(mib: int, at_once: int = 0, batches: int = 60, state_s: float = 0.0) -
 
 class BadInScratch(streams.Counter):
     """Streams well; restored beside the stream, it goes wrong. `how`: or a folder, with a file for each time that it is
-    killed then; "restored" in it says that it was."""
+    killed then; "restored" in it has the process that it was restored in last."""
 
     def __init__(self, how: str, batches: int) -> None:
         super().__init__(batches, first=1000 * current_assignment().global_worker_id)
@@ -239,7 +239,8 @@ class BadInScratch(streams.Counter):
         if self.how == "hang":
             waits_for_ever()
         if Path(self.how).is_dir():
-            Path(self.how, "restored").touch()
+            Path(self.how, f"{os.getpid()}").write_text(f"{os.getpid()}")
+            Path(self.how, f"{os.getpid()}").rename(Path(self.how, "restored"))
         for path in Path(self.how).glob("kill *"):
             path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)

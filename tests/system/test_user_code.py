@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import census
 import hazards
 import pytest
 import streams
@@ -376,6 +375,7 @@ def test_a_scratch_child_that_goes_wrong_fails_the_save_and_not_the_stream(
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_scratch_child_that_is_killed_is_replaced_once(cluster: Cluster, tmp_path: Path, times: int) -> None:
+    checked = tmp_path / "restored"
     with at(cluster) as appliance:
         loader = DataLoader(hazards.bad_in_scratch, str(tmp_path), 60)  # a short pass: its end begins the check
         executor = DataExecutor(loader, num_steps=180, appliance=appliance)
@@ -383,8 +383,8 @@ def test_a_scratch_child_that_is_killed_is_replaced_once(cluster: Cluster, tmp_p
         for batch in executor:
             got.append(plain(batch))
             if executor.step == 151:  # no snapshot was taken just there
-                eventually((tmp_path / "restored").exists, "the check of the first snapshots has begun")
-                eventually(lambda: len(census.runners(daemon(cluster))) == 1, "and is over")
+                eventually(checked.exists, "the check of the first snapshots has begun")
+                eventually(lambda: not alive(int(checked.read_text())), "and is over")
                 for number in range(times):
                     (tmp_path / f"kill {number}").touch()
                 if times == 2:
