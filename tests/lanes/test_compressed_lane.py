@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.lanes.conftest import content, next_frame, payload
-from tests.lanes.test_lander import SLOT, STRUCTURE, batch, drain, ring
+from tests.lanes.test_lander import SLOT, batch, drain
 from tests.lanes.test_lander import Rig as LanderRig
 from tests.lanes.test_pump import Rig as PumpRig
 
@@ -254,7 +254,7 @@ def broken(number: int, case: str) -> bytes:
 def test_a_payload_that_cannot_be_is_an_error_with_a_name(rig: LanderRig, lander: Lander, case: str, says: str) -> None:
     pid = lander.pid
     rig.begin()
-    rig.far.sendall(broken(number_of(rig), case))
+    rig.send_in_vain(broken(number_of(rig), case))
     frame = next_frame(rig.consumer)
     assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "ProtocolError")
     assert says in frame.error.message
@@ -264,9 +264,9 @@ def test_a_payload_that_cannot_be_is_an_error_with_a_name(rig: LanderRig, lander
 
 
 def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: LanderRig) -> None:
-    rig.far.sendall(b"".join(framed(frame.SerializeToString()) for frame in (ring(4096), STRUCTURE)))
+    rig.begin(4096)
     frame = batch(1, 1 << 39, codec=number_of(rig), wire=100)
-    rig.far.sendall(framed(frame.SerializeToString()))
+    rig.send_in_vain(framed(frame.SerializeToString()))
     answer = next_frame(rig.consumer)
     assert (answer.kind, answer.error.name) == (lane_pb2.ERROR, "ProtocolError")
     assert "in no ring" in answer.error.message
@@ -289,7 +289,7 @@ def test_corrupt_streams_end_their_lane_and_no_other(
     for at, value in flips:
         data[at % len(data)] = value
     rig.begin(4096)
-    rig.far.sendall(sent(batch(1, 4096), number) + bytes(data[: len(data) - cut]))
+    rig.send_in_vain(sent(batch(1, 4096), number) + bytes(data[: len(data) - cut]))
     rig.far.close()
     rig.expect(1, 4096)
     with pytest.raises(LaneLostError):

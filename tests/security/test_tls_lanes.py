@@ -8,8 +8,10 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -165,6 +167,24 @@ def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
     far.shutdown(socket.SHUT_RDWR)  # without TLS's own farewell, as anybody between the two could
     with pytest.raises(LaneLostError):
         next_frame(consumer)
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_connection_that_was_reset_before_tls_began_is_closed(mutual: Tls, accepted: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    assert select.select([near], [], [], QUICK_S)[0]
+    with warnings.catch_warnings(record=True) as unclosed:
+        warnings.simplefilter("always")
+        with pytest.raises(ConnectionResetError):
+            if accepted:
+                accept_tls_blocking(near, mutual.server_context())
+            else:
+                connect_tls(near, mutual, "127.0.0.1")
+    assert not unclosed
 
 
 @pytest.mark.parametrize("under_tls", [False, True])

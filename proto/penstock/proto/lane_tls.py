@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.proto.errors import TlsError
-from penstock.proto.tls import Tls
+from penstock.proto.tls import Tls, WrappedSocket
 
 __all__ = ["TlsSocket", "accept_tls", "accept_tls_blocking", "connect_tls", "looks_like_tls", "when_readable"]
 
@@ -33,7 +33,7 @@ PEEKED = 3
 length, whose third byte is 0 wherever the first two are 22, 3."""
 
 
-class TlsSocket(ssl.SSLSocket):
+class TlsSocket(WrappedSocket):
     """See the module. Made by an SSLContext whose `sslsocket_class` it is."""
 
     _held: bytes | memoryview | None = None

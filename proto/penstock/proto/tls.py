@@ -27,7 +27,7 @@ from typing import Any
 
 from penstock.proto.errors import TlsError
 
-__all__ = ["Tls", "expires", "explain", "load_tls", "no_tls_here"]
+__all__ = ["Tls", "WrappedSocket", "expires", "explain", "load_tls", "no_tls_here"]
 
 MAX_FILE = 1 << 20
 """Bytes of a certificate file: a whole bundle of public CAs has a fifth."""
@@ -68,8 +68,7 @@ class Tls:
 
     def server_context(self) -> ssl.SSLContext:
         """For a lane's accepting end. Certificates are asked for if there is a CA."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        _common(context)
+        context = _context(ssl.PROTOCOL_TLS_SERVER)
         # Nobody resumes a lane's session, and a ticket is a write that nothing waits for.
         context.num_tickets = 0
         _show(context, self)
@@ -80,8 +79,7 @@ class Tls:
 
     def client_context(self) -> ssl.SSLContext:
         """For a connecting end."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        _common(context)
+        context = _context(ssl.PROTOCOL_TLS_CLIENT)
         _trust(context, self)
         if self.cert:
             _show(context, self)
@@ -124,9 +122,26 @@ def _read(what: str, file: str) -> bytes:
     return data
 
 
-def _common(context: ssl.SSLContext) -> None:
+class WrappedSocket(ssl.SSLSocket):
+    """What our contexts make of a connection. `wrap_socket` of one that the other end has reset reads from it, and does
+    not close what it made when that fails."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError as error:
+            if self.version() is None:  # it is wrap_socket that asks
+                self.close()
+                raise ConnectionResetError("the other end hung up before TLS began") from error
+            raise
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.sslsocket_class = WrappedSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_COMPRESSION
+    return context
 
 
 def _trust(context: ssl.SSLContext, tls: Tls) -> None:
@@ -272,13 +287,12 @@ def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsE
     except OSError:
         return None
     with sock:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls.client_context()
+        context = _context(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls.client_context()
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["h2"])
         if tls is None:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         try:
-            sock.getpeername()  # of a connection that was reset already ssl would lose the descriptor
             name = (tls.name if tls else "") or host
             with context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False) as wrapped:
                 wrapped.do_handshake()
