@@ -60,12 +60,10 @@ Reply = tuple[http.client.HTTPResponse, bytes]
 
 def ask(server: WebServer, path: str = "/", method: str = "GET", **headers: str) -> Reply:
     port = int(server.address.rpartition(":")[2])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request(method, path, headers=headers)
-    reply = connection.getresponse()
-    body = reply.read()
-    connection.close()
-    return reply, body
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request(method, path, headers=headers)
+        reply = connection.getresponse()
+        return reply, reply.read()
 
 
 def test_a_page_comes_with_what_keeps_scripts_of_others_out(local: WebServer) -> None:
