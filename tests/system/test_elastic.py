@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import paced
@@ -19,12 +21,28 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 COUNT = 100_000
 """Batches of a worker's pass: more than any test takes."""
+JOBS = itertools.count()
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with running(tmp_path, options=["--balance-after-s", "1"]) as cluster:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """With one worker, which does what a worker can do besides what its test is about."""
+    with running(tmp_path_factory.mktemp("state"), options=["--balance-after-s", "1"]) as cluster:
+        cluster.add_worker(4, allow="paced", name="kept")
         yield cluster
+
+
+@contextmanager
+def joined(cluster: Cluster, slots: int, *more: str, name: str, batch_s: float = 0) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that has joined, until the end of the block."""
+    cluster.environment["PACED_S"] = str(batch_s)
+    worker = cluster.add_worker(slots, *more, allow="paced", name=name)
+    try:
+        yield worker
+    finally:
+        worker.terminate()
+        worker.wait(30)
+        cluster.workers.remove(worker)
 
 
 class Watched:
@@ -33,6 +51,7 @@ class Watched:
     def __init__(self, cluster: Cluster, workers: int, *, always_ready: bool = True) -> None:
         self.cluster = cluster
         self.workers = workers
+        self.job = f"elastic-{next(JOBS)}"
         self.always_ready = always_ready
         self.step = 0
 
@@ -49,7 +68,8 @@ class Watched:
                 assert batch.tolist() == [turn, taken]
                 act(self.step)
                 if self.step % 10 == 0:
-                    slots = {slot.slot: slot for slot in client.status().runs[0].boxes[0].slots}
+                    (run,) = [run for run in client.status().runs if run.run.startswith(f"{self.job}/")]
+                    slots = {slot.slot: slot for slot in run.boxes[0].slots}
                     assert not self.always_ready or all(slot.phase == pb.READY for slot in slots.values())
                     if until(slots):
                         return
@@ -58,7 +78,7 @@ class Watched:
         return Appliance(
             self.cluster.address,
             num_workers_per_box=self.workers,
-            job="elastic",
+            job=self.job,
             seed=3,
             token=TOKEN,
             timeout_s=60,
@@ -76,6 +96,20 @@ def drain(cluster: Cluster, worker: str, **order: Any) -> pb.DrainWorkerReply:
         return client.drain(worker, **order)
 
 
+@contextmanager
+def aside(cluster: Cluster) -> Iterator[None]:
+    """The kept worker drains: it has no room for what is new."""
+    drain(cluster, "kept")
+    try:
+        yield
+    finally:
+        back(cluster)
+
+
+def back(cluster: Cluster) -> None:
+    drain(cluster, "kept", undo=True)
+
+
 @pytest.fixture(autouse=True)
 def no_warning() -> Iterator[None]:
     """What moves in good order is nothing to warn of."""
@@ -85,100 +119,99 @@ def no_warning() -> Iterator[None]:
 
 
 def test_a_drained_worker_hands_its_slots_over_while_the_loop_goes_on(cluster: Cluster) -> None:
-    cluster.add_worker(2, allow="paced", name="old")
     told: list[pb.DrainWorkerReply] = []
+    with ExitStack() as closing:
 
-    def act(step: int) -> None:
-        if step == 50:
-            told.append(drain(cluster, "old"))
-            cluster.add_worker(2, allow="paced", name="new")
+        def act(step: int) -> None:
+            if step == 50:
+                told.append(drain(cluster, "kept"))
+                closing.callback(back, cluster)
+                closing.enter_context(joined(cluster, 2, name="new"))
 
-    watched = Watched(cluster, 2)
-    watched.run(lambda slots: on(slots) == ["new", "new"], act)
-    assert (told[0].slots, told[0].stuck) == (2, 2)  # there was no other worker then
-    left = drain(cluster, "old")
-    assert (left.slots, left.stuck) == (0, 0)
+        Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)
+        assert (told[0].slots, told[0].stuck) == (2, 2)  # there was no other worker then
+        left = drain(cluster, "kept")
+        assert (left.slots, left.stuck) == (0, 0)
 
 
 def test_a_worker_that_is_told_to_end_hands_over_first(cluster: Cluster) -> None:
-    old = cluster.add_worker(2, "--drain-s", "60", allow="paced", name="old")
-    cluster.add_worker(2, allow="paced", name="other")
+    with joined(cluster, 2, "--drain-s", "60", name="old") as old, ExitStack() as closing:
+        closing.enter_context(aside(cluster))
 
-    def act(step: int) -> None:
-        if step == 50:
-            old.send_signal(signal.SIGTERM)
+        def act(step: int) -> None:
+            if step == 50:
+                closing.close()
+                old.send_signal(signal.SIGTERM)
 
-    Watched(cluster, 2).run(lambda slots: "old" not in on(slots), act)
-    assert old.wait(30) == 0
+        Watched(cluster, 2).run(lambda slots: on(slots) == ["kept", "kept"], act)
+        assert old.wait(30) == 0
 
 
 def test_a_worker_told_to_end_that_nobody_can_relieve_ends_at_once(cluster: Cluster) -> None:
-    old = cluster.add_worker(2, "--drain-s", "600", allow="paced", name="old")
+    with joined(cluster, 2, "--drain-s", "600", name="old") as old, ExitStack() as closing:
+        closing.enter_context(aside(cluster))
 
-    def act(step: int) -> None:
-        if step == 50:
-            old.send_signal(signal.SIGTERM)
-            assert old.wait(30) == 0
-            cluster.add_worker(2, allow="paced", name="new")
+        def act(step: int) -> None:
+            if step == 50:
+                old.send_signal(signal.SIGTERM)
+                assert old.wait(30) == 0
+                closing.close()
 
-    watched = Watched(cluster, 2, always_ready=False)
-    with pytest.warns(UserWarning, match="drains"):  # for it stood still meanwhile
-        # Beyond what the old one had made ahead, which comes first.
-        watched.run(lambda slots: on(slots) == ["new", "new"] and watched.step > 400, act)
+        watched = Watched(cluster, 2, always_ready=False)
+        with pytest.warns(UserWarning, match="drains"):  # for it stood still meanwhile
+            # Beyond what the old one had made ahead, which comes first.
+            watched.run(lambda slots: on(slots) == ["kept", "kept"] and watched.step > 400, act)
 
 
 def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:
-    cluster.add_worker(4, allow="paced", name="first")
+    with ExitStack() as closing:
 
-    def act(step: int) -> None:
-        if step == 40:
-            cluster.add_worker(4, allow="paced", name="second")
+        def act(step: int) -> None:
+            if step == 40:
+                closing.enter_context(joined(cluster, 4, name="second"))
 
-    Watched(cluster, 4).run(lambda slots: on(slots) == ["first", "first", "second", "second"], act)
+        Watched(cluster, 4).run(lambda slots: on(slots) == ["kept", "kept", "second", "second"], act)
 
 
 def test_a_slot_goes_away_from_a_worker_that_the_loop_waits_for(cluster: Cluster) -> None:
-    cluster.environment["PACED_S"] = "0.02"
-    cluster.add_worker(1, allow="paced", name="slow")
-    cluster.environment["PACED_S"] = "0.001"
-    cluster.add_worker(1, allow="paced", name="fast")
+    with aside(cluster), ExitStack() as closing:
+        closing.enter_context(joined(cluster, 1, name="slow", batch_s=0.02))
+        closing.enter_context(joined(cluster, 1, name="fast", batch_s=0.001))
 
-    def act(step: int) -> None:
-        if step == 40:
-            cluster.add_worker(1, allow="paced", name="spare")
+        def act(step: int) -> None:
+            if step == 40:
+                closing.enter_context(joined(cluster, 1, name="spare", batch_s=0.001))
 
-    Watched(cluster, 2).run(lambda slots: on(slots) == ["fast", "spare"], act)
+        Watched(cluster, 2).run(lambda slots: on(slots) == ["fast", "spare"], act)
 
 
 def test_an_order_is_taken_back_and_a_worker_that_is_not_there_is_named(cluster: Cluster) -> None:
-    cluster.add_worker(2, allow="paced", name="only")
-
     def act(step: int) -> None:
         if step == 20:
-            assert drain(cluster, "only").stuck == 2
+            assert drain(cluster, "kept").stuck == 2
         elif step == 60:
-            drain(cluster, "only", undo=True)
+            back(cluster)
 
     def taken_back(slots: dict[int, pb.SlotView]) -> bool:
         with CoordinatorClient(cluster.address, TOKEN) as client:
-            (worker,) = client.status().workers
-            return watched.step > 60 and not worker.draining
+            return watched.step > 60 and not any(worker.draining for worker in client.status().workers)
 
     watched = Watched(cluster, 2)
     watched.run(taken_back, act)
-    with pytest.raises(UnknownWorkerError, match="there is no worker 'other'; there are: only"):
+    with pytest.raises(UnknownWorkerError, match="there is no worker 'other'; there are: kept"):
         drain(cluster, "other")
 
 
 def test_a_drain_outlives_the_coordinator(cluster: Cluster) -> None:
-    cluster.add_worker(2, allow="paced", name="old")
+    with ExitStack() as closing:
 
-    def act(step: int) -> None:
-        if step == 20:
-            drain(cluster, "old")
-        elif step == 60:
-            cluster.coordinator.kill()
-            cluster.restart_coordinator()
-            cluster.add_worker(2, allow="paced", name="new")
+        def act(step: int) -> None:
+            if step == 20:
+                drain(cluster, "kept")
+                closing.callback(back, cluster)
+            elif step == 60:
+                cluster.coordinator.kill()
+                cluster.restart_coordinator()
+                closing.enter_context(joined(cluster, 2, name="new"))
 
-    Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)
+        Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)
