@@ -179,6 +179,17 @@ def test_closing_ends_what_moves(place: Place, server: ShardServer, tmp_path: Pa
         fetch(place, tmp_path)
 
 
+def test_nothing_begins_in_a_place_that_has_ended_with_the_interpreter(server: ShardServer) -> None:
+    """Though a thread that fetches tries again what was broken off. Python would tell of what never began."""
+    (server.folder / "one").write_bytes(b"0123456789")
+    place = Place(server.url, tries=1)
+    place.read("one", deadline_s=20)
+    assert place._loop is not None
+    place._loop.close()
+    with pytest.raises(ShardUnavailableError, match="was closed"):
+        place.read("one", deadline_s=20)
+
+
 def test_a_forked_child_opens_its_own(place: Place, server: ShardServer, tmp_path: Path) -> None:
     assert fetch(place, tmp_path) == DATA
     child = os.fork()

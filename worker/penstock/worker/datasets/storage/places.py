@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import io
 import os
 import random
@@ -66,6 +65,8 @@ class _Loop:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._session: Any = None
+        self._lock = threading.RLock()  # as the place's
+        self._ending = False
         self._thread = threading.Thread(target=self._run, name="penstock-place", daemon=True)
         self._thread.start()
         self.opening = self.call(self._open(url, options))
@@ -85,14 +86,20 @@ class _Loop:
         return fs, root
 
     def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        with self._lock:
+            if self._ending:  # as the interpreter may be, while a thread tries again what was ended with it
+                work.close()
+                raise Broken("was closed")
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
         """The thread ends, and with it all that moves. In a forked child: nothing."""
-        if self.pid != os.getpid() or self.loop.is_closed():
+        if self.pid != os.getpid():
             return
-        with contextlib.suppress(RuntimeError):  # it has ended meanwhile
-            self.call(self._end())
+        with self._lock:
+            if not self._ending:
+                self.call(self._end())
+                self._ending = True
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
