@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from lane_doors import doors, refusing
@@ -177,13 +178,13 @@ def test_a_connection_that_was_reset_before_tls_began_is_closed(mutual: Tls, acc
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()
     assert select.select([near], [], [], QUICK_S)[0]
+    begin = partial(accept_tls_blocking, context=mutual.server_context())
+    if not accepted:
+        begin = partial(connect_tls, tls=mutual, host="127.0.0.1")
     with warnings.catch_warnings(record=True) as unclosed:
         warnings.simplefilter("always")
         with pytest.raises(ConnectionResetError):
-            if accepted:
-                accept_tls_blocking(near, mutual.server_context())
-            else:
-                connect_tls(near, mutual, "127.0.0.1")
+            begin(near)
     assert not unclosed
 
 

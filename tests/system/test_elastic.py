@@ -33,7 +33,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @contextmanager
-def joined(cluster: Cluster, slots: int, *more: str, name: str, batch_s: float = 0) -> Iterator[subprocess.Popen[bytes]]:
+def joined(
+    cluster: Cluster, slots: int, *more: str, name: str, batch_s: float = 0
+) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that has joined, until the end of the block."""
     cluster.environment["PACED_S"] = str(batch_s)
     worker = cluster.add_worker(slots, *more, allow="paced", name=name)
