@@ -65,8 +65,7 @@ def main() -> None:
         # Each runner will load the trainer's main script, that penstock.client, and that pydantic: 0.15 s, once here.
         import pydantic_settings  # noqa: F401
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # garbage too: to find it would take 0.1 s, and it is a mebibyte
     gc.enable()
     deaths, wake = os.pipe()
     for fd in (deaths, wake):
