@@ -60,6 +60,19 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
+    @contextmanager
+    def joined(
+        self, slots: int, *more: str, allow: str = "streams", name: str = ""
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A worker that leaves with the end of the block."""
+        worker = self.add_worker(slots, *more, allow=allow, name=name)
+        try:
+            yield worker
+        finally:
+            worker.terminate()
+            worker.wait(30)
+            self.workers.remove(worker)
+
     def _start(
         self, module: str, *arguments: str, before: Sequence[str] = (), stderr: int | None = None
     ) -> tuple[subprocess.Popen[bytes], str]:

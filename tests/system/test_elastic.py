@@ -7,7 +7,7 @@ import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import paced
@@ -32,19 +32,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@contextmanager
-def joined(
+def paced_worker(
     cluster: Cluster, slots: int, *more: str, name: str, batch_s: float = 0
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker that has joined, until the end of the block."""
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """One that joins, and leaves with the end of the block."""
     cluster.environment["PACED_S"] = str(batch_s)
-    worker = cluster.add_worker(slots, *more, allow="paced", name=name)
-    try:
-        yield worker
-    finally:
-        worker.terminate()
-        worker.wait(30)
-        cluster.workers.remove(worker)
+    return cluster.joined(slots, *more, allow="paced", name=name)
 
 
 class Watched:
@@ -128,7 +121,7 @@ def test_a_drained_worker_hands_its_slots_over_while_the_loop_goes_on(cluster: C
             if step == 50:
                 told.append(drain(cluster, "kept"))
                 closing.callback(back, cluster)
-                closing.enter_context(joined(cluster, 2, name="new"))
+                closing.enter_context(paced_worker(cluster, 2, name="new"))
 
         Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)
         assert (told[0].slots, told[0].stuck) == (2, 2)  # there was no other worker then
@@ -137,7 +130,7 @@ def test_a_drained_worker_hands_its_slots_over_while_the_loop_goes_on(cluster: C
 
 
 def test_a_worker_that_is_told_to_end_hands_over_first(cluster: Cluster) -> None:
-    with joined(cluster, 2, "--drain-s", "60", name="old") as old, ExitStack() as closing:
+    with paced_worker(cluster, 2, "--drain-s", "60", name="old") as old, ExitStack() as closing:
         closing.enter_context(aside(cluster))
 
         def act(step: int) -> None:
@@ -150,7 +143,7 @@ def test_a_worker_that_is_told_to_end_hands_over_first(cluster: Cluster) -> None
 
 
 def test_a_worker_told_to_end_that_nobody_can_relieve_ends_at_once(cluster: Cluster) -> None:
-    with joined(cluster, 2, "--drain-s", "600", name="old") as old, ExitStack() as closing:
+    with paced_worker(cluster, 2, "--drain-s", "600", name="old") as old, ExitStack() as closing:
         closing.enter_context(aside(cluster))
 
         def act(step: int) -> None:
@@ -170,19 +163,19 @@ def test_slots_go_to_workers_that_join(cluster: Cluster) -> None:
 
         def act(step: int) -> None:
             if step == 40:
-                closing.enter_context(joined(cluster, 4, name="second"))
+                closing.enter_context(paced_worker(cluster, 4, name="second"))
 
         Watched(cluster, 4).run(lambda slots: on(slots) == ["kept", "kept", "second", "second"], act)
 
 
 def test_a_slot_goes_away_from_a_worker_that_the_loop_waits_for(cluster: Cluster) -> None:
     with aside(cluster), ExitStack() as closing:
-        closing.enter_context(joined(cluster, 1, name="slow", batch_s=0.02))
-        closing.enter_context(joined(cluster, 1, name="fast", batch_s=0.001))
+        closing.enter_context(paced_worker(cluster, 1, name="slow", batch_s=0.02))
+        closing.enter_context(paced_worker(cluster, 1, name="fast", batch_s=0.001))
 
         def act(step: int) -> None:
             if step == 40:
-                closing.enter_context(joined(cluster, 1, name="spare", batch_s=0.001))
+                closing.enter_context(paced_worker(cluster, 1, name="spare", batch_s=0.001))
 
         Watched(cluster, 2).run(lambda slots: on(slots) == ["fast", "spare"], act)
 
@@ -214,6 +207,6 @@ def test_a_drain_outlives_the_coordinator(cluster: Cluster) -> None:
             elif step == 60:
                 cluster.coordinator.kill()
                 cluster.restart_coordinator()
-                closing.enter_context(joined(cluster, 2, name="new"))
+                closing.enter_context(paced_worker(cluster, 2, name="new"))
 
         Watched(cluster, 2).run(lambda slots: on(slots) == ["new", "new"], act)

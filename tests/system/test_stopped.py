@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,18 +47,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @contextmanager
-def another(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker daemon besides, for as long as the block."""
-    daemon = cluster.add_worker(8, allow="streams", name="second")
-    try:
-        yield daemon
-    finally:
-        daemon.terminate()
-        daemon.wait(20)
-        cluster.workers.remove(daemon)
-
-
-@contextmanager
 def jobs_of(cluster: Cluster, *many: dict[str, Any]) -> Iterator[list[Job]]:
     started = [Job(cluster, **options) for options in many]
     try:
@@ -85,7 +72,7 @@ def test_replaced_while_they_were_stopped(cluster: Cluster) -> None:
         machine = [first.pid, *descendants(first.pid)]
         stop([one.pid, two.pid])
         stop(machine)
-        second = closing.enter_context(another(cluster))
+        second = closing.enter_context(cluster.joined(8, name="second"))
         pause(WORKER_LEASE_S + 2)
         with jobs_of(cluster, {**superseded, "steps": 20}) as (successor,):
             successor.finish()
