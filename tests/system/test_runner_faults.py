@@ -31,7 +31,9 @@ WITH_STATES = {"state_dict"}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("state")) as cluster:
+    """One that does not give a slot up though it dies at every point before the loop has got a batch of it."""
+    losses = f"losses={len(traps.POINTS)}"
+    with running(tmp_path_factory.mktemp("state"), "limited_coordinator", LIMITS=losses) as cluster:
         cluster.add_worker(8, allow="traps")
         yield cluster
 

@@ -21,7 +21,10 @@ STATE = 300_000
 
 def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with open(log, "wb") as said, running(tmp_path / "state", "small_coordinator", BUDGET=str(3 * STATE)) as cluster:
+    with (
+        open(log, "wb") as said,
+        running(tmp_path / "state", "limited_coordinator", LIMITS=f"budget={3 * STATE}") as cluster,
+    ):
         worker = cluster.add_worker(1, stderr=said.fileno())
         with Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance:
             executor = iter(DataExecutor(DataLoader(streams.heavy, 10**6, STATE), appliance=appliance))
@@ -40,7 +43,7 @@ def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_p
 
 
 def test_a_slot_whose_first_snapshot_cannot_be_kept_does_not_start(tmp_path: Path) -> None:
-    with running(tmp_path / "state", "small_coordinator", BUDGET=str(STATE // 2)) as cluster:
+    with running(tmp_path / "state", "limited_coordinator", LIMITS=f"budget={STATE // 2}") as cluster:
         cluster.add_worker(1)
         with (
             Appliance(cluster.address, token=TOKEN, job="job", seed=3, timeout_s=60) as appliance,

@@ -1,4 +1,4 @@
-"""A coordinator that keeps BUDGET bytes of snapshots at most: python -m small_coordinator."""
+"""A coordinator with other limits, LIMITS=budget=1000,losses=9 in its environment: python -m limited_coordinator."""
 
 from __future__ import annotations
 
@@ -17,5 +17,6 @@ if __name__ == "__main__":
     parser.add_argument("--state-dir")
     parser.add_argument("--ready-fd", type=int)
     given = parser.parse_args()
-    limits = replace(Limits(), budget=int(os.environ["BUDGET"]))
+    changed = [each.split("=") for each in os.environ["LIMITS"].split(",")]
+    limits = replace(Limits(), **{name: int(value) for name, value in changed})
     asyncio.run(serve(given.listen, given.state_dir, read_tokens(), ready=announcer(given.ready_fd), limits=limits))
