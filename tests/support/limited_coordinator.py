@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 from dataclasses import replace
+from typing import Any
 
 from penstock.appliance.limits import Limits
 from penstock.appliance.server import announcer, serve
@@ -17,6 +18,7 @@ if __name__ == "__main__":
     parser.add_argument("--state-dir")
     parser.add_argument("--ready-fd", type=int)
     given = parser.parse_args()
-    changed = [each.split("=") for each in os.environ["LIMITS"].split(",")]
-    limits = replace(Limits(), **{name: int(value) for name, value in changed})
+    pairs = [each.split("=") for each in os.environ["LIMITS"].split(",")]
+    changed: dict[str, Any] = {name: int(value) for name, value in pairs}
+    limits = replace(Limits(), **changed)
     asyncio.run(serve(given.listen, given.state_dir, read_tokens(), ready=announcer(given.ready_fd), limits=limits))
