@@ -252,7 +252,6 @@ def broken(number: int, case: str) -> bytes:
     ],
 )
 def test_a_payload_that_cannot_be_is_an_error_with_a_name(rig: LanderRig, lander: Lander, case: str, says: str) -> None:
-    lander.start()
     pid = lander.pid
     rig.begin()
     rig.send_in_vain(broken(number_of(rig), case))
@@ -284,9 +283,8 @@ def test_corrupt_streams_end_their_lane_and_no_other(
     lander: Lander, number: int, flips: list[tuple[int, int]], cut: int, size: int
 ) -> None:
     logging.disable(logging.WARNING)
-    lander.start()
-    pid = lander.pid
     rig = LanderRig(lander, codecs=CODECS)
+    pid = lander.pid
     data = bytearray(sent(batch(2, size), number) + sent(batch(3, size), number))
     for at, value in flips:
         data[at % len(data)] = value

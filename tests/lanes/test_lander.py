@@ -394,9 +394,8 @@ def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> N
     )
 )
 def test_random_streams_end_their_lane_and_no_other(lander: Lander, pieces: list[bytes]) -> None:
-    lander.start()
-    pid = lander.pid
     rig = Rig(lander)
+    pid = lander.pid
     rig.send_in_vain(stream(ring(4096), STRUCTURE, batch(1, 10)) + b"".join(pieces))
     rig.far.close()
     rig.expect(1, 10)
@@ -461,7 +460,6 @@ def test_it_leaves_when_its_lifeline_does() -> None:
     lifeline = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     lander = Lander()
     name = lander.start(lifeline.pid)
-    lander.start()
     pid = lander.pid
     assert pid is not None
     rig = Rig(lander)
