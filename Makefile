@@ -21,6 +21,8 @@ BENCH_ARGS ?=
 SEED ?=
 RUNS ?= 5
 SEEDS ?= 2000
+# Of `make soak`, for each lane.
+BATCHES ?= 200000
 # The fuzzer is made for few versions of Python, so it has an environment of its own.
 FUZZ_VENV := .fuzz-venv
 MINUTES ?= 10
@@ -41,7 +43,7 @@ $(BIN)/python -m grpc_tools.protoc \
 endef
 
 .PHONY: help setup proto proto-check lint format format-check types docs collect pytest test simulate chaos fuzz demo
-.PHONY: demo-streaming slurm helm bench bench-peers peers pythons clean
+.PHONY: soak demo-streaming signals slurm loaders helm bench bench-peers storm peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -101,12 +103,23 @@ chaos: $(STAMP) ## faults of every kind at random times, a minute a run; SEED=1 
 	PYTHONPATH=tests/support:tests/inputs$${PYTHONPATH:+:$$PYTHONPATH} \
 		$(BIN)/python -m chaos --seed $(or $(SEED),1) --runs $(RUNS)
 
+signals: $(STAMP) ## signal handlers that save, at 200 random instants of a save
+	PENSTOCK_SIGNALS=200 $(BIN)/pytest -n 0 tests/checkpoint/test_calls.py
+
 slurm: $(STAMP) ## the templates of deploy/slurm on a Slurm of two nodes on this machine; needs Debian's slurmctld, slurmd, slurm-client, munge
 	$(BIN)/pytest -n 0 tests/slurm/run_templates.py
+
+loaders: $(STAMP) ## save and resume other libraries' loaders again and again, 30 minutes; installs datasets, webdataset, grain, litdata (150 MB)
+	$(BIN)/python -m pip install datasets==5.2.0 webdataset==1.0.2 grain==0.2.18 obstore==0.12.1 tifffile==2026.3.3
+	$(BIN)/python -m pip install --no-deps litdata==0.2.76  # it asks for torchvision, which would bring another torch
+	$(BIN)/pytest -n 2 tests/loaders/run_third_party.py
 
 helm: $(STAMP) ## the Helm chart by Helm's own code, which this installs (125 MB)
 	$(BIN)/python -m pip install helm-python-sdk==0.2.2
 	$(BIN)/pytest -n 0 tests/deploy/test_helm.py
+
+soak: $(STAMP) ## what each process keeps of a batch, on both lanes: 200,000 batches each, a minute or two
+	$(BIN)/python -m benchmarks.soak --batches $(BATCHES)
 
 fuzz: $(FUZZ_VENV)/.setup-done ## fuzz all that peers can send for MINUTES=10; FUZZ_ARGS="--only state" or "--replay FILE"
 	$(FUZZ_VENV)/bin/python tests/fuzz/drive.py --minutes $(MINUTES) $(FUZZ_ARGS)
@@ -127,6 +140,9 @@ bench: $(STAMP) ## measure the whole path beside its peers, 10 minutes; BENCH_AR
 	$(BIN)/python -m benchmarks.full_path --peers $(PEERS) $(BENCH_ARGS)
 
 bench-peers: $(PEER_NAMES:%=$(PEERS)/%/.setup-done) ## make the peers' environments, 5 GB below PEERS
+
+storm: $(STAMP) ## many jobs opened at the same moment on two daemons: all of them must run; JOBS=50
+	$(BIN)/python -m benchmarks.storm --jobs $(or $(JOBS),50)
 
 peers: $(PEERS)/streaming/.setup-done $(STAMP) ## mosaicml-streaming alone, 2 GB below PEERS; it reads our datasets, and we its own
 	STREAMING_PYTHON=$(abspath $(PEERS))/streaming/bin/python $(BIN)/pytest tests/datasets/test_live.py

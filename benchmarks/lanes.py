@@ -25,6 +25,7 @@ from pathlib import Path
 
 from penstock.client.landing import Lander
 from penstock.proto import tcp
+from penstock.proto.frames import pack_shapes
 from penstock.proto.lane import Consumer, Producer, connect_local
 from penstock.proto.lane_tls import accept_tls_blocking
 from penstock.proto.ring import Ring, slots_for
@@ -82,7 +83,7 @@ def run_runner(sock: socket.socket, size: int, content: memoryview | None = None
         total += 1
         start = slab.offset
         slab.ring.view[start : start + size] = batch
-        producer.publish(slab, total, 0, 1, size, (size,), 0x123456789ABCDEF)
+        producer.publish(slab, total, 0, 1, size, pack_shapes((size,)), 0x123456789ABCDEF)
         if producer.free_slots < 2:
             producer.take_acks()
 

@@ -67,7 +67,8 @@ def slow_batches() -> Slow:
 class Fleet:
     """The processes, as an operator starts them."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, slots: int = 2) -> None:
+        self._slots = slots
         self.token = secrets.token_hex(16)
         root = str(Path(__file__).parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -78,7 +79,16 @@ class Fleet:
             self.start_daemon(name)
 
     def start_daemon(self, name: str) -> None:
-        arguments = ["--coordinator", self.address, "--slots", "2", "--allow", "benchmarks", "--name", name]
+        arguments = [
+            "--coordinator",
+            self.address,
+            "--slots",
+            str(self._slots),
+            "--allow",
+            "benchmarks",
+            "--name",
+            name,
+        ]
         self.daemons[name], _ = self._start("penstock.worker", *arguments)
 
     def _start(self, module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
@@ -102,7 +112,7 @@ class Fleet:
                         return name, pid
         raise RuntimeError("no daemon has a runner")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         for process in [*self.daemons.values(), self._coordinator]:
             process.terminate()
             process.wait(20)
@@ -189,7 +199,7 @@ def main() -> int:
                         "all": [round(each, 3) for each in seconds],
                     }
         finally:
-            fleet.stop()
+            fleet.close()
     print(json.dumps(figures, indent=1))
     return 0
 

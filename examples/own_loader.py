@@ -42,6 +42,8 @@ class WindowLoader:
     tokens: uint8, [batch_size, WINDOW + 1]; window: int64, [batch_size], the windows' numbers; epoch: int, from 0.
     """
 
+    loads_own_state = True  # load_state_dict takes what state_dict returned, too: a lost worker need not start over
+
     def __init__(self, windows: torch.Tensor, batch_size: int) -> None:
         self.windows = windows
         self.batch_size = batch_size

@@ -76,6 +76,14 @@ def test_the_slot_that_is_asked_first_is_no_straggler_where_nobody_is_ahead() ->
     assert "more workers, or a faster input_fn" in finding.text
 
 
+def test_more_workers_are_no_advice_where_the_cores_are_busy() -> None:
+    finding = find([box([slot(k, wait_share=0.2, mean_queued=0.5) for k in range(2)])], busy_cores=2)
+    assert finding is not None
+    assert finding.kind == "workers"
+    assert "the cores are busy: the workers' machines have 2, which carry no more" in finding.text
+    assert "more workers, or" not in finding.text
+
+
 def test_one_slot_alone_has_nobody_to_be_slower_than() -> None:
     finding = found(box([slot(0, wait_share=0.5, mean_queued=0.5)]))
     assert finding.kind == "workers"

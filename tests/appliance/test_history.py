@@ -204,5 +204,5 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, state: StateDir) ->
     state.close()
     journal = state.path / "journal.db"
     journal.write_bytes(b"no database" * 400)
-    with StoppedCoordinator(state.path) as files, pytest.raises(JournalError, match=r"journal\.db cannot be read"):
-        files.histories("job/0", 0)
+    with pytest.raises(JournalError, match=r"journal\.db cannot be read"):
+        StoppedCoordinator(state.path)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from penstock.appliance.journal import SCHEMA, Journal, StateDir, filesystem
+from penstock.appliance.database import SCHEMA
+from penstock.appliance.journal import Journal, StateDir, filesystem
 from penstock.appliance.ledger import DropAttempt, DropBlob, DropSnapshot, Kept
 from penstock.appliance.model import SlotKey
 from penstock.appliance.store import Store
@@ -72,6 +76,22 @@ def test_a_worker_that_does_not_come_back_loses_its_slots_after_a_full_lease(sta
     assert list(other.beat().assignments) == []
     world.run_for(0.5, [box, other])
     assert {(a.slot, a.generation, a.recovery) for a in other.beat().assignments} == {(0, 2, True), (1, 2, True)}
+
+
+def test_leases_after_a_start_on_another_host_last_until_its_name_was_looked_up(state: StateDir) -> None:
+    world, _, worker = running(state)
+    world.host = "another-host"
+    restarted(world)
+    world.run_for(world.limits.return_s - 1)
+    worker.register()  # it waited for the old one's pings, and for a connection
+    worker.ready()
+    assert {a.generation for a in worker.beat().assignments} == {1}
+    world.run_for(world.limits.worker_lease_s + 1)
+    assert worker.beat().register_again, "from then on its lease is as long as any"
+    restarted(world)  # on the same host
+    world.worker("other")
+    world.run_for(world.limits.worker_lease_s + 1)
+    assert worker.beat().register_again
 
 
 def test_a_worker_that_comes_back_as_another_process_has_lost_them_too(state: StateDir) -> None:
@@ -309,3 +329,111 @@ def test_a_store_that_cannot_be_written_says_what_it_needed(state: StateDir) -> 
         store.put_snapshot(header(KEY, 4, 0, 1), b"x" * 100_000)
     assert store.index() == ([], [])
     store.close()
+
+
+# ------------------------------------------------------------------------------------- commits that cannot be undone
+
+
+def copied(state: StateDir, to: Path) -> StateDir:
+    """The files as they lie: what a coordinator that is killed leaves."""
+    shutil.copytree(state.path, to)
+    return StateDir(to)
+
+
+def frames(wal: Path) -> int:
+    return (wal.stat().st_size - 32) // (24 + 4096)
+
+
+def flip(file: Path, at: int) -> bytes:
+    """One bit. Returns what the file holds then."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 0x10
+    file.write_bytes(data)
+    return bytes(data)
+
+
+def test_a_bit_that_flips_anywhere_in_the_log_is_refused_by_name_and_nothing_is_changed(
+    state: StateDir, tmp_path: Path
+) -> None:
+    world, _, worker = running(state)
+    for _ in range(3):
+        worker.lose(worker.of(1))
+        worker.ready()
+    expected = world.journal.committed
+    good = [dict(row) for row in world.journal.rows("slots")]
+    wal = state.path / "journal.db-wal"
+    first = 32 + 24  # of a frame in the middle of a commit, in its header, and in the last commit
+    for number, frame in enumerate({0, 1, 5, frames(wal) // 2, frames(wal) - 2, frames(wal) - 1}):
+        directory = copied(state, tmp_path / f"copy{number}")
+        damaged = directory.path / "journal.db-wal"
+        held = flip(damaged, first + frame * (24 + 4096) + number * 517)
+        with pytest.raises(JournalError, match=r"journal\.db (ends at commit|cannot be read)") as caught:
+            Journal(directory)
+        assert "restore" in caught.value.message.lower()
+        assert damaged.read_bytes() == held
+        assert (
+            f"but commit {expected} was made, as {directory.path}/journal.commits says" in caught.value.message
+        ) or ("cannot be read" in caught.value.message)
+        flip(damaged, first + frame * (24 + 4096) + number * 517)  # nothing was lost: mended, it goes on
+        journal = Journal(directory)
+        assert [dict(row) for row in journal.rows("slots")] == good
+        journal.close()
+    world.journal.close()
+
+
+def test_a_log_that_is_gone_is_noticed_in_both_databases(state: StateDir, tmp_path: Path) -> None:
+    journal, store = Journal(state), Store(state)
+    journal.put("runs", {"run": "job/0", "seed": "1", "num_boxes": 1, "num_workers": 1, "attempt": 1, "generation": 1})
+    journal.commit()
+    store.put_blob("name", b"blob")
+    for name, opened in (("journal", Journal), ("snapshots", Store)):
+        directory = copied(state, tmp_path / name)
+        (directory.path / f"{name}.db-wal").unlink()
+        with pytest.raises(JournalError, match=rf"{name}\.db "):
+            opened(directory)
+        directory.close()
+        (directory.path / f"{name}.commits").write_bytes(b"1" * 30)
+        with pytest.raises(JournalError, match=rf"{name}\.commits is damaged.*Remove it"):
+            opened(directory)
+    journal.close()
+    store.close()
+
+
+def test_a_bit_that_flips_in_a_value_is_refused_by_name(state: StateDir) -> None:
+    world = World(directory=state)
+    world.open(attempt_key="launch-seven")
+    world.journal.close()
+    file = state.path / "journal.db"
+    flip(file, file.read_bytes().index(b"launch-seven") + 3)
+    with pytest.raises(JournalError, match=r"table attempts, row with run job/0, attempt 1: its checksum does not fit"):
+        World(directory=state)
+
+
+@pytest.mark.parametrize("who", ["worker", "box"])
+def test_a_copy_that_is_older_than_its_peers_is_refused_also_at_the_next_start(
+    state: StateDir, tmp_path: Path, who: str
+) -> None:
+    """The file beside it is older too: workers and training jobs know."""
+    world, box, worker = running(state)
+    directory = copied(state, tmp_path / "copy")
+    worker.lose(worker.of(1))
+    shown = box.progress()
+    shown.commit_mark = box.watch().commit_mark
+    registering = pb.RegisterWorkerRequest(worker="w", session="w-1", host_id="host-a", slots=8)
+    registering.commit_mark = worker.beat().commit_mark
+    World().registry.register_worker(registering)  # to another journal it says nothing
+    world.journal.close()
+    restored = World(directory=directory)
+    found, expected = restored.journal.found, world.journal.committed
+    show: dict[str, Callable[[], object]] = {
+        "worker": partial(restored.registry.register_worker, registering),
+        "box": partial(restored.registry.report_box, shown),
+    }
+    with pytest.raises(
+        JournalError, match=rf"ends at commit {found}, but commit {expected} was made, as {who} .* told"
+    ):
+        show[who]()
+    assert restored.journal.lost is not None
+    restored.journal.close()
+    with pytest.raises(JournalError, match=r"but commit \d+ was made, as .*journal\.commits says"):
+        Journal(directory)

@@ -87,6 +87,20 @@ def test_reports_again_and_out_of_order_change_nothing(world: World) -> None:
     assert box.watch().version == version
 
 
+def test_place_in_the_queue_of_starts_is_told(world: World) -> None:
+    box, worker = world.open(), world.worker("w")
+    report = worker.tell(worker.of(0), pb.STARTING)
+    report.start_place, report.start_queue = 3, 7
+    worker.beat(report)
+    slot = box.watch().slots[0]
+    assert (slot.start_place, slot.start_queue) == (3, 7)
+    seen = box.watch().version
+    worker.beat(report)
+    assert box.watch().version == seen
+    worker.lose(worker.of(0))
+    assert box.watch().slots[0].start_place == 0
+
+
 # ------------------------------------------------------------------------------------------------------------- losses
 
 
@@ -101,7 +115,10 @@ def test_a_lost_runner_moves_its_slot_under_the_next_generation(world: World) ->
     view = box.watch().slots[1]
     assert (view.phase, view.restarts) == (pb.STARTING, 1)
     assert view.note == "runner of box 0 slot 1 on worker w died: killed by SIGKILL"
-    worker.beat(worker.tell(before, pb.READY))  # late words of the old generation
+    reply = worker.beat(worker.tell(before, pb.READY))  # late words of the old generation
+    assert [(taken.slot, taken.generation, taken.why) for taken in reply.taken] == [
+        (1, 1, "runner of box 0 slot 1 on worker w died: killed by SIGKILL; worker w has it")
+    ]
     assert box.phases() == ["READY", "STARTING"]
     worker.lose(before)
     assert generations(worker) == {0: 1, 1: 2}
@@ -386,7 +403,8 @@ def test_the_budget_refuses_and_keeps_what_is_there() -> None:
     assert ledger.why_refused(KEY, 800) == ""  # the first of a slot may use it all
     put(world, 0, size=450)
     expected = "a snapshot of 51 bytes: 450 of 500 bytes of the snapshot budget are in use"
-    assert ledger.why_refused(KEY, 51) == expected
+    assert ledger.why_refused(KEY, 51).startswith(expected)
+    assert "--budget" in ledger.why_refused(KEY, 51)
     assert ledger.why_refused(KEY, 50) == ""
     with ledger.expecting(50):
         assert "in use" in ledger.why_refused(KEY, 1)
@@ -394,7 +412,9 @@ def test_the_budget_refuses_and_keeps_what_is_there() -> None:
     put(world, 0, size=400)  # the same position again replaces
     assert (totals(world), ledger.used) == ([0], 400)
     assert ledger.why_blob_refused(600) == ""
-    assert ledger.why_blob_refused(601) == "601 bytes: 400 of 1000 bytes of the coordinator's budget are in use"
+    refused = ledger.why_blob_refused(601)
+    assert refused.startswith("601 bytes: 400 of 1000 bytes of the coordinator's budget are in use; raise it: ")
+    assert "PENSTOCK_COORDINATOR_BUDGET" in refused
 
 
 def test_blobs_stay_while_an_open_attempt_names_them() -> None:

@@ -128,12 +128,28 @@ def test_who_is_waited_for_is_named(world: World) -> None:
     assert gathering.waits_for() == expected
     other = world.open(1, num_boxes=2)
     assert "box 1 slot 0 (no worker has it)" in gathering.waits_for()
-    world.run_for(11, [box])
-    assert "box 1 (its training job is not heard of)" in gathering.waits_for()
-    other.watch()
     other.close()
     assert isinstance(failure(gathering), StateUnavailableError)
     assert "box 1 has closed and its workers are gone" in failure(gathering).message
+
+
+def test_a_box_that_is_not_heard_of_any_more_fails_the_state_at_once(world: World) -> None:
+    boxes = [world.open(number, num_boxes=2, num_workers_per_box=1) for number in range(2)]
+    worker = world.worker("w")
+    worker.ready()
+    for box in boxes:
+        box.deliver(3)
+    waiting = ask(boxes[0], 2)
+    assert not waiting.done
+    world.run_for(11, [boxes[0], worker])
+    for gathering in (waiting, ask(boxes[0], 3)):
+        assert isinstance(failure(gathering), StateUnavailableError)
+        assert "the training job of box 1 is not heard of any more" in failure(gathering).message
+    boxes[1].watch()
+    worker.ready()
+    again = ask(boxes[0], 3)
+    respond(worker)
+    assert again.result is not None
 
 
 def test_a_box_that_closed_first_answers_with_its_final_state(world: World) -> None:

@@ -102,13 +102,17 @@ def test_a_damaged_one_is_named_and_the_good_one_before_it_offered(tmp_path: Pat
     assert restored(tmp_path) == (3, 3.0)
 
 
-def test_a_flipped_bit_is_found_when_asked_for(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2)
     file = tmp_path / "step-2" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[3000] ^= 1
     file.write_bytes(data)
-    assert restored(tmp_path, verify=False)[0] == 2
+    with pytest.raises(
+        CheckpointCorruptError,
+        match=r"__0_0.distcp: bytes 0 to [0-9,]+, with 'x', have checksum [0-9a-f]{16} where .* good one is of step 1",
+    ):
+        restored(tmp_path)
     with pytest.raises(
         CheckpointCorruptError, match=r"__0_0.distcp: checksum [0-9a-f]{32} where [0-9a-f]{32} was written"
     ):
@@ -312,9 +316,16 @@ def _make(value: int) -> Custom:
     return Custom(value)
 
 
-def test_objects_of_other_classes_are_loaded_only_when_asked_for(tmp_path: Path) -> None:
+def test_objects_of_other_classes_are_loaded_only_when_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with AsyncCheckpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"custom": {"it": Custom(7)}})
+        for step in (1, 1):
+            checkpointer.save(step, {"custom": {"it": Custom(7)}})
+        told = [one.getMessage() for one in caplog.records]  # at the save, and once
+        assert [text.partition(":")[0] for text in told] == [
+            f"'custom.it' of the state to save holds {__name__}.Custom"
+        ]
         state: dict[str, Any] = {"custom": {"it": None}}
         with pytest.raises(CheckpointError, match=r"'custom.it' of .* allow_unsafe_types=True"):
             checkpointer.restore(state)

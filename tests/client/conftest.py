@@ -28,6 +28,7 @@ from penstock.client.staging import DeviceFeed
 from penstock.proto.calls import FetchedState
 from penstock.proto.digest import batch_digest
 from penstock.proto.errors import PenstockError
+from penstock.proto.frames import pack_shapes
 from penstock.proto.lane import Producer
 from penstock.proto.position import Position
 from penstock.proto.state import decode_state, encode_state
@@ -74,7 +75,7 @@ class FakeRunner:
         producer.know_structure(number, flat.structure.to_bytes())
         self.total += 1
         digest = batch_digest(flat.structure.key, slab.ring.map, slab.offset, flat.nbytes, flat.shapes)
-        producer.publish(slab, self.total, self.epoch, number, flat.nbytes, flat.shapes, digest)
+        producer.publish(slab, self.total, self.epoch, number, flat.nbytes, pack_shapes(flat.shapes), digest)
         return True
 
     def end(self) -> None:
@@ -110,6 +111,7 @@ class FakeRun:
         self.error: PenstockError | None = None
         self.closed = False
         self.away_since: float | None = None
+        self.heard_at = 0.0
         self.num_workers = num_slots
         self.progress = Progress()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -283,6 +285,7 @@ class FakeAppliance:
         self.traits: dict[str, Any] = {"state_methods": 2, "length": -1, "looked_at_assignment": True}
         self.opened: list[dict[str, Any]] = []
         self.runs: list[LoadedRun] = []
+        self.closed = False
 
     def open_run(
         self,
@@ -302,6 +305,7 @@ class FakeAppliance:
         return run
 
     def close(self) -> None:
+        self.closed = True
         for run in self.runs:
             run.close()
 

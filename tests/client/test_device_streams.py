@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import streams
 import torch
+from described import described
 from devices import FakeBackend
 from neighbours import beside
 
@@ -73,14 +74,14 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def stream(where: Appliance, steps: int) -> tuple[list[Any], list[int], list[Any]]:
+def stream(where: Appliance, steps: int) -> tuple[list[Any], list[int | None], list[Any]]:
     """What a loop sees: batches, digests of the stream so far, and the state at each step."""
     batches, digests, states = [], [], []
     loader = DataLoader(streams.mixed, 4)
     executor = DataExecutor(loader, num_steps=steps, appliance=where)
     for batch in executor:
         digests.append(executor.digest)
-        states.append(loader.state_dict())
+        states.append(described(loader.state_dict()))
         arrived(loader)
         assert batch["matrix"].device.type == (where.settings.device or "cpu")
         batches.append(plain(batch))
@@ -89,7 +90,7 @@ def stream(where: Appliance, steps: int) -> tuple[list[Any], list[int], list[Any
 
 
 @pytest.fixture(scope="module")
-def expected(appliance: Any) -> tuple[list[Any], list[int], list[Any]]:
+def expected(appliance: Any) -> tuple[list[Any], list[int | None], list[Any]]:
     """Without a device: ten steps, over the end of a pass of eight."""
     return stream(appliance(None), 10)
 

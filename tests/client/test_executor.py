@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -15,9 +17,12 @@ import pytest
 import streams
 import torch
 
-from penstock.client import DataExecutor, DataLoader, checkpoint_closure
+from penstock.client import DataExecutor, DataLoader, checkpoint_closure, saved
+from penstock.client import appliance as appliance_module
+from penstock.client.appliance import current_appliance
 from penstock.proto.assignment import current_assignment
 from penstock.proto.errors import (
+    AmbiguousContextError,
     EmptyInputError,
     InputFnError,
     InvalidArgumentError,
@@ -60,10 +65,9 @@ def test_a_loader_that_is_none_of_ours() -> None:
         DataExecutor(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [0, -1])
-def test_num_steps_below_one(loader: DataLoader, bad: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"num_steps must be at least 1, not {bad}"):
-        DataExecutor(loader, num_steps=bad)
+def test_num_steps_below_zero(loader: DataLoader) -> None:
+    with pytest.raises(InvalidArgumentError, match="num_steps must be at least 0, not -1"):
+        DataExecutor(loader, num_steps=-1)
 
 
 def test_checkpoint_steps_below_one(loader: DataLoader) -> None:
@@ -362,9 +366,10 @@ def test_loaded_it_goes_on_on_the_same_shape(two: Any, loader: DataLoader) -> No
     assert [opened["key"] for opened in two.opened] == ["", "#1"]
     assert two.opened[1]["seed"] == 5, "the run's seed comes along"
     blob: Any = decode_state(two.opened[1]["start"].blob)
-    assert blob["slots"] == {
-        0: {"user": {"done": 4}, "restart": {"slot": 0}, "digest": 0},
-        1: {"user": {"done": 3}, "restart": {"slot": 1}, "digest": 0},
+    told = ("user", "restart", "digest", "changed")
+    assert {slot: tuple(part[key] for key in told) for slot, part in blob["slots"].items()} == {
+        0: ({"done": 4}, {"slot": 0}, 0, False),
+        1: ({"done": 3}, {"slot": 1}, 0, False),
     }
 
 
@@ -537,6 +542,140 @@ def test_worker_init_fn_stands_in_for_worker_0() -> None:
         built.append(Four([1, 2], num_workers=2, worker_init_fn=called.append))  # type: ignore[arg-type]
         return built[-1]
 
-    assert LocalLoader("m:make", make, (), {}).initial_state(None) == {"start": 0, "done": [0]}
+    assert LocalLoader("m:make", make, (), {}).initial_state(5) == {"start": 0, "done": [0]}
     assert called == [0]
     assert built[0].num_workers == 0
+
+
+# ---- whose appliance, whose loop
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(30)
+
+
+def test_each_thread_has_the_appliance_that_it_entered(two: Any, appliances: Any) -> None:
+    other = appliances(numbers)
+    loader = DataLoader(streams.counter)
+    turns = threading.Barrier(2)
+
+    def entering(appliance: Any) -> Any:
+        scope = appliance_module._entered
+        scope.enter(appliance)
+        turns.wait(30)  # the other has entered its own by now
+        try:
+            return current_appliance(loader)
+        finally:
+            turns.wait(30)
+            scope.leave(appliance)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(entering, [two, other]))
+    assert found == [two, other]
+
+
+def test_a_thread_without_an_appliance_takes_the_only_one_and_no_other(two: Any, appliances: Any) -> None:
+    scope, loader, other = appliance_module._entered, DataLoader(streams.counter), appliances(numbers)
+    scope.enter(two)
+    try:
+        assert in_a_thread(lambda: current_appliance(loader)) is two
+        scope.enter(other)
+        try:
+            assert current_appliance(loader) is other, "the innermost"
+            with pytest.raises(AmbiguousContextError, match=r"2 appliances.*DataExecutor\(loader, appliance=...\)"):
+                in_a_thread(lambda: current_appliance(loader))
+            other.close()
+            assert in_a_thread(lambda: current_appliance(loader)) is two, "one that is closed is not meant"
+        finally:
+            scope.leave(other)
+    finally:
+        scope.leave(two)
+    assert scope.innermost() is None
+
+
+def test_a_checkpoint_closure_goes_by_the_loop_of_its_own_thread(two: Any, appliances: Any) -> None:
+    other = appliances(numbers)
+    turns = threading.Barrier(2)
+    noted: dict[str, list[int]] = {"each": [], "third": []}
+
+    def train(name: str, appliance: Any, every: int) -> None:
+        executor = DataExecutor(DataLoader(streams.counter), num_steps=5, checkpoint_steps=every, appliance=appliance)
+
+        @checkpoint_closure
+        def save() -> None:
+            noted[name].append(executor.step)
+
+        for _ in executor:
+            turns.wait(30)
+            save()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, ["each", "third"], [two, other], [1, 3]))
+    assert noted == {"each": [1, 2, 3, 4, 5], "third": [3, 5]}
+
+
+# ---- states before the first step, and jobs after the last
+
+
+def test_a_state_before_the_run_has_the_seed_that_the_run_gets(appliances: Any, loader: DataLoader) -> None:
+    loader.expect(appliances(numbers, num_workers_per_box=2))
+    state = loader.state_dict()
+    assert loader.state_dict() == state
+    seeds = []
+    for again in (loader, DataLoader(streams.counter), DataLoader(streams.counter)):
+        if again is not loader:
+            again.load_state_dict(state)
+        appliance = appliances(numbers, num_workers_per_box=2)
+        list(DataExecutor(again, num_steps=1, appliance=appliance))
+        seeds.append(appliance.opened[0]["seed"])
+    assert seeds[0] is not None
+    assert seeds == seeds[:1] * 3
+
+
+def test_a_seed_other_than_the_one_of_a_state_given_out_is_refused(appliances: Any, loader: DataLoader) -> None:
+    loader.expect(appliances(numbers))
+    loader.state_dict()
+    with pytest.raises(StateMismatchError, match="taken before its run was opened, with seed"):
+        iter(DataExecutor(loader, appliance=appliances(numbers, seed=6)))
+
+
+def test_no_state_before_the_run_of_several_boxes_without_a_seed(appliances: Any, loader: DataLoader) -> None:
+    loader.expect(appliances(numbers, box=1, num_boxes=2))
+    with pytest.raises(StateUnavailableError, match=r"Appliance\(seed=...\)"):
+        loader.state_dict()
+    loader.expect(appliances(numbers, box=1, num_boxes=2, seed=3))
+    assert saved.read(loader.state_dict()).seed == 3
+
+
+def test_no_steps_open_no_run(two: Any, loader: DataLoader) -> None:
+    list(DataExecutor(loader, num_steps=3, appliance=two))
+    again = DataLoader(streams.counter)
+    again.load_state_dict(loader.state_dict())
+    opened = len(two.opened)
+    executor = DataExecutor(again, num_steps=0, checkpoint_steps=1, appliance=two)
+    assert list(executor) == []
+    assert (executor.step, executor.on_checkpoint_step, executor.digest) == (3, False, None)
+    assert len(two.opened) == opened
+
+
+def test_a_digest_that_is_not_known_is_none(two: Any, loader: DataLoader) -> None:
+    executor = DataExecutor(loader, num_steps=2, appliance=two)
+    assert executor.digest is None
+    steps = iter(executor)
+    next(steps)
+    assert executor.digest
+    assert executor._session is not None
+    executor._session.feed.position.chain = None  # as on another number of boxes
+    next(steps)
+    assert executor.digest is None
+
+
+def test_a_loop_with_a_limit_goes_on_alike_after_a_resume(two: Any, loader: DataLoader) -> None:
+    first = tuples(DataExecutor(loader, num_steps=3, appliance=two))
+    state = loader.state_dict()
+    second = tuples(DataExecutor(loader, num_steps=3, appliance=two))
+    again = DataLoader(streams.counter)
+    again.load_state_dict(state)
+    assert tuples(DataExecutor(again, num_steps=3, appliance=two)) == second
+    assert first + second == one_pass(0)[:6]

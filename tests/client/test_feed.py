@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from penstock.client.feed import PASS_ENDED
 from penstock.client.lanes import SlotLane
 from penstock.client.schedule import Schedule
+from penstock.proto import ring
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,
@@ -129,6 +131,20 @@ def test_acks_come_in_groups_but_before_any_wait(rigs: Any, timeout_s: float) ->
     for producer in producers:
         producer.take_acks()
     assert [producer.delivered for producer in producers] == [2, 1]
+
+
+def test_giants_have_one_entry_and_come_as_copies(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them the loop keeps."""
+    monkeypatch.setattr(ring, "GIANT_BYTES", 2 * ring.PAGE)
+    rig = rigs()
+    kept = []
+    for number in range(4):
+        assert rig.runners[0].send(torch.full((ring.PAGE + number,), number))
+        assert rig.acked().ring_slots == 1
+        kept.append(rig.feed.next())
+        assert rig.taken() == 0
+    assert [batch.unique().tolist() for batch in kept] == [[0], [1], [2], [3]]
+    assert rig.feed.copies == 4
 
 
 def test_what_was_not_returned_yet_is_not_acknowledged(rigs: Any) -> None:
@@ -259,6 +275,29 @@ def test_slots_without_a_worker_are_counted(rigs: Any) -> None:
         view.phase = pb.WAITING
     with pytest.raises(NoWorkersError, match=r"2 of its 3 slots have no worker"):
         rig.feed.next()
+
+
+def test_runner_in_the_queue_of_starts_is_not_late_while_it_moves(rigs: Any) -> None:
+    rig = rigs(1, timeout_s=0.5)
+    places = [view(9), view(8), view(7)]
+
+    def move() -> None:
+        for place in places:
+            time.sleep(0.3)
+            rig.run.views = [place]
+            rig.run.version += 1
+            os.eventfd_write(rig.run.wake_fd, 1)
+
+    rig.run.views = [view(10)]
+    thread = threading.Thread(target=move)
+    thread.start()
+    with pytest.raises(DeadlineError, match="its runner is number 7 of 10 that wait to be started there"):
+        rig.feed.next()
+    thread.join()
+
+
+def view(place: int) -> pb.SlotView:
+    return pb.SlotView(slot=0, phase=pb.STARTING, worker="w", start_place=place, start_queue=10)
 
 
 def test_waiting_ends_when_a_slot_becomes_ready(rigs: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lane_frames import a_frame
 
 from penstock.proto.errors import (
     DeadlineError,
 )
+from penstock.proto.frames import CLOSE
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.v1 import lane_pb2
 
 
 def test_a_pass_that_is_left_gives_its_slots_back_and_the_next_begins(rigs: Any) -> None:
@@ -67,11 +68,11 @@ def test_a_lane_that_closes_may_not_have_heard_that_a_pass_was_left(rigs: Any) -
     rig.numbers(0, 0)
     assert rig.take(1) == [0]
     rig.feed.cut()
-    runner.producer.forward_end(lane_pb2.Frame(kind=lane_pb2.CLOSE))
+    runner.producer.forward_end(a_frame(kind=CLOSE))
     runner.break_lane()
     with pytest.raises(DeadlineError):
         rig.feed.next()
-    assert runner.hellos[1].ack.abandon_epoch == 1
+    assert runner.hellos[1].abandon_epoch == 1
     assert runner.leave_pass() == 0
     rig.numbers(0, 100)
     assert rig.take(1) == [100]

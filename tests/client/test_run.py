@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.client.run import Progress, Run
-from penstock.proto.calls import CoordinatorClient
+from penstock.proto.calls import CoordinatorClient, FetchedState
+from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -58,3 +59,36 @@ def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.
     assert progress.waits() == [1.0, 5.5]
     progress.waited_by_slot = [0.0, 0.0]  # another reader of the same run
     assert progress.waits() == [0.0, 0.0]
+
+
+def test_a_state_query_waits_for_a_coordinator_that_is_away_longer_than_its_deadline(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, deadlines = 100.0, list[float]()
+    monkeypatch.setattr("penstock.client.run.time.monotonic", lambda: now)
+
+    def reach(seconds: float) -> None:
+        nonlocal now
+        now += 60
+
+    def fetch(request: pb.FetchStateRequest) -> FetchedState:
+        nonlocal now
+        deadlines.append(request.deadline_s)
+        now += 5
+        if len(deadlines) < 5:
+            raise CoordinatorUnavailableError("away")
+        return FetchedState()
+
+    monkeypatch.setattr(run, "reach", reach)
+    monkeypatch.setattr(run._client, "fetch_state", fetch)
+    assert run.fetch_state(7, 20.0) == FetchedState()
+    assert deadlines == [20.0] * 5, "the time that it was away for does not count"
+    assert next(record.getMessage() for record in caplog.records) == (
+        "the state of step 7 waits for the coordinator, away for 65 s: away"
+    )
+
+    deadlines.clear()
+    monkeypatch.setattr("penstock.client.run.AWAY_S", 100.0)
+    with pytest.raises(CoordinatorUnavailableError):
+        run.fetch_state(7, 20.0)
+    assert len(deadlines) == 3

@@ -80,9 +80,24 @@ def test_on_the_same_shape_each_box_gets_its_own_slots_and_position() -> None:
         assert Position.from_proto(start.base) == saved.positions[box]
         parts = {part.slot: part for part in saved.parts if part.box == box}
         slots = {
-            slot: {"user": part.user, "restart": part.restart, "digest": part.digest} for slot, part in parts.items()
+            slot: {
+                "user": part.user,
+                "restart": part.restart,
+                "digest": part.digest,
+                "next_digest": part.next_digest,
+                "samples": part.samples,
+                "changed": False,
+            }
+            for slot, part in parts.items()
         }
         assert decode_state(start.blob) == {"aggregated": None, "strict": False, "slots": slots}
+
+
+def test_a_state_that_the_user_has_changed_is_told_as_that() -> None:
+    value = make(4).to_dict()
+    assert not read(value).is_changed
+    value["done"] = [1, 1]
+    assert read(value).is_changed
 
 
 def test_four_methods_change_their_shape_and_bring_the_step_along() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from devices import FakeBackend
+from lane_frames import a_frame
 
 from penstock.client import staging
 from penstock.client.feed import PASS_ENDED
 from penstock.client.loads import DeviceLane
 from penstock.proto.errors import DeadlineError, InputFnError, ProtocolError, UnsupportedLeafError
-from penstock.proto.frames import framed
-from penstock.proto.v1 import lane_pb2
+from penstock.proto.frames import BATCH, framed
 
 # ---- other frames
 
@@ -84,7 +84,7 @@ def test_a_batch_out_of_order_is_an_error_when_its_step_is_due(rig: Any, total: 
     ("packet", "words"),
     [
         (b"\xff" * 9, "worker w0: a frame of"),
-        (framed(lane_pb2.Frame(kind=lane_pb2.BATCH, total=3, ring=1).SerializeToString()), "in no ring slot that was"),
+        (framed(a_frame(kind=BATCH, total=3, ring=1).encode()), "in no ring slot that was"),
     ],
 )
 def test_what_no_producer_sends_is_an_error_when_its_step_is_due(rig: Any, packet: bytes, words: str) -> None:
@@ -357,7 +357,7 @@ def test_a_lane_whose_first_batch_after_a_cut_was_staged_has_heard_of_it(rigs: A
     rig.numbers(1, 111)
     batches = [rig.feed.next(), rig.feed.next()]
     assert len(runner.hellos) == 2
-    assert runner.hellos[1].ack.abandon_epoch == 0
+    assert runner.hellos[1].abandon_epoch == 0
     device.finish()
     assert [int(batch) for batch in batches] == [101, 111]
 

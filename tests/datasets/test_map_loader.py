@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import chain, count, cycle, islice
+from itertools import chain, combinations, count, cycle, islice
 from typing import Any, cast
 
 import numpy as np
@@ -81,7 +81,7 @@ def expected(length: int, samples: int, batch: int, tail: Tail, out: set[int], b
         if rest and tail == "emit" and rest < boxes and whole:
             batches[-1] += left
         elif rest and tail in ("emit", "pad"):
-            size = batch if tail == "pad" else max(boxes, rest)
+            size = batch if tail == "pad" else rest
             batches.append([*left, *islice(cycle(rows), size - rest)])
         yield from batches
 
@@ -371,6 +371,25 @@ def test_ranks_are_those_of_what_is_kept(out: list[tuple[int, int]], begin: int)
 
 
 # ---- the loader
+
+
+@pytest.mark.parametrize("tail", ["emit", "carry"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
+def test_a_later_state_of_a_pass_is_arithmetic(tail: Tail, shape: Shape) -> None:
+    class Counted(MapLoader):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "more": 1}
+
+    cluster = cluster_of(50, shape, global_batch_size=6, tail=tail, skip=[range(7, 9)])
+    taken: list[list[Any]] = []
+    for _ in range(24):
+        taken.append([loader.state_dict() for loader in cluster.workers])
+        cluster.take(1)
+    for earlier, later in combinations(taken, 2):
+        for first, second in zip(earlier, later, strict=True):
+            if first["epoch"] == second["epoch"]:
+                assert MapLoader.advance_state(first, second["done"] - first["done"]) == second
+    assert Counted.advance_state is None
 
 
 def test_a_state_is_a_few_integers_and_names_its_order() -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+import aiohttp
 import fsspec
 import pytest
 from shard_folder import raw_bytes
 from shard_server import Fault, ShardServer
+from waiting import wait_until
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 from penstock.worker.datasets.storage import places, transfer
@@ -83,6 +90,49 @@ def test_tries_are_counted_and_the_last_reason_named(place: Place, server: Shard
     with pytest.raises(ShardUnavailableError, match="after 3 tries: HTTP 500"):
         fetch(place, tmp_path)
     assert server.requests[NAME] == 3
+
+
+@pytest.mark.parametrize("fault", [Fault(503), Fault(cut_after=0)])
+def test_an_outage_is_waited_out(
+    server: ShardServer,
+    tmp_path: Path,
+    fault: Fault,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Many more failures in a row than any number of tries would be, and the log says what is being waited for."""
+    monkeypatch.setattr(places, "LONGEST_PAUSE_S", 0.02)
+    server.faults[NAME] = [fault] * 30
+    place = Place(server.url)
+    assert fetch(place, tmp_path) == DATA
+    place.close()
+    assert server.requests[NAME] == 31
+    (record,) = caplog.records
+    assert re.search(r"shard%20%231.mds could not be fetched so far: .*; trying for \d+ s more", record.getMessage())
+
+
+def test_an_outage_ends_at_the_deadline(server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "LONGEST_PAUSE_S", 1000)
+    monkeypatch.setattr(places, "FIRST_PAUSE_S", 1000)
+    server.faults[NAME] = [Fault(503, stays=True)]
+    place = Place(server.url)
+    with pytest.raises(ShardUnavailableError, match=r"within 1 s, \d+ tries: HTTP 503"):
+        fetch(place, tmp_path, deadline_s=1)
+    place.close()
+    assert server.requests[NAME] >= 3, "a pause is never longer than half of what is left"
+
+
+def test_a_host_that_nobody_has_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "FIRST_PAUSE_S", 0.001)
+    error = aiohttp.ClientConnectorDNSError(Mock(), socket.gaierror(socket.EAI_NONAME, "unknown"))
+    assert transfer.judge(error).no_such_host
+    assert not transfer.judge(socket.gaierror(socket.EAI_AGAIN, "busy")).no_such_host
+    place = Place("http://nowhere.invalid")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "_try", Mock(side_effect=error))
+        with pytest.raises(ShardUnavailableError, match="after 5 tries"):
+            place.read("x", deadline_s=30)
+    place.close()
 
 
 def test_a_server_says_when_to_come_back(place: Place, server: ShardServer, tmp_path: Path) -> None:
@@ -218,6 +268,63 @@ def test_places_without_an_event_loop(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ShardUnavailableError, match=r"memory://here/none .*after 1 try: there is no such file"):
         place.read("none", deadline_s=30)
     place.close()
+
+
+class Plain(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A filesystem without an event loop, for one thread at a time, of which one may hang."""
+
+    protocol = "plain"
+    hangs = threading.Event()
+    let_go = threading.Event()
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.used = threading.Lock()
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        assert self.used.acquire(blocking=False), "two threads read one connection"
+        try:
+            if self.hangs.is_set():
+                assert self.let_go.wait(60)
+            time.sleep(0.001)
+            return DATA[start:end]
+        finally:
+            self.used.release()
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {"name": path, "size": SIZE, "type": "file"}
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    fsspec.register_implementation("plain", Plain, clobber=True)
+    monkeypatch.setattr(transfer, "PIECE", 10_000)
+    place = Place("plain://there")
+    yield place
+    place.close()
+    Plain.let_go.set()
+    Plain.hangs.clear()
+    wait_until(lambda: "penstock-place" not in {thread.name for thread in threading.enumerate()})
+    Plain.let_go.clear()
+
+
+def test_threads_share_no_connection(plain: Place) -> None:
+    with ThreadPoolExecutor(6) as threads:
+        assert set(threads.map(lambda _: plain.read(NAME, deadline_s=30), range(12))) == {DATA}
+
+
+def test_a_filesystem_that_hangs_has_a_deadline(plain: Place, tmp_path: Path) -> None:
+    Plain.hangs.set()
+    started = time.monotonic()
+    with pytest.raises(ShardUnavailableError, match=r"within 0\.5 s, 1 try: time ran out"):
+        fetch(plain, tmp_path, deadline_s=0.5)
+    assert time.monotonic() - started < 20
+    with ThreadPoolExecutor(1) as thread:
+        fetched = thread.submit(fetch, plain, tmp_path)
+        wait_until(lambda: bool(plain._moving))
+        plain.close()
+        with pytest.raises(ShardUnavailableError, match="was closed"):
+            fetched.result(20)
 
 
 def test_folders_of_this_machine(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import shutil
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, SupportsIndex, cast
@@ -19,6 +22,7 @@ from shardsets import numbers
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
 from penstock.worker.datasets.formats.writing import MDSWriter
+from penstock.worker.datasets.map_loader import MapLoader
 from penstock.worker.datasets.streaming import Stream, StreamingDataset
 from penstock.worker.datasets.streaming_loader import StreamingLoader
 
@@ -71,12 +75,14 @@ def test_an_error_of_a_subclass_ends_nothing_and_says_which_sample(hundred: Path
     dataset = Fussy(local=hundred)
     loader = StreamingLoader(dataset, batch_size=4, collate_fn=lambda samples: samples)
     dataset.error = StopIteration()
-    with pytest.raises(DatasetError, match="StopIteration came out of Fussy for sample 9, where it would look like"):
+    with pytest.raises(
+        DatasetError, match=r"StopIteration came out of Fussy for sample 9 .*, where it would look like"
+    ):
         read(loader)
     dataset.error = ValueError("no such pixel")
     with pytest.raises(ValueError, match="no such pixel") as caught:
         read(loader)
-    assert caught.value.__notes__ == ["raised by Fussy for sample 9"]
+    assert caught.value.__notes__ == ["raised by Fussy for sample 9 (epoch 1, position 9)"]
 
 
 def test_batches_are_collated_as_torch_does(dataset: StreamingDataset) -> None:
@@ -316,6 +322,112 @@ def test_a_dataset_that_is_written_again_is_not_read_from_what_was_unpacked_of_t
                 assert dataset[7] == {"number": first + 7}
 
 
+def written(folder: Path, first: int, *, hashes: Sequence[str] = (), exist_ok: bool = True) -> None:
+    """Numbers in ten shards, of the same sizes whatever they are."""
+    with MDSWriter(folder, {"number": "int"}, size_limit=294, hashes=hashes, exist_ok=exist_ok) as writer:
+        for number in range(first, first + 100):
+            writer.write({"number": number})
+
+
+def end_of_shard(dataset: StreamingDataset, at: int) -> int:
+    return int(next(end for end in np.cumsum(dataset.sizes[0]) if end > at))
+
+
+def read_until_error(dataset: StreamingDataset, start: int) -> tuple[list[int], str]:
+    rows = []
+    try:
+        for at in range(start, 100):
+            rows.append(dataset[at]["number"])
+    except DatasetError as error:
+        return rows, str(error)
+    return rows, ""
+
+
+@pytest.mark.parametrize("validate", [None, "sha1", False])
+def test_a_dataset_that_is_written_again_meanwhile_is_never_mixed(tmp_path: Path, validate: Any) -> None:
+    """From the web, with the same sizes: by the hashes of its index, unless one says that nothing is verified."""
+    written(tmp_path / "web", 0, hashes=["sha1", "xxh64"])
+    with (
+        ShardServer(tmp_path / "web") as server,
+        closing(StreamingDataset(server.url, tmp_path / "cache", validate_hash=validate)) as dataset,
+    ):
+        assert [dataset[at]["number"] for at in range(35)] == list(range(35))
+        written(tmp_path / "web", 5000, hashes=["sha1", "xxh64"])
+        rows, error = read_until_error(dataset, 35)
+        end = end_of_shard(dataset, 34)
+    if validate is False:
+        assert rows == [*range(35, end), *range(5000 + end, 5100)]
+    else:
+        assert rows == list(range(35, end))
+        assert f"/cache/shard.00004.mds) is corrupt: {validate or 'xxh64'}" in error
+        assert "If the dataset was written again since its index was fetched, give it another cache folder" in error
+
+
+@pytest.mark.parametrize("hashes", [[], ["sha1"]])
+@pytest.mark.parametrize("moment", ["while", "after"])
+def test_a_folder_that_is_written_again_meanwhile_is_never_mixed(
+    tmp_path: Path, hashes: list[str], moment: str
+) -> None:
+    written(tmp_path, 0, hashes=hashes)
+    with closing(StreamingDataset(local=tmp_path)) as dataset:
+        again = pickle.loads(pickle.dumps(dataset))
+        assert [dataset[at]["number"] for at in range(35)] == list(range(35))
+        written(tmp_path, 5000, hashes=hashes)
+        if moment == "while":
+            (tmp_path / "index.json").unlink()
+        end = end_of_shard(dataset, 34)
+        for each, start in ((dataset, 35), (again, end)):
+            rows, error = read_until_error(each, start)
+            assert rows == list(range(start, end))
+            assert re.search(r"was (written again|removed) since the dataset was opened", error)
+        again.close()
+
+
+@pytest.mark.parametrize("hashes", [[], ["sha1"]])
+def test_an_index_that_is_written_again_as_it_was_changes_nothing(tmp_path: Path, hashes: list[str]) -> None:
+    """As by workers that each index the same files."""
+    written(tmp_path, 0, hashes=hashes)
+    with closing(StreamingDataset(local=tmp_path)) as dataset:
+        for at in (0, 50, 99):
+            content = (tmp_path / "index.json").read_bytes()
+            (tmp_path / "index.json").unlink()
+            (tmp_path / "index.json").write_bytes(content)
+            assert dataset[at] == {"number": at}
+
+
+def test_two_jobs_with_unlike_hashes_share_no_shard(tmp_path: Path) -> None:
+    """A cache's folder that was filled anew for another job, while this one goes on with the index it has."""
+    web, cache = tmp_path / "web", tmp_path / "cache"
+    written(web, 0, hashes=["sha1"])
+    with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as first:
+        assert first[5] == {"number": 5}
+        written(web, 5000, hashes=["sha1"])
+        (cache / "index.json").unlink()
+        with closing(StreamingDataset(server.url, cache)) as second:
+            assert [second[at]["number"] for at in range(100)] == list(range(5000, 5100))
+            rows, error = read_until_error(first, 5)
+            assert rows == list(range(5, end_of_shard(first, 5)))
+            assert error
+
+
+@pytest.mark.parametrize("stamped", [False, True])
+def test_a_cached_shard_is_verified_when_its_stamp_does_not_fit(tmp_path: Path, stamped: bool) -> None:
+    web, cache = tmp_path / "web", tmp_path / "cache"
+    written(web, 0, hashes=["sha1"])
+    with ShardServer(web) as server:
+        with closing(StreamingDataset(server.url, cache)) as dataset:
+            assert dataset[0] == {"number": 0}
+        path = cache / "shard.00000.mds"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        if not stamped:
+            shutil.rmtree(cache / ".penstock" / "shards")
+        with closing(StreamingDataset(server.url, cache)) as dataset:
+            assert [dataset[at]["number"] for at in range(10)] == list(range(10))
+        assert server.requests[path.name] == 2
+
+
 def test_other_data_have_another_fingerprint(tmp_path: Path, hundred: Path) -> None:
     same = StreamingDataset(local=numbers(tmp_path / "same", 100)).fingerprint
     assert StreamingDataset(local=hundred).fingerprint == same
@@ -355,12 +467,45 @@ def test_it_may_be_pickled_with_shards_open(dataset: StreamingDataset) -> None:
     again.close()
 
 
-def test_shards_are_closed_when_there_are_many(dataset: StreamingDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.worker.datasets.streaming.FEWEST_OPEN", 2)
-    dataset._most_open = 2
+def test_shards_are_closed_when_there_are_many(dataset: StreamingDataset) -> None:
+    dataset._open.most = 2
+    before = len(os.listdir("/proc/self/fd"))
     for at in range(0, 100, 10):
         assert dataset[at] == {"number": at}
         assert len(dataset._open) <= 2
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_a_shard_closed_by_another_thread_is_read(
+    dataset: StreamingDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives its descriptor's number to the next file that is opened."""
+    others = []
+    pread = os.pread
+
+    def close_and_open(number: int, size: int, begin: int) -> bytes:
+        dataset._open.clear()
+        others.append(os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT))
+        os.pwrite(others[-1], b"x" * 4096, 0)
+        return pread(number, size, begin)
+
+    assert dataset[3] == {"number": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", close_and_open)
+        assert dataset[4] == {"number": 4}
+    for other in others:
+        os.close(other)
+
+
+def test_many_threads_read_many_shards(tmp_path: Path) -> None:
+    """More shards than are kept open, so that threads close and open all the time what others read."""
+    with closing(StreamingDataset(local=numbers(tmp_path, 400))) as dataset:
+        dataset._open.most = 2
+        loader = MapLoader(dataset, batch_size=8, shuffle=True, seed=1, fetch_threads=8)
+        alone = [batch["number"].tolist() for batch in MapLoader(dataset, batch_size=8, shuffle=True, seed=1)]
+        for _ in range(4):
+            loader.set_epoch(0)
+            assert [batch["number"].tolist() for batch in loader] == alone
 
 
 def test_closing_ends_its_threads(hundred: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_helm_finds_no_fault() -> None:
 
 @pytest.mark.parametrize(
     ("overlay", "values"),
-    [("base", {}), ("overlays/insecure", {"tls": False}), ("overlays/autoscaled", {"autoscaling": {"enabled": True}})],
+    [("base", {}), ("overlays/insecure", {"tls": False})],
 )
 def test_the_chart_makes_what_the_kustomization_makes(overlay: str, values: dict[str, Any]) -> None:
     chart, kustomized = made(**values), by_name(rendered(overlay))

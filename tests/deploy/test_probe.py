@@ -60,9 +60,9 @@ def test_a_worker_whose_rounds_do_not_end_is_not_live(
     file = tmp_path / "pulse"
     at(monkeypatch, 1000.0)
     PulseWriter(str(file)).heard()
-    at(monkeypatch, 1061.0)
+    at(monkeypatch, 1121.0)
     assert main(["worker", "live", "--pulse-file", str(file)]) == 1
-    assert "heartbeat stands still since 61 s" in capsys.readouterr().err
+    assert "heartbeat stands still since 121 s" in capsys.readouterr().err
 
 
 def test_what_is_not_there_or_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ def test_all_of_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
         "insecure": False,
         "lease": 5.0,
         "client_lease": 10.0,
+        "budget": "",
         "balance_after": 30.0,
     }
 
@@ -52,7 +53,8 @@ def test_description_says_where_each_came_from(monkeypatch: pytest.MonkeyPatch) 
     flags = {"allow": "mypackage", "slots": None}
     assert describe(resolve(WorkerSettings, **flags), **flags) == (
         "slots=4 (PENSTOCK_WORKER_SLOTS), allow=mypackage (--allow), listen=127.0.0.1:0 (default), "
-        "runner_memory=- (default), pulse_file=- (default), http=- (default), name=- (default), "
+        "runner_memory=- (default), starts=0 (default), start_timeout=600.0 (default), pulse_file=- (default), "
+        "http=- (default), name=- (default), "
         "drain=10.0 (default), "
         "insecure=False (default)"
     )

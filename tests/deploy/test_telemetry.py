@@ -300,5 +300,6 @@ def test_spans_say_which_run_they_are_about_and_hold_no_token(cluster: Cluster) 
 
 def test_runners_never_load_opentelemetry(cluster: Cluster) -> None:
     printed = [line["message"] for line in cluster.logs["worker"] if line["logger"] == "penstock.user"]
-    assert len(printed) == 3
+    runners = [message for message in printed if "prove]" not in message]  # who proves states imports as they do
+    assert len(runners) == 3
     assert all("loaded 0 modules of OpenTelemetry" in message for message in printed)

@@ -24,7 +24,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
 
     from penstock.client import saved
     from penstock.proto.compression import Unpacker, check_claim, load
-    from penstock.proto.frames import long_shapes
+    from penstock.proto.frames import Frame, dims_of
     from penstock.proto.ring import Ring
     from penstock.proto.state import decode_state, encode_state
     from penstock.proto.structure import Structure
@@ -47,7 +47,7 @@ def _bombs() -> dict[str, Callable[[], object]]:
         return Ring.open(fd, size // slots, slots)
 
     def dims() -> object:
-        return long_shapes(lane_pb2.Frame(size=(32 << 20) // 8), Ring.create(32 << 20, 1))
+        return dims_of(Frame(size=(32 << 20) // 8), Ring.create(32 << 20, 1))
 
     def array(leaf: str, *shape: int) -> object:
         return Assembler(Structure.from_bytes(leaf.encode())).assemble(shape, wrap_buffer(bytearray(4096)), 0, 0).shape

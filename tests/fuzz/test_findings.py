@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from census import open_as
+from lane_frames import a_frame
 from tests.client.conftest import Rig
 
 from penstock.client.feed import OUTRUN
@@ -28,19 +29,22 @@ from penstock.proto.frames import (
     PIECE,
     RING,
     STRUCTURE,
+    Ack,
     framed,
+    pack_shapes,
 )
 from penstock.proto.lane import Consumer, Producer
 from penstock.proto.producer import MOST_CUTS, MOST_WANTED
 from penstock.proto.ring import MAX_SLOTS
 from penstock.proto.state import encode_state
+from penstock.proto.tcp import sealed
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.children import Child
 from penstock.worker.control import MAX_FDS, MAX_PAYLOAD, Channel, Inbox, Message, counts, encode_head
 from penstock.worker.ledger import Ledger
 from penstock.worker.pump import Pump
+from penstock.worker.restart_points import Base
 from penstock.worker.snapshots import MAX_BYTES, MOST, Kept, SnapshotStore
-from penstock.worker.source import Base
 
 DEADLINE_S = 20.0
 
@@ -55,13 +59,11 @@ def seqpacket() -> tuple[socket.socket, socket.socket]:
 
 
 def test_a_frame_that_no_packet_holds_is_refused_and_not_sent_for_ever() -> None:
-    """A daemon's frame of MAX_FRAME bytes grows when the lander puts its own ring's number in."""
     producer = Producer(1 << 20)
     producer.know_structure(1, b"one")
     peer, sock = seqpacket()
     producer.attach(sock, lane_pb2.Hello())
-    frame = lane_pb2.Frame(kind=BATCH, total=1, structure=1, inline=bytes(MAX_FRAME - 10))
-    assert len(framed(frame.SerializeToString())) <= MAX_PACKET
+    frame = a_frame(kind=BATCH, total=1, structure=1, inline=bytes(MAX_FRAME))
     slab = producer.reserve(100)
     assert slab is not None
     with pytest.raises(ProtocolError, match=str(MAX_PACKET)):
@@ -78,7 +80,7 @@ def test_a_frame_that_the_socket_does_not_take_costs_the_lane_and_not_the_batch(
     producer.attach(sock, lane_pb2.Hello())
     slab = producer.reserve(100)
     assert slab is not None
-    producer.publish(slab, 1, 0, 1, 100, [1 << 40] * 2000, 7)  # EMSGSIZE
+    producer.publish(slab, 1, 0, 1, 100, pack_shapes([1 << 40] * 2000), 7)  # EMSGSIZE
     assert not producer.attached
     peer, sock = seqpacket()
     producer.attach(sock, lane_pb2.Hello(next_total=1))
@@ -95,7 +97,7 @@ def test_an_ack_that_the_socket_does_not_take_costs_the_lane_and_not_the_credits
     peer, sock = seqpacket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     consumer = Consumer(sock, "slot 0")
-    peer.send(framed(lane_pb2.Frame(kind=CLOSE).SerializeToString()))
+    peer.send(framed(a_frame(kind=CLOSE).encode()))
     consumer.release([(1 << 32) - 1] * 2000)
     assert consumer.flush()
     assert peer.recv(MAX_FRAME) == b"", "the producer hears that the lane is over"
@@ -114,7 +116,7 @@ def test_a_peer_that_sends_only_what_nobody_needs_is_not_read_for_ever(kind: int
     peer, sock = seqpacket()
     consumer = Consumer(sock, "slot 0")
     consumer.cuts = 1
-    useless = framed(lane_pb2.Frame(kind=kind, structure=1, inline=b"x", size=1).SerializeToString())  # type: ignore[arg-type]
+    useless = framed(a_frame(kind=kind, structure=1, inline=b"x", size=1).encode())
     packet = useless * (MAX_FRAME // len(useless))
 
     def flood() -> None:
@@ -169,13 +171,13 @@ def test_both_ends_forget_structures_alike_by_their_bytes() -> None:
         producer.know_structure(structure, bytes([structure]) * size)
         slab = producer.reserve(10)
         assert slab is not None
-        producer.publish(slab, total, 0, structure, 10, [], 0)
+        producer.publish(slab, total, 0, structure, 10, b"", 0)
         while True:
             frame = consumer.receive_any()
             if frame is None:
                 producer.flush()
             elif frame.kind == STRUCTURE:
-                announced += len(frame.inline)
+                announced += len(frame.rest)
             elif frame.kind != RING:
                 break
         assert (frame.total, consumer.structures[structure][:1]) == (total, bytes([structure]))
@@ -197,7 +199,7 @@ def test_a_consumer_cannot_make_its_producer_remember_without_end() -> None:
     for start in range(1, 1 << 20, 1000):
         pairs = [number for total in range(start, start + 1000) for number in (total, total)]
         try:
-            peer.send(lane_pb2.Ack(wanted=pairs).SerializeToString())
+            peer.send(Ack(wanted=pairs).encode())
         except OSError:
             break
         producer.take_acks()
@@ -211,12 +213,12 @@ def test_a_count_of_cuts_at_its_end_does_not_stop_the_runner() -> None:
     producer.know_structure(1, b"one")
     peer, sock = seqpacket()
     producer.attach(sock, lane_pb2.Hello(cuts=MOST_CUTS))
-    peer.send(lane_pb2.Ack(abandon_epoch=1).SerializeToString())
+    peer.send(Ack(abandon_epoch=1).encode())
     producer.take_acks()
     assert not producer.attached
     slab = producer.reserve(10)
     assert slab is not None
-    producer.publish(slab, 1, 0, 1, 10, [], 0)
+    producer.publish(slab, 1, 0, 1, 10, b"", 0)
     producer.close(0.0)
     peer.close()
 
@@ -231,7 +233,7 @@ def test_acks_from_another_host_do_not_gather_in_the_daemon_without_end() -> Non
     pump = Pump(near, local, lane_pb2.Hello(), "slot 0", on_end=lambda _: ended.set())
     pump.start()
     far.settimeout(DEADLINE_S)
-    flood = framed(lane_pb2.Ack(wanted=[1 << 40] * 4000).SerializeToString()) * 8
+    flood = sealed(Ack(wanted=[1 << 40] * 4000).encode()) * 8
     sent = 0
     try:
         while sent < 10_000 * len(flood):

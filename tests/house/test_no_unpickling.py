@@ -43,7 +43,8 @@ path that its own user's process named (`check_plain` refuses it from anybody el
 UNPICKLES = {
     Path("worker/penstock/worker/datasets/fetching.py"): ["pickle.loads"],
     Path("worker/penstock/worker/datasets/formats/encodings.py"): ["pickle.loads"],
-    Path("client/penstock/client/checkpoint/restoring.py"): ["pickle.Unpickler", "torch.load"],
+    Path("client/penstock/client/checkpoint/index.py"): ["pickle.Unpickler"],
+    Path("client/penstock/client/checkpoint/objects.py"): ["pickle.Unpickler", "torch.load", "torch.load"],
     Path("deploy/penstock/deploy/saved_file.py"): ["torch.load"],
 }
 """Module -> what it unpickles with. One place is the batches of a loader's own children, which come through torch's
@@ -51,8 +52,8 @@ queue, a pickle itself: tests/datasets/test_map_fetching.py holds why. One is a 
 pickled, and only for a user who said allow_unsafe_types=True: tests/datasets/test_encodings.py holds that. And one is a
 file that a user named to a command, with weights_only=True, which runs nothing: tests/deploy/test_saved_file.py
 holds that. The fourth is a checkpoint that is restored: torch's index by an unpickler that finds no class but those
-that an index is made of, objects with weights_only=True unless the user says allow_unsafe_types=True:
-tests/checkpoint/test_restore.py holds both."""
+that an index is made of; objects by one that finds no class at all, else with weights_only=True unless the user says
+allow_unsafe_types=True: tests/checkpoint/test_restore.py holds both."""
 
 
 def unpickling(source: str) -> Iterator[tuple[int, str]]:

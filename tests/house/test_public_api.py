@@ -33,6 +33,7 @@ NAMES = {
         "Filtered",
         "Grouped",
         "JSONWriter",
+        "LineFile",
         "LogicalShards",
         "MDSWriter",
         "Mapped",
@@ -140,10 +141,11 @@ KEYWORDS = {
     ),
     "penstock.worker.datasets:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block partitions interleave epoch_size tail "
-        "skip predownload keys rank collate_fn"
+        "skip predownload reseed keys rank collate_fn"
     ),
     "penstock.worker.datasets:SyntheticDataset": "sample_spec num_samples seed",
     "penstock.worker.datasets:WindowShuffled": "source window",
+    "penstock.worker.datasets:LineFile": "path parse",
     "penstock.worker.datasets:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
     "penstock.worker.datasets:Savable": (
         "make shards snapshot_every snapshot_s capture_rng batch_rows collect_every config"

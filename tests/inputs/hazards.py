@@ -219,8 +219,11 @@ def leaks(mib: int, at_once: int = 0, batches: int = 60, state_s: float = 0.0) -
 
 
 class BadInScratch(streams.Counter):
-    """Streams well; restored beside the stream, it goes wrong. `how`: or a folder, with a file for each time that it is
-    killed then; "restored" in it has the process that it was restored in last."""
+    """Streams well; restored beside the stream, it goes wrong. `how`: or a folder, with a file for each time it is
+    killed then; "restored" in it has the process that it was restored in last. Its states are aggregated, so one
+    between two snapshots is made beside the stream."""
+
+    loads_own_state = exact_states = True
 
     def __init__(self, how: str, batches: int) -> None:
         super().__init__(batches, first=1000 * current_assignment().global_worker_id)
@@ -253,6 +256,13 @@ class BadInScratch(streams.Counter):
     def state_dict(self) -> dict[str, Any]:
         time.sleep(0.02)  # too dear to be taken at every step
         return super().state_dict()
+
+    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"workers": worker_states}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
+        own: dict[str, Any] = aggregated["workers"][current_assignment().global_worker_id]
+        return own
 
 
 def bad_in_scratch(how: str, batches: int = 3000) -> BadInScratch:
@@ -326,3 +336,25 @@ def says_where() -> Iterator[list[str]]:
     current_assignment()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         yield [get_temp_dir(), pool.apply(get_temp_dir)]  # of a module that does not import torch there
+
+
+class Strays(streams.Counter):
+    """Forks a child before each batch that comes back from next(): by an exception, sys.exit() or a batch in turn."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            how = self.done % 3
+            if (child := os.fork()) == 0:
+                if how == 0:
+                    raise RuntimeError("before os._exit")
+                if how == 1:
+                    sys.exit(5)
+                yield {name: -1 - value for name, value in batch.items()}
+                continue
+            if self.done % 2:  # the others run beside the parent
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (5 if how == 1 else 1)
+            yield batch
+
+
+def strays(batches: int) -> Strays:
+    return Strays(batches, first=1000 * current_assignment().global_worker_id)

@@ -39,6 +39,7 @@ __all__ = [
     "one_cannot_stage",
     "other_calls",
     "outside",
+    "preempted",
     "several",
     "stock_load",
     "stock_load_sharded",
@@ -358,3 +359,15 @@ def lost_verdict(folder: str) -> list[str]:
         checkpointer.save(6, state)
         checkpointer.wait()
         return [*said, str(checkpointer.latest())]
+
+
+def preempted(folder: str) -> int:
+    """Trains until rank 1 gets a signal. Returns the step after which it stopped."""
+    with AsyncCheckpointer(folder, on_signal=signal.SIGTERM) as checkpointer:
+        for step in range(1000):
+            if dist.get_rank() == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.signalled():
+                checkpointer.save(step, {"x": torch.ones(3)})
+                return step
+    return -1

@@ -555,6 +555,13 @@ def epochs(batches: int = 6) -> Any:
     return MapLoader(Numbered(), batch_size=1, shuffle=True)
 
 
+def short_epochs() -> Any:
+    """Two batches an epoch: workers are many epochs ahead of the loop."""
+    from penstock.worker.datasets import MapLoader
+
+    return MapLoader(Numbered(), batch_size=6, shuffle=True)
+
+
 class Queue:
     """No state methods, and what was read is gone."""
 

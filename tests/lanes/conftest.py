@@ -29,6 +29,7 @@ from pki import Pki
 
 from penstock.client.landing import Lander
 from penstock.proto.compression import NAMES, Unpacker, load
+from penstock.proto.frames import BATCH, Frame
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, Consumer, check_peer, connect_local
 from penstock.proto.lane_tls import accept_tls_blocking
 from penstock.proto.tcp import read_hello
@@ -193,7 +194,7 @@ def structure_bytes(structure: int, size: int) -> bytes:
     return random.Random(-structure).randbytes(size)
 
 
-def next_frame(consumer: Consumer) -> lane_pb2.Frame:
+def next_frame(consumer: Consumer) -> Frame:
     """The next frame, within the deadline."""
     deadline = time.monotonic() + DEADLINE_S
     while (frame := consumer.receive()) is None:
@@ -204,7 +205,7 @@ def next_frame(consumer: Consumer) -> lane_pb2.Frame:
     return frame
 
 
-def payload(consumer: Consumer, frame: lane_pb2.Frame) -> memoryview:
+def payload(consumer: Consumer, frame: Frame) -> memoryview:
     """The batch where it lies."""
     ring = consumer.rings[frame.ring]
     start = frame.slot * ring.slot_bytes
@@ -214,7 +215,7 @@ def payload(consumer: Consumer, frame: lane_pb2.Frame) -> memoryview:
 def take(consumer: Consumer, total: int, size: int, *, epoch: int = 0) -> tuple[int, int]:
     """Receive batch `total`, check all of it, and return its place in the ring."""
     frame = next_frame(consumer)
-    assert (frame.kind, frame.total, frame.epoch, frame.nbytes) == (lane_pb2.BATCH, total, epoch, size)
+    assert (frame.kind, frame.total, frame.epoch, frame.nbytes) == (BATCH, total, epoch, size)
     assert frame.digest == digest(total)
     assert bytes(payload(consumer, frame)) == content(total, size)
     return frame.ring, frame.slot

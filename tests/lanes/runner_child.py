@@ -19,6 +19,7 @@ from collections import deque
 from typing import Any
 
 from penstock.proto.errors import PenstockError
+from penstock.proto.frames import pack_shapes
 from penstock.proto.lane import Producer
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -121,7 +122,7 @@ class Child:
                     slab.view[:size] = content(total, size)
                     structure, structure_size = item["structure"]
                     producer.know_structure(structure, structure_bytes(structure, structure_size))
-                    producer.publish(slab, total, item["epoch"], structure, size, shapes, digest(total))
+                    producer.publish(slab, total, item["epoch"], structure, size, pack_shapes(shapes), digest(total))
                     self.made += 1
                 elif kind == "end":
                     producer.end(item["epoch"], item["total"])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lane_frames import checked
 from tests.lanes.conftest import content, next_frame, payload
 from tests.lanes.test_lander import SLOT, batch, drain
 from tests.lanes.test_lander import Rig as LanderRig
@@ -18,7 +19,8 @@ from tests.lanes.test_pump import Rig as PumpRig
 from penstock.client.landing import Lander
 from penstock.proto.compression import NAMES, PIECE, SMALLEST, Packer, load
 from penstock.proto.errors import LaneLostError
-from penstock.proto.frames import framed
+from penstock.proto.frames import ERROR, Frame, pack_shapes
+from penstock.proto.tcp import CHECK_BYTES, sealed
 from penstock.proto.v1 import lane_pb2
 from penstock.worker import pump
 
@@ -34,12 +36,10 @@ def wire(number: int, data: bytes) -> bytes:
     return b"".join(packed[1])
 
 
-def sent(frame: lane_pb2.Frame, number: int) -> bytes:
+def sent(frame: Frame, number: int) -> bytes:
     """A BATCH frame and its payload as a pump sends them, compressed."""
     data = wire(number, content(frame.total, frame.nbytes))
-    frame.codec = number  # type: ignore[assignment]
-    frame.wire = len(data)
-    return framed(frame.SerializeToString()) + data
+    return checked(frame._replace(codec=number, wire=len(data)), data)
 
 
 # ---- the pump
@@ -71,7 +71,7 @@ def test_the_pump_takes_turns_with_the_acks(number: int) -> None:
         while (slab := rig.producer.reserve(size)) is not None:
             rig.total += 1
             slab.view[:size] = content(rig.total, size)
-            rig.producer.publish(slab, rig.total, 0, 1, size, (size,), 0, more=True)
+            rig.producer.publish(slab, rig.total, 0, 1, size, pack_shapes((size,)), 0, more=True)
         rig.producer.flush()
         assert rig.total - first >= 8
         rig.batches(rig.total)
@@ -144,7 +144,7 @@ def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
             for total, size in enumerate(used, 1):
                 frame = batch(total, size)
                 plain = size < SMALLEST or total % 5 == 0
-                data += framed(frame.SerializeToString()) + content(total, size) if plain else sent(frame, number)
+                data += checked(frame, content(total, size)) if plain else sent(frame, number)
             at = total = 0
             while total < len(used):
                 if at < len(data):
@@ -158,7 +158,7 @@ def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
             rig.close()
 
 
-def check(rig: LanderRig, frame: lane_pb2.Frame, total: int, size: int) -> None:
+def check(rig: LanderRig, frame: Frame, total: int, size: int) -> None:
     assert (frame.total, frame.nbytes) == (total, size)
     assert (frame.codec, frame.wire) == (0, 0), "on the local lane nothing is compressed"
     assert bytes(payload(rig.consumer, frame)) == content(total, size)
@@ -175,8 +175,9 @@ def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: LanderRig) -> No
         first = sent(batch(total, size, **of_pass), number)
         stale = wire(number, bytes(size // 2) + random.Random(cut).randbytes(size // 4) + bytes(size // 4))
         frame = batch(total + 1, size, codec=number, wire=len(stale), **of_pass)
-        head = framed(frame.SerializeToString())
+        head = sealed(frame.encode())
         half = (len(stale) * cut) // 12
+        left = len(stale) + CHECK_BYTES - half
         rig.far.sendall(first + head + stale[:half])
         place = rig.expect(total, size)
         rig.consumer.delivered(total)
@@ -185,7 +186,7 @@ def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: LanderRig) -> No
         ack = rig.ack()
         assert (ack.delivered, ack.abandon_epoch) == (total, cut + 1)
         # What still comes of it may be anything: nobody may look at it.
-        rig.far.sendall(b"?" * (len(stale) - half) + head + b"?" * len(stale))
+        rig.far.sendall(b"?" * left + head + b"?" * (left + half))
         rig.far.sendall(sent(batch(total + 1, size, cut=cut + 1, epoch=cut + 1), number))
         place = rig.expect(total + 1, size)
         rig.consumer.delivered(total + 1)
@@ -193,10 +194,7 @@ def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: LanderRig) -> No
         rig.consumer.flush()
         rig.ack()
     slots = next(iter(rig.consumer.rings.values())).slots
-    noise = [
-        framed(batch(total, size, cut=12, epoch=12).SerializeToString()) + content(total, size)
-        for total in range(200, 200 + slots)
-    ]
+    noise = [checked(batch(total, size, cut=12, epoch=12), content(total, size)) for total in range(200, 200 + slots)]
     rig.far.sendall(b"".join(noise))
     assert len({rig.expect(total, size) for total in range(200, 200 + slots)}) == slots, "all slots are there"
 
@@ -234,29 +232,31 @@ def broken(number: int, case: str) -> bytes:
     elif case == "too short":
         data = wire(number, content(1, 4992))
         fields["wire"] = len(data)
-    return framed(batch(1, 5000, **fields).SerializeToString()) + data
+    return checked(batch(1, 5000, **fields), data)
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("case", "name", "says"),
     [
-        ("not asked for", "not asked for"),
-        ("unknown", "not asked for"),
-        ("a length without a codec", "not asked for"),
-        ("longer than the batch", "claims 5000"),
-        ("far too long", "claims 1152921504606846976"),
-        ("no payload", "claims 0"),
-        ("corrupt", "a piece of 5000 bytes"),
-        ("a bomb", "a piece of 5000 bytes"),
-        ("too short", "a piece of 5000 bytes"),
+        ("not asked for", "ProtocolError", "not asked for"),
+        ("unknown", "ProtocolError", "not asked for"),
+        ("a length without a codec", "ProtocolError", "not asked for"),
+        ("longer than the batch", "ProtocolError", "claims 5000"),
+        ("far too long", "ProtocolError", "claims 1152921504606846976"),
+        ("no payload", "ProtocolError", "claims 0"),
+        ("corrupt", "BatchCorruptError", "a piece of 5000 bytes"),
+        ("a bomb", "BatchCorruptError", "a piece of 5000 bytes"),
+        ("too short", "BatchCorruptError", "a piece of 5000 bytes"),
     ],
 )
-def test_a_payload_that_cannot_be_is_an_error_with_a_name(rig: LanderRig, lander: Lander, case: str, says: str) -> None:
+def test_a_payload_that_cannot_be_is_an_error_with_a_name(
+    rig: LanderRig, lander: Lander, case: str, name: str, says: str
+) -> None:
     pid = lander.pid
     rig.begin()
     rig.send_in_vain(broken(number_of(rig), case))
     frame = next_frame(rig.consumer)
-    assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "ProtocolError")
+    assert (frame.kind, frame.error.name) == (ERROR, name)
     assert says in frame.error.message
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
@@ -266,9 +266,9 @@ def test_a_payload_that_cannot_be_is_an_error_with_a_name(rig: LanderRig, lander
 def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: LanderRig) -> None:
     rig.begin(4096)
     frame = batch(1, 1 << 39, codec=number_of(rig), wire=100)
-    rig.send_in_vain(framed(frame.SerializeToString()))
+    rig.send_in_vain(sealed(frame.encode()))
     answer = next_frame(rig.consumer)
-    assert (answer.kind, answer.error.name) == (lane_pb2.ERROR, "ProtocolError")
+    assert (answer.kind, answer.error.name) == (ERROR, "ProtocolError")
     assert "in no ring" in answer.error.message
 
 

@@ -20,7 +20,8 @@ from tests.lanes.conftest import (
 )
 
 from penstock.proto.errors import LaneClosedError, LaneLostError
-from penstock.proto.lane import long_shapes
+from penstock.proto.frames import CLOSE, END, ERROR, unpack_shapes
+from penstock.proto.lane import dims_of
 from penstock.proto.v1 import lane_pb2
 
 Place = tuple[int, int]
@@ -96,7 +97,7 @@ def test_many_dims_ride_behind_the_batch(link: Link, runner: Runner) -> None:
     for total, size, dims in ((1, 10_000, shapes), (2, 100, shapes[:2048]), (3, 30, shapes)):
         frame = next_frame(consumer)
         assert (frame.total, bool(frame.size)) == (total, len(dims) > 2048)
-        assert list(long_shapes(frame, consumer.rings[frame.ring])) == dims
+        assert unpack_shapes(dims_of(frame, consumer.rings[frame.ring])) == dims
         assert bytes(payload(consumer, frame)) == content(total, size)
         finish(consumer, total, (frame.ring, frame.slot))
 
@@ -141,7 +142,7 @@ def test_the_end_of_a_pass_comes_behind_its_last_batch(link: Link, runner: Runne
         finish(consumer, total, take(consumer, total, 100))
     for epoch in (0, 1):
         frame = next_frame(consumer)
-        assert (frame.kind, frame.epoch, frame.total) == (lane_pb2.END, epoch, 2)
+        assert (frame.kind, frame.epoch, frame.total) == (END, epoch, 2)
     finish(consumer, 3, take(consumer, 3, 100, epoch=2))
     runner.until(delivered=3, kept=0, lent=0)
 
@@ -157,7 +158,7 @@ def test_an_error_comes_behind_the_last_batch_and_is_cut_where_it_is_too_long(
     runner.work({"kind": "fail", "epoch": 0, "total": 1, **failure})
     finish(consumer, 1, take(consumer, 1, 100))
     frame = next_frame(consumer)
-    assert (frame.kind, frame.epoch, frame.total, frame.error.name) == (lane_pb2.ERROR, 0, 1, "InputFnError")
+    assert (frame.kind, frame.epoch, frame.total, frame.error.name) == (ERROR, 0, 1, "InputFnError")
     assert frame.error.message in letter * 9000
     assert len(frame.error.message.encode()) > 8000
     assert frame.error.remote_traceback.endswith(letter * 5000 + " last")
@@ -165,7 +166,7 @@ def test_an_error_comes_behind_the_last_batch_and_is_cut_where_it_is_too_long(
     consumer.close(say_so=False)
     runner.until(attached=False)
     again = next_frame(link.connect(next_total=2))
-    assert (again.kind, again.error.name) == (lane_pb2.ERROR, "InputFnError")
+    assert (again.kind, again.error.name) == (ERROR, "InputFnError")
 
 
 def test_the_producers_close_is_told_from_its_loss(link: Link, runner: Runner) -> None:
@@ -174,7 +175,7 @@ def test_the_producers_close_is_told_from_its_loss(link: Link, runner: Runner) -
     runner.work({"kind": "close"})
     for total in (1, 2, 3):
         take(consumer, total, 50_000)
-    assert next_frame(consumer).kind == lane_pb2.CLOSE
+    assert next_frame(consumer).kind == CLOSE
     with pytest.raises(LaneLostError):
         next_frame(consumer)
 
@@ -261,7 +262,7 @@ def test_acks_flow_while_nobody_reads_them(link: Link, runner: Runner) -> None:
 
 
 def test_wishes_for_snapshots_and_passes_arrive(link: Link, runner: Runner) -> None:
-    consumer = link.connect(ack=lane_pb2.Ack(open_epochs=2, wanted=[5, 50]))
+    consumer = link.connect(open_epochs=2, wanted=[5, 50])
     runner.until(open_epochs=2, wanted=[[50, [5]]])
     wanted = [number for step in range(6, 3006) for number in (step, 10 * step)]
     consumer.want(wanted)  # far more than one packet holds
@@ -289,7 +290,7 @@ def test_who_comes_back_gets_what_was_not_delivered_and_nothing_is_computed_agai
     consumer = link.connect(next_total=3)
     for total in range(3, 7):
         finish(consumer, total, take(consumer, total, 3000))
-    assert next_frame(consumer).kind == lane_pb2.END
+    assert next_frame(consumer).kind == END
     state = runner.until(delivered=6, lent=0)
     assert state["made"] == 6
     assert state["free"] == 32
@@ -348,7 +349,7 @@ def test_a_consumer_that_wants_what_was_delivered_is_refused_by_name(link: Link,
     runner.until(delivered=2)
     refused = link.connect(next_total=2)
     frame = next_frame(refused)
-    assert (frame.kind, frame.error.name) == (lane_pb2.ERROR, "ProtocolError")
+    assert (frame.kind, frame.error.name) == (ERROR, "ProtocolError")
     assert "batch 2" in frame.error.message
     with pytest.raises(LaneLostError):
         next_frame(refused)
@@ -429,7 +430,7 @@ def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> No
     runner.until(delivered=1, made=5)
     consumer.close(say_so=False)
     runner.until(attached=False)
-    hello = {"next_total": 2, "cuts": 1, "ack": lane_pb2.Ack(abandon_epoch=1)}
+    hello = {"next_total": 2, "cuts": 1, "abandon_epoch": 1}
     consumer = link.connect(**hello)
     state = runner.until(abandoned=[0], cuts=1, kept=0, lent=0)
     assert state["free"] == state["slots"]
@@ -444,7 +445,7 @@ def test_a_pass_left_while_the_lane_was_broken(link: Link, runner: Runner) -> No
 
 def test_a_new_runner_meets_a_consumer_that_has_left_passes(link: Link, runner: Runner) -> None:
     runner.batches(8, [100] * 3, epoch=2)  # it knows where it starts, and has worked ahead
-    consumer = link.connect(next_total=8, cuts=2, ack=lane_pb2.Ack(abandon_epoch=2))
+    consumer = link.connect(next_total=8, cuts=2, abandon_epoch=2)
     for total in (8, 9, 10):
         finish(consumer, total, take(consumer, total, 100, epoch=2))
     runner.until(delivered=10, cuts=2, lent=0)
@@ -452,7 +453,7 @@ def test_a_new_runner_meets_a_consumer_that_has_left_passes(link: Link, runner: 
 
 def test_a_new_runner_that_started_in_a_pass_that_was_left(link: Link, runner: Runner) -> None:
     runner.batches(8, [100] * 3, epoch=1)
-    consumer = link.connect(next_total=8, cuts=2, ack=lane_pb2.Ack(abandon_epoch=2))
+    consumer = link.connect(next_total=8, cuts=2, abandon_epoch=2)
     runner.until(abandoned=[1], kept=0, lent=0)
     runner.batches(8, [100], epoch=2)
     finish(consumer, 8, take(consumer, 8, 100, epoch=2))
@@ -466,7 +467,7 @@ def test_an_error_outlives_the_pass_in_which_it_came(link: Link, runner: Runner)
     consumer.abandon(0)
     for _ in range(2):
         frame = next_frame(consumer)
-        assert (frame.kind, frame.error.message) == (lane_pb2.ERROR, "it broke")
+        assert (frame.kind, frame.error.message) == (ERROR, "it broke")
         runner.until(abandoned=[0])
         consumer.close(say_so=False)
         runner.until(attached=False)

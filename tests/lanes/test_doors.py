@@ -12,8 +12,9 @@ from tests.lanes.conftest import next_frame
 
 from penstock.client.landing import Lander
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
-from penstock.proto.frames import HEAD
+from penstock.proto.frames import CLOSE, ERROR
 from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
+from penstock.proto.tcp import sealed
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.lanes import slot_of
 
@@ -29,9 +30,9 @@ def lander() -> Iterator[Lander]:
 @pytest.mark.parametrize(
     ("error", "protocol", "kind", "name"),
     [
-        (SupersededError("generation 2 is here"), LANE_PROTOCOL, lane_pb2.CLOSE, "SupersededError"),
-        (AuthenticationError("no such ticket"), LANE_PROTOCOL, lane_pb2.ERROR, "AuthenticationError"),
-        (AuthenticationError("not even asked"), LANE_PROTOCOL - 1, lane_pb2.ERROR, "VersionSkewError"),
+        (SupersededError("generation 2 is here"), LANE_PROTOCOL, CLOSE, "SupersededError"),
+        (AuthenticationError("no such ticket"), LANE_PROTOCOL, ERROR, "AuthenticationError"),
+        (AuthenticationError("not even asked"), LANE_PROTOCOL - 1, ERROR, "VersionSkewError"),
     ],
 )
 def test_who_is_refused_hears_why(
@@ -64,7 +65,7 @@ def test_the_lanes_of_a_slot_that_has_ended_end_with_it_whoever_is_at_the_other_
             )
             sock = socket.create_connection(parted(opened.tcp_address), 5)
             message = hello.SerializeToString()
-            sock.sendall(HEAD.pack(len(message)) + message)
+            sock.sendall(sealed(message))
             lanes.append((sock, slot_of(hello)))
         (gone, key), (other, _) = lanes
         other.settimeout(0.2)

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lane_frames import frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
-from penstock.proto.frames import HEAD, MAX_PACKET
+from penstock.proto.frames import BATCH, END, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
 from penstock.proto.lane import MAX_FRAME, Consumer, Producer, Slab
 from penstock.proto.ring import PAGE, Ring
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -54,22 +55,22 @@ def attach(producer: Producer, **hello: object) -> socket.socket:
 def publish(producer: Producer, total: int, size: int = 100, epoch: int = 0, structure: int = 1) -> Slab:
     slab = producer.reserve(size)
     assert slab is not None
-    producer.publish(slab, total, epoch, structure, size, (size,), 0)
+    producer.publish(slab, total, epoch, structure, size, pack_shapes((size,)), 0)
     return slab
 
 
-def packet(sock: socket.socket) -> list[lane_pb2.Frame]:
+def packet(sock: socket.socket) -> list[Frame]:
     """The frames of the next packet."""
     data, found = sock.recv(MAX_PACKET), []
     while data:
         (size,) = HEAD.unpack_from(data)
-        found.append(lane_pb2.Frame.FromString(data[HEAD.size : HEAD.size + size]))
+        found.append(frame_of(data[HEAD.size : HEAD.size + size]))
         data = data[HEAD.size + size :]
     return found
 
 
 def say(sock: socket.socket, producer: Producer, **ack: object) -> None:
-    sock.send(lane_pb2.Ack(**ack).SerializeToString())  # type: ignore[arg-type]
+    sock.send(Ack(**ack).encode())  # type: ignore[arg-type]
     producer.take_acks()
 
 
@@ -132,7 +133,7 @@ def test_a_reserved_slot_is_not_taken_for_free_when_a_consumer_comes(producer: P
     assert slab is not None
     sock = attach(producer, next_total=1000)
     assert producer.free_slots == 31
-    producer.publish(slab, 1000, 0, 1, 10, (), 0)
+    producer.publish(slab, 1000, 0, 1, 10, b"", 0)
     assert producer.free_slots == 31
     sock.close()
 
@@ -141,14 +142,14 @@ def test_dims_that_were_not_reserved_are_refused(producer: Producer) -> None:
     slab = producer.reserve(PAGE)
     assert slab is not None
     with pytest.raises(InvalidArgumentError, match="reserve with `dims`"):
-        producer.publish(slab, 1, 0, 1, PAGE, range(3000), 0)
+        producer.publish(slab, 1, 0, 1, PAGE, pack_shapes(range(3000)), 0)
 
 
 def test_a_structure_must_be_known(producer: Producer) -> None:
     slab = producer.reserve(10)
     assert slab is not None
     with pytest.raises(InvalidArgumentError, match="structure 2 is not known"):
-        producer.publish(slab, 1, 0, 2, 10, (), 0)
+        producer.publish(slab, 1, 0, 2, 10, b"", 0)
 
 
 def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
@@ -162,7 +163,7 @@ def test_structures_nobody_needs_are_forgotten(producer: Producer) -> None:
     kinds = [frame.kind for frame in packet(sock)]
     sock.recv(10)
     kinds += [frame.kind for frame in packet(sock)]
-    assert kinds == [lane_pb2.RING, lane_pb2.STRUCTURE, lane_pb2.BATCH]
+    assert kinds == [RING, STRUCTURE, BATCH]
     sock.close()
 
 
@@ -173,7 +174,7 @@ def publish_more(producer: Producer, totals: range) -> None:
     for total in totals:
         slab = producer.reserve(100)
         assert slab is not None
-        producer.publish(slab, total, 0, 1, 100, (100,), 0, more=True)
+        producer.publish(slab, total, 0, 1, 100, pack_shapes((100,)), 0, more=True)
 
 
 def test_batches_that_more_follow_share_a_packet(producer: Producer) -> None:
@@ -192,9 +193,9 @@ def test_batches_that_more_follow_share_a_packet(producer: Producer) -> None:
     publish_more(producer, range(8, 10))
     producer.end(0, 9)
     assert [(frame.kind, frame.total) for frame in packet(sock)] == [
-        (lane_pb2.BATCH, 8),
-        (lane_pb2.BATCH, 9),
-        (lane_pb2.END, 9),
+        (BATCH, 8),
+        (BATCH, 9),
+        (END, 9),
     ]
     sock.close()
 
@@ -216,19 +217,19 @@ def test_batches_that_wait_for_more_are_sent_again_to_the_next_consumer(producer
     attach(producer).close()
     publish_more(producer, range(1, 4))
     sock = attach(producer)
-    assert [frame.kind for frame in packet(sock)] == [lane_pb2.RING]
+    assert [frame.kind for frame in packet(sock)] == [RING]
     sock.recv(10)
     assert [frame.total for frame in packet(sock)] == [0, 1, 2, 3], "the structure, then the batches, and each once"
     sock.close()
 
 
 def test_a_large_packet_is_split(producer: Producer) -> None:
-    """Frames of 18 kB each: three to a packet."""
+    """Frames of 16 kB each: three to a packet."""
     producer.know_structure(1, b"one")
     for total in range(1, 8):
-        slab = producer.reserve(100, dims=2000)
+        slab = producer.reserve(100, dims=2040)
         assert slab is not None
-        producer.publish(slab, total, 0, 1, 100, [1 << 62] * 2000, 0)
+        producer.publish(slab, total, 0, 1, 100, pack_shapes([1 << 62] * 2040), 0)
     sock = attach(producer)
     sock.recv(MAX_PACKET), sock.recv(10)
     totals = [[frame.total for frame in packet(sock)] for _ in range(3)]
@@ -284,7 +285,7 @@ def test_who_releases_what_was_not_delivered_is_dropped(producer: Producer, capl
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=60) | st.builds(
-    lambda **ack: lane_pb2.Ack(**ack).SerializeToString() or b"\x08\x00",
+    lambda **ack: Ack(**ack).encode() or b"\x08\x00",
     delivered=st.integers(0, 8) | st.integers(0, (1 << 64) - 1),
     released=st.lists(st.integers(0, 33) | st.integers(0, (1 << 32) - 1), max_size=5),
     open_epochs=st.integers(0, (1 << 64) - 1),
@@ -326,7 +327,7 @@ def test_random_walk_of_a_whole_life() -> None:
             hello = lane_pb2.Hello(next_total=total + 1, cuts=cuts)
             hello.held.extend(lane_pb2.Slot(ring=ring, slot=slot) for _, ring, slot, _ in held)
             if cuts:
-                hello.ack.abandon_epoch = epoch
+                hello.abandon_epoch = epoch
             producer.attach(theirs, hello)
             consumer = Consumer(ours, "walk")
             consumer.cuts = cuts
@@ -344,7 +345,7 @@ def test_random_walk_of_a_whole_life() -> None:
             made += 1
             sizes[made] = size
             slab.view[:size] = bytes([made % 251]) * size
-            producer.publish(slab, made, epoch, 1, size, (), 0)
+            producer.publish(slab, made, epoch, 1, size, b"", 0)
         elif action < 0.9:
             frame = consumer.receive()
             if frame is None:
@@ -387,7 +388,7 @@ def test_the_last_acks_of_a_killed_consumer_are_read(producer: Producer) -> None
     sock = attach(producer)
     for total in range(1, 4):
         publish(producer, total)
-    sock.send(lane_pb2.Ack(delivered=2).SerializeToString())
+    sock.send(Ack(delivered=2).encode())
     sock.close()  # with frames unread: the kernel says ECONNRESET before it shows the ack
     producer.take_acks()
     assert (producer.delivered, producer.attached) == (2, False)
@@ -400,7 +401,7 @@ def test_on_ack_hears_each_ack_after_it_took_effect(producer: Producer) -> None:
     sock = attach(producer)
     for total in (1, 2):
         publish(producer, total)
-        sock.send(lane_pb2.Ack(delivered=total).SerializeToString())
+        sock.send(Ack(delivered=total).encode())
     producer.take_acks()
     assert heard == [(1, 1), (2, 2)]
     sock.close()
@@ -438,7 +439,7 @@ def test_close_waits_for_a_slow_consumer_but_not_for_ever() -> None:
     kinds: set[int] = set()
     with pytest.raises(LaneLostError):
         kinds.update(frame.kind for frame in iter(consumer.receive, None))
-    assert kinds <= {lane_pb2.END}
+    assert kinds <= {END}
     consumer.close()
 
 
@@ -515,7 +516,7 @@ def test_the_producers_socket_tells_of_acks(producer: Producer) -> None:
     poll = select.poll()
     poll.register(producer.fileno(), select.POLLIN)
     assert poll.poll(0) == []
-    sock.send(lane_pb2.Ack(open_epochs=3).SerializeToString())
+    sock.send(Ack(open_epochs=3).encode())
     assert poll.poll(1000)
     producer.take_acks()
     assert producer.open_epochs == 3

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lane_frames import a_frame, frame_of, read_sealed
 from tests.lanes.conftest import DEADLINE_S, content, count_rings, unpacked, wait_for
+from xxhash import xxh3_64
 
 from penstock.proto import tcp
-from penstock.proto.frames import HEAD, MAX_PACKET, framed
+from penstock.proto.frames import BATCH, CLOSE, END, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed, pack_shapes
 from penstock.proto.lane import Producer
+from penstock.proto.tcp import CHECK_BYTES, check_of, is_checked
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import FRAMES_A_TURN, MAX_OUT, Pump
 
@@ -54,7 +57,7 @@ class Rig:
             slab = self.producer.reserve(size)
             assert slab is not None
             slab.view[:size] = content(self.total, size)
-            self.producer.publish(slab, self.total, 0, 1, size, (size,), 0)
+            self.producer.publish(slab, self.total, 0, 1, size, pack_shapes((size,)), 0)
 
     def read(self, size: int) -> bytes:
         data = b""
@@ -64,26 +67,30 @@ class Rig:
             data += piece
         return data
 
-    def frame(self) -> tuple[lane_pb2.Frame, bytes]:
+    def frame(self) -> tuple[Frame, bytes]:
         """The next frame over TCP, and its payload."""
-        (size,) = HEAD.unpack(self.read(4))
-        frame = lane_pb2.Frame.FromString(self.read(size))
+        frame = frame_of(read_sealed(self.far))
+        if frame.kind != BATCH:
+            return frame, b""
+        data = self.read(frame.wire if frame.codec else frame.nbytes + 8 * frame.size)
+        if is_checked(frame):
+            assert self.read(CHECK_BYTES) == check_of(xxh3_64(data))
         if frame.codec:
             self.compressed.append(frame.total)
-            return frame, unpacked(frame.codec, self.read(frame.wire), frame.nbytes + 8 * frame.size)
-        return frame, self.read(frame.nbytes + 8 * frame.size) if frame.kind == lane_pb2.BATCH else b""
+            data = unpacked(frame.codec, data, frame.nbytes + 8 * frame.size)
+        return frame, data
 
     def batches(self, last: int) -> None:
         """Read up to batch `last`, checking all of it."""
         while True:
             frame, payload = self.frame()
-            if frame.kind == lane_pb2.BATCH:
+            if frame.kind == BATCH:
                 assert payload == content(frame.total, frame.nbytes)
                 if frame.total == last:
                     return
 
     def say(self, **ack: object) -> None:
-        self.far.sendall(framed(lane_pb2.Ack(**ack).SerializeToString()))  # type: ignore[arg-type]
+        self.far.sendall(tcp.sealed(Ack(**ack).encode()))  # type: ignore[arg-type]
 
     def acks(self) -> None:
         """Wait for an ack at the producer."""
@@ -107,15 +114,15 @@ def test_frames_go_out_as_they_are_each_payload_behind_its_frame(rig: Rig) -> No
     rig.publish(100, 0, 70_000)
     rig.producer.end(0, 3)
     kinds: list[int] = []
-    while not kinds or kinds[-1] != lane_pb2.END:
+    while not kinds or kinds[-1] != END:
         frame, payload = rig.frame()
         kinds.append(frame.kind)
-        if frame.kind == lane_pb2.RING:
+        if frame.kind == RING:
             assert frame.slot_bytes in (4096, 73728)
-        if frame.kind == lane_pb2.BATCH:
+        if frame.kind == BATCH:
             assert payload == content(frame.total, frame.nbytes)
-    batch, ring = lane_pb2.BATCH, lane_pb2.RING
-    assert kinds == [ring, lane_pb2.STRUCTURE, batch, batch, ring, batch, lane_pb2.END]
+    batch, ring = BATCH, RING
+    assert kinds == [ring, STRUCTURE, batch, batch, ring, batch, END]
 
 
 def test_it_hears_acks_while_the_network_takes_nothing(rig: Rig) -> None:
@@ -164,7 +171,7 @@ def test_stale_frames_are_known_from_the_hellos_count() -> None:
     rig = Rig(cuts=3).start()
     rig.publish(100)
     frame, _ = rig.frame()
-    while frame.kind != lane_pb2.BATCH:
+    while frame.kind != BATCH:
         frame, _ = rig.frame()
     assert frame.cut == 3
     assert rig.pump._runner.cuts == 3
@@ -186,7 +193,7 @@ def test_all_that_a_lost_runner_had_sent_goes_out_and_then_the_end(rig: Rig) -> 
 def test_the_runners_close_is_passed_on(rig: Rig) -> None:
     rig.producer.close()
     frame, _ = rig.frame()
-    assert frame.kind == lane_pb2.CLOSE
+    assert frame.kind == CLOSE
     assert rig.far.recv(1) == b""
 
 
@@ -206,9 +213,9 @@ def test_the_last_acks_of_a_lost_lander_reach_the_runner(rig: Rig, words: dict[s
 
 def test_a_lander_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.publish(100)
-    rig.far.sendall(framed(b"\xff\xff"))
+    rig.far.sendall(tcp.sealed(b"\xff\xff"))
     assert rig.ended.wait(DEADLINE_S)
-    assert rig.pump.reason.startswith("ProtocolError: an ack over TCP that cannot be read")
+    assert rig.pump.reason.startswith("ProtocolError: an ack of 2 bytes that cannot be read")
     assert "ProtocolError" in caplog.text
     while rig.producer.attached:
         rig.acks()
@@ -218,7 +225,7 @@ def test_a_lander_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pyte
 
 def test_a_runner_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert rig.producer._sock is not None
-    rig.producer._sock.send(framed(lane_pb2.Frame(kind=lane_pb2.BATCH, ring=77).SerializeToString()))
+    rig.producer._sock.send(framed(a_frame(kind=BATCH, ring=77).encode()))
     assert rig.ended.wait(DEADLINE_S)
     assert "no ring slot that was announced" in rig.pump.reason
     assert "no ring slot" in caplog.text
@@ -233,7 +240,7 @@ def test_random_bytes_over_tcp(messages: list[bytes], tail: bytes) -> None:
     try:
         rig.publish(*[100] * 8)
         with contextlib.suppress(OSError):  # the pump may have hung up already
-            rig.far.sendall(b"".join(map(framed, messages)) + tail)
+            rig.far.sendall(b"".join(map(tcp.sealed, messages)) + tail)
             rig.far.shutdown(socket.SHUT_WR)
         assert rig.ended.wait(DEADLINE_S)
         rig.producer.take_acks()
@@ -267,8 +274,8 @@ def test_stop_before_the_start() -> None:
 def test_a_runner_that_floods_it_with_announcements_fills_no_memory(rig: Rig) -> None:
     sock = rig.producer._sock
     assert sock is not None
-    frame = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"x" * 60_000, size=60_000)
-    piece = framed(frame.SerializeToString())
+    frame = a_frame(kind=STRUCTURE, structure=1, inline=b"x" * 60_000, size=60_000)
+    piece = framed(frame.encode())
     sock.setblocking(False)
     assert len(piece) < MAX_PACKET
 

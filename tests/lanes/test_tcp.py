@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.proto import tcp
-from penstock.proto.errors import DeadlineError, LaneLostError, ProtocolError
-from penstock.proto.frames import HEAD, framed
+from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, PenstockError, ProtocolError
 from penstock.proto.lane import MAX_FRAME
+from penstock.proto.tcp import SEAL, sealed
 from penstock.proto.v1 import lane_pb2
 
 
@@ -35,7 +35,7 @@ HELLO = lane_pb2.Hello(protocol=1, run="job/0", next_total=5, ticket="t" * 300)
 
 def test_a_hello_is_read_and_not_a_byte_more(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
-    ours.sendall(framed(HELLO.SerializeToString()) + b"rest")
+    ours.sendall(sealed(HELLO.SerializeToString()) + b"rest")
     assert tcp.read_hello(theirs, 10) == HELLO
     assert theirs.recv(10) == b"rest"
 
@@ -45,7 +45,7 @@ def test_a_hello_may_trickle(ends: tuple[socket.socket, socket.socket]) -> None:
     tcp.tune(ours)
 
     def trickle() -> None:
-        for byte in framed(HELLO.SerializeToString()):
+        for byte in sealed(HELLO.SerializeToString()):
             ours.send(bytes([byte]))
 
     thread = threading.Thread(target=trickle)
@@ -56,7 +56,7 @@ def test_a_hello_may_trickle(ends: tuple[socket.socket, socket.socket]) -> None:
 
 def test_a_hello_that_does_not_come_whole(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
-    ours.sendall(framed(HELLO.SerializeToString())[:-1])
+    ours.sendall(sealed(HELLO.SerializeToString())[:-1])
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the hello"):
         tcp.read_hello(theirs, 0.05)
 
@@ -71,12 +71,19 @@ def test_who_vanishes_before_the_hello(ends: tuple[socket.socket, socket.socket]
 
 
 @pytest.mark.parametrize(
-    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0", b"\1\0\1\0" + b"x" * 65537, b"\2\0\0\0\xff\xff"]
+    ("sent", "error"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", BatchCorruptError),
+        (sealed(HELLO.SerializeToString())[:-1] + b"?", BatchCorruptError),
+        (sealed(b""), ProtocolError),
+        (SEAL.pack(MAX_FRAME + 1, (MAX_FRAME + 1) ^ 0xFFFFFFFF, 0), ProtocolError),
+        (sealed(b"\xff\xff"), ProtocolError),
+    ],
 )
-def test_what_is_no_hello(ends: tuple[socket.socket, socket.socket], sent: bytes) -> None:
+def test_what_is_no_hello(ends: tuple[socket.socket, socket.socket], sent: bytes, error: type[PenstockError]) -> None:
     ours, theirs = ends
     ours.sendall(sent)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(error):
         tcp.read_hello(theirs, 10)
 
 
@@ -88,7 +95,7 @@ def test_the_senders_end_tolerates_a_closed_window(ends: tuple[socket.socket, so
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-    assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * tcp.USER_TIMEOUT_S
 
 
 @settings(max_examples=300, deadline=None)
@@ -97,7 +104,7 @@ def test_the_senders_end_tolerates_a_closed_window(ends: tuple[socket.socket, so
     st.lists(st.integers(1, 90_000), min_size=1, max_size=8),
 )
 def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], pieces: list[int]) -> None:
-    stream = b"".join(map(framed, messages))
+    stream = b"".join(map(sealed, messages))
     inbox, taken, at, index = tcp.Inbox(2 * MAX_FRAME), [], 0, 0
     while True:
         while (message := inbox.take()) is not None:
@@ -117,7 +124,7 @@ def test_messages_come_whole_however_the_bytes_come(messages: list[bytes], piece
 
 def test_payload_between_messages() -> None:
     inbox = tcp.Inbox()
-    stream = framed(b"one") + b"payload" + framed(b"two")
+    stream = sealed(b"one") + b"payload" + sealed(b"two")
     inbox.room(1000)[: len(stream)] = stream
     inbox.add(len(stream))
     assert bytes(inbox.take() or b"") == b"one"
@@ -130,9 +137,22 @@ def test_payload_between_messages() -> None:
 
 def test_a_message_longer_than_any_frame() -> None:
     inbox = tcp.Inbox()
-    inbox.room(10)[:4] = HEAD.pack(MAX_FRAME + 1)
-    inbox.add(4)
+    seal = SEAL.pack(MAX_FRAME + 1, (MAX_FRAME + 1) ^ 0xFFFFFFFF, 0)
+    inbox.room(100)[: len(seal)] = seal
+    inbox.add(len(seal))
     with pytest.raises(ProtocolError, match="65537 bytes"):
+        inbox.take()
+
+
+@pytest.mark.parametrize("at", range(8 * len(sealed(b"message"))))
+def test_no_flipped_bit_of_a_message_is_missed(at: int) -> None:
+    """Also not one that makes it longer than it is: its reader would wait for bytes that nobody sends."""
+    stream = bytearray(sealed(b"message"))
+    stream[at // 8] ^= 1 << at % 8
+    inbox = tcp.Inbox()
+    inbox.room(100)[: len(stream)] = stream
+    inbox.add(len(stream))
+    with pytest.raises(BatchCorruptError):
         inbox.take()
 
 

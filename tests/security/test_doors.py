@@ -12,17 +12,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from lane_frames import frame_of
 from pki import Pair, Pki
 
 from penstock.proto.errors import AuthenticationError, UnsafeBindError
-from penstock.proto.frames import HEAD, framed
+from penstock.proto.frames import Frame
 from penstock.proto.lane import LANE_PROTOCOL
+from penstock.proto.tcp import SEAL, sealed
 from penstock.proto.tls import load_tls
 from penstock.proto.v1 import lane_pb2
 from penstock.worker import lanes
 from penstock.worker.lanes import WAITING, LaneDoors
 
-HELLO = framed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0").SerializeToString())
+HELLO = sealed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0").SerializeToString())
 
 
 async def refuse(connection: socket.socket, hello: lane_pb2.Hello) -> None:
@@ -49,17 +51,17 @@ async def connected(doors: LaneDoors) -> socket.socket:
     return sock
 
 
-async def answer(sock: socket.socket) -> lane_pb2.Frame:
+async def answer(sock: socket.socket) -> Frame:
     """What the doors say to a Hello."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, HELLO)
     async with asyncio.timeout(10):
         data = b""
-        while len(data) < HEAD.size or len(data) < HEAD.size + HEAD.unpack(data[: HEAD.size])[0]:
+        while len(data) < SEAL.size or len(data) < SEAL.size + SEAL.unpack(data[: SEAL.size])[0]:
             piece = await loop.sock_recv(sock, 65_536)
             assert piece, "the doors closed the connection without a word"
             data += piece
-    return lane_pb2.Frame.FromString(data[HEAD.size :])
+    return frame_of(data[SEAL.size :])
 
 
 def ended(sock: socket.socket) -> bool:

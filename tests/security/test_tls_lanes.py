@@ -17,13 +17,14 @@ from functools import partial
 
 import pytest
 from lane_doors import doors, refusing
+from lane_frames import a_frame, checked
 from pki import Pair, Pki
 from tests.lanes.conftest import next_frame
 
 from penstock.client.landing import Lander
 from penstock.proto import tcp
 from penstock.proto.errors import AuthenticationError, LaneLostError
-from penstock.proto.frames import framed
+from penstock.proto.frames import BATCH, ERROR, RING, STRUCTURE, Ack
 from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
 from penstock.proto.lane_tls import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
 from penstock.proto.producer import Producer
@@ -55,7 +56,7 @@ def heard(ours: Tls | None, theirs: Tls | None) -> tuple[str, str]:
             frame = next_frame(consumer)
             consumer.close()
             assert time.monotonic() - begun < QUICK_S
-            assert frame.kind == lane_pb2.ERROR
+            assert frame.kind == ERROR
             return frame.error.name, frame.error.message
     finally:
         lander.stop()
@@ -125,8 +126,8 @@ def ends(mutual: Tls) -> Iterator[tuple[Lander, Consumer, TlsSocket]]:
 
 
 def batch(total: int, size: int) -> bytes:
-    frame = lane_pb2.Frame(kind=lane_pb2.BATCH, total=total, ring=1, structure=1, nbytes=size)
-    return framed(frame.SerializeToString()) + bytes(size)
+    frame = a_frame(kind=BATCH, total=total, ring=1, structure=1, nbytes=size)
+    return checked(frame, bytes(size))
 
 
 def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Lander, Consumer, TlsSocket]) -> None:
@@ -134,9 +135,9 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Lander, Consumer, 
     lander is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
     lander, consumer, far = ends
     assert lander.pid is not None
-    ring = lane_pb2.Frame(kind=lane_pb2.RING, ring=1, slot_bytes=32 << 10, slots=32)
-    structure = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"one", size=3)
-    far.sendall(framed(ring.SerializeToString()) + framed(structure.SerializeToString()))
+    ring = a_frame(kind=RING, ring=1, slot_bytes=32 << 10, slots=32)
+    structure = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
+    far.sendall(tcp.sealed(ring.encode()) + tcp.sealed(structure.encode()))
     total = 0
     for count, rest in itertools.product(range(5, 15), range(500, 16_500, 1_600)):
         # Beyond SMALL the lander receives no more than 4 KiB behind a payload, a quarter of a record: a turn is over
@@ -151,7 +152,7 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Lander, Consumer, 
         for size in sizes:
             total += 1
             frame = next_frame(consumer)
-            assert (frame.kind, frame.total, frame.nbytes) == (lane_pb2.BATCH, total, size)
+            assert (frame.kind, frame.total, frame.nbytes) == (BATCH, total, size)
             consumer.release((frame.ring, frame.slot))
             consumer.delivered(total)
         consumer.flush()
@@ -161,9 +162,9 @@ def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
     ends: tuple[Lander, Consumer, TlsSocket],
 ) -> None:
     _, consumer, far = ends
-    ring = lane_pb2.Frame(kind=lane_pb2.RING, ring=1, slot_bytes=4096, slots=4)
-    structure = lane_pb2.Frame(kind=lane_pb2.STRUCTURE, structure=1, inline=b"one", size=3)
-    far.sendall(framed(ring.SerializeToString()) + framed(structure.SerializeToString()) + batch(1, 100))
+    ring = a_frame(kind=RING, ring=1, slot_bytes=4096, slots=4)
+    structure = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
+    far.sendall(tcp.sealed(ring.encode()) + tcp.sealed(structure.encode()) + batch(1, 100))
     assert next_frame(consumer).total == 1
     far.shutdown(socket.SHUT_RDWR)  # without TLS's own farewell, as anybody between the two could
     with pytest.raises(LaneLostError):
@@ -202,8 +203,8 @@ def test_what_comes_with_the_hello_reaches_the_runner(mutual: Tls, under_tls: bo
         far = connect_tls(far, mutual, "127.0.0.1")
         serving.join(QUICK_S)
         (near,) = accepted
-    hello, ack = lane_pb2.Hello(next_total=1), lane_pb2.Ack(open_epochs=3)
-    far.sendall(framed(hello.SerializeToString()) + framed(ack.SerializeToString()))
+    hello, ack = lane_pb2.Hello(next_total=1), Ack(open_epochs=3)
+    far.sendall(tcp.sealed(hello.SerializeToString()) + tcp.sealed(ack.encode()))
     received = tcp.read_hello(near, QUICK_S)
     assert received == hello
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

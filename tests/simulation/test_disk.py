@@ -3,6 +3,7 @@ the coordinator holds for the real one only if the two disks agree."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,8 +26,10 @@ SLOT |= {"recovery": False, "restarts": 1, "note": "why", "traits": b"\x00\x01",
 class Media:
     """A place that journals and stores are opened on, again and again."""
 
-    def __init__(self, journal: Callable[[], Journal], store: Callable[[], Store]) -> None:
-        self._journal, self._store = journal, store
+    def __init__(
+        self, journal: Callable[[], Journal], store: Callable[[], Store], as_it_is: Callable[[], Callable[[], None]]
+    ) -> None:
+        self._journal, self._store, self._as_it_is = journal, store, as_it_is
         self._open: list[Journal | Store] = []
 
     def journal(self) -> Journal:
@@ -36,6 +39,10 @@ class Media:
     def store(self) -> Store:
         self._open.append(self._store())
         return self._open[-1]  # type: ignore[return-value]
+
+    def as_it_is(self) -> Callable[[], None]:
+        """Puts the journal back to what it is now, and not what stands beside it: what a damaged log leaves."""
+        return self._as_it_is()
 
     def crash(self) -> None:
         """What is open ends without another word. (A commit that was not begun is not on SQLite's disk either.)"""
@@ -48,13 +55,29 @@ class Media:
 def media(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Media]:
     if request.param == "sqlite":
         directory = StateDir(tmp_path / "state")
-        made = Media(lambda: Journal(directory), lambda: Store(directory))
+        file = directory.path / "journal.db"
+
+        def as_it_is() -> Callable[[], None]:
+            held = {path: path.read_bytes() for path in (file, file.with_name("journal.db-wal"))}
+
+            def put_back() -> None:
+                for path, data in held.items():
+                    path.write_bytes(data)
+
+            return put_back
+
+        made = Media(lambda: Journal(directory), lambda: Store(directory), as_it_is)
         yield made
         made.crash()
         directory.close()
     else:
         disk = Disk()
-        yield Media(lambda: SimulatedJournal(disk), lambda: SimulatedStore(disk))
+
+        def earlier() -> Callable[[], None]:
+            held = copy.deepcopy({**vars(disk), "recorded": None})
+            return lambda: vars(disk).update(held, recorded=disk.recorded)
+
+        yield Media(lambda: SimulatedJournal(disk), lambda: SimulatedStore(disk), earlier)
 
 
 def run(name: str, attempt: int) -> dict[str, object]:
@@ -82,6 +105,21 @@ def test_a_value_that_can_be_called_is_made_where_it_is_written(media: Media) ->
     media.crash()
     (slot,) = media.journal().rows("slots")
     assert slot["traits"] == b"\x01"
+
+
+def test_a_journal_that_has_lost_commits_is_refused(media: Media) -> None:
+    journal = media.journal()
+    journal.put("runs", run("job/0", 1))
+    journal.commit()
+    put_back = media.as_it_is()
+    journal.put("runs", run("job/0", 2))
+    journal.commit()
+    number = journal.committed
+    journal.confirm(journal.mark(), "one that heard it from this very process")
+    media.crash()
+    put_back()
+    with pytest.raises(JournalError, match=f"ends at commit {number - 1}, but commit {number} was made, as .* says"):
+        media.journal()
 
 
 def test_what_was_not_committed_is_not(media: Media) -> None:

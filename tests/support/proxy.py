@@ -1,4 +1,5 @@
-"""A TCP proxy that does to connections what networks do: cut them, fall silent in one direction or both, be slow.
+"""A TCP proxy that does to connections what networks do: cut them, fall silent in one direction or both, be slow, and
+damage what passes, with TCP's checksum mended as a bad switch does.
 
 A pair of threads for each connection. Bytes that a silent direction holds back are not lost: when it speaks again they
 come, as TCP would send them again after a partition.
@@ -11,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 __all__ = ["Proxy"]
@@ -36,6 +38,8 @@ class Proxy:
         """0 = unlimited."""
         self.cut_after = 0
         """Bytes downwards after which a connection is cut, wherever in a frame that may be; 0 = never."""
+        self.damage: Callable[[str, int, bytes], bytes] | None = None
+        """(direction, bytes passed in it on this connection so far, the next ones) -> what arrives instead, as long."""
         self.connections = 0
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._lock = threading.Lock()
@@ -109,6 +113,8 @@ class Proxy:
                     time.sleep(self.delay_s)
                 if self.bytes_per_s:
                     time.sleep(len(data) / self.bytes_per_s)
+                if self.damage is not None:
+                    data = self.damage(direction, passed, data)
                 passed += len(data)
                 if direction == "down" and self.cut_after and passed >= self.cut_after:
                     sink.sendall(data[: len(data) - (passed - self.cut_after)])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from typing import Any
 
+import hazards
 import pytest
 import streams
 import torch
+from forked import Child
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader, DataLoaderCheckpoint
 from penstock.proto import errors
+from penstock.proto.calls import CoordinatorClient
 from penstock.proto.state import decode_state, encode_state
 
 
@@ -63,6 +67,42 @@ def test_error_at_batch_n_comes_after_the_batches_before_it(appliance: Appliance
     assert "in raises_at" in caught.value.remote_traceback
 
 
+def test_a_forked_child_does_not_speak_for_its_runner(appliance: Appliance) -> None:
+    loader = DataLoader(hazards.strays, 24)
+    executor = DataExecutor(loader, num_steps=48, appliance=appliance)
+    got = [batch["number"] for batch in executor]
+    assert got == [number for n in range(1, 25) for number in (n, 1000 + n)]
+    assert executor.stats.recoveries == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_of_the_training_process_is_told_so(appliance: Appliance) -> None:
+    loader = DataLoader(streams.counter, 40)
+    executor = DataExecutor(loader, appliance=appliance)
+    steps = iter(executor)
+    first = next(steps)
+
+    def use_it_all() -> None:
+        for use in (
+            lambda: next(steps),
+            lambda: next(iter(DataExecutor(loader))),
+            lambda: loader.state_dict(),
+            lambda: next(iter(DataExecutor(DataLoader(streams.counter, 3), appliance=appliance))),
+            lambda: CoordinatorClient("127.0.0.1:1", "another one"),
+        ):
+            with pytest.raises(errors.ForkedProcessError, match="spawn"):
+                use()
+        steps.close()  # type: ignore[attr-defined]
+        loader.close()
+        appliance.close()
+
+    with Child(use_it_all) as child:
+        child.join()
+    rest = [batch["number"] for batch in steps]
+    assert [first["number"], *rest] == [number for n in range(1, 41) for number in (n, 1000 + n)]
+    assert loader.state_dict()["__penstock__"]["step"] == 80
+
+
 def test_unsupported_leaf_names_path_and_type(appliance: Appliance) -> None:
     with pytest.raises(errors.UnsupportedLeafError, match=r"\['meta'\]\['when'\].*set"):
         drain(appliance, DataLoader(streams.odd_leaf))
@@ -110,12 +150,41 @@ def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_stream(
 
 
 @pytest.mark.parametrize("input_fn", [streams.counts_late, streams.prefetches])
-def test_a_loader_that_restores_to_the_wrong_place_is_found_out(appliance: Appliance, input_fn: Any) -> None:
-    loader = DataLoader(input_fn, 100_000)
-    with pytest.raises(errors.ReplayMismatchError, match=input_fn.__name__) as caught:
-        drain(appliance, loader, steps=150_000)
-    assert "step" in str(caught.value)
-    assert "yield" in str(caught.value)
+def test_a_loader_that_restores_to_the_wrong_place_is_saved_by_counting(
+    appliance: Appliance, input_fn: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its states are not used, which is said once; and what is saved is exact."""
+    loader = DataLoader(input_fn, 400)
+    steps = DataExecutor(loader, num_steps=800, appliance=appliance)
+    whole, said = [], ""
+    warning = re.compile(rf"{input_fn.__name__}: restored from .* Such states are not used")
+    for batch in steps:
+        whole.append(int(batch["x"][0]))
+        if steps.step == 300:
+            deadline = time.monotonic() + 60
+            while not warning.search(said):
+                assert time.monotonic() < deadline, said
+                said += capfd.readouterr().err
+                time.sleep(0.02)
+            state = loader.state_dict()
+    assert len(warning.findall(said + capfd.readouterr().err)) == 1
+    again = DataLoader(input_fn, 400)
+    again.load_state_dict(state)
+    assert [int(batch["x"][0]) for batch in DataExecutor(again, num_steps=500, appliance=appliance)] == whole[300:]
+
+
+def test_a_loader_without_methods_that_does_not_repeat_itself_is_named_before_its_resume(appliance: Appliance) -> None:
+    """Its stream goes on; its states are refused as soon as that was found out, and that is soon."""
+    loader = DataLoader(streams.unrepeatable, 10**7)
+    deadline, refused = time.monotonic() + 60, ""
+    for _ in DataExecutor(loader, num_steps=10**7, appliance=appliance):
+        assert time.monotonic() < deadline
+        try:
+            loader.state_dict()
+        except errors.ReplayMismatchError as error:
+            refused = error.message
+            break
+    assert "must yield the same batches when it is asked again" in refused
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +262,7 @@ def test_strict_on_one_method_only(appliance: Appliance) -> None:
         drain(appliance, DataLoader(streams.half_strict), steps=2)
 
 
-@pytest.mark.parametrize("bad", [{"num_steps": 0}, {"num_steps": -1}, {"num_steps": 3, "checkpoint_steps": -2}])
+@pytest.mark.parametrize("bad", [{"num_steps": -1}, {"num_steps": 3, "checkpoint_steps": -2}])
 def test_steps_below_one(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="steps"):
         DataExecutor(DataLoader(streams.counter), **bad)

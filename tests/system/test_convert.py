@@ -33,7 +33,9 @@ def saved(appliance: Appliance, input_fn: Any, steps: int, *args: Any) -> dict[s
     return loader.state_dict()
 
 
-def goes_on(appliance: Appliance, state: Any, steps: int, input_fn: Any, *args: Any) -> tuple[list[bytes], int, int]:
+def goes_on(
+    appliance: Appliance, state: Any, steps: int, input_fn: Any, *args: Any
+) -> tuple[list[bytes], int, int | None]:
     """The batches, and where it stands then: step and flight record."""
     loader = DataLoader(input_fn, *args)
     loader.load_state_dict(state)

@@ -103,7 +103,7 @@ def supervised(cluster: Cluster) -> Iterator[Supervisor]:
         supervisor.stop()
 
 
-def train(address: str, job: str) -> tuple[list[int], Any]:
+def train(address: str, job: str) -> tuple[list[int | None], Any]:
     """Two loaders, the second from the first one's state."""
     with box(address, job) as appliance:
         loader = DataLoader(streams.counter, 400)
@@ -184,7 +184,7 @@ def test_two_loaders_on_one_appliance_are_two_runs(cluster: Cluster) -> None:
         assert executor.step == 12
 
 
-def patiently(loader: DataLoader, appliance: Appliance, digests: list[int], steps: int) -> None:
+def patiently(loader: DataLoader, appliance: Appliance, digests: list[int | None], steps: int) -> None:
     """Take batches up to this step, and try again where the deadline was shorter than it takes."""
     while len(digests) < steps:
         executor = DataExecutor(loader, num_steps=steps - len(digests), appliance=appliance)
@@ -200,8 +200,8 @@ def test_a_worker_that_dies_while_the_coordinator_is_away(cluster: Cluster, tmp_
     """The lanes drain; the loop's deadline names both; recovery follows the coordinator's return."""
     (doomed,) = cluster.workers
 
-    def stream(job: str, kill: bool) -> list[int]:
-        digests: list[int] = []
+    def stream(job: str, kill: bool) -> list[int | None]:
+        digests: list[int | None] = []
         with box(cluster.address, job, timeout_s=5) as appliance:
             loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))
             patiently(loader, appliance, digests, 20)

@@ -77,16 +77,16 @@ class Moments:
         for name in ("input_fn", "load_state_dict"):
             (self.folder / f"{name} released").touch()
 
-    def before_it_is_ready(self, job: str) -> list[int]:
+    def before_it_is_ready(self, job: str) -> list[int | None]:
         loader = DataLoader(traps.waits_in_input_fn, str(self.folder))
         with appliance(self.cluster, job) as here:
             executor = DataExecutor(loader, num_steps=30, appliance=here)
             return [executor.digest for _ in executor]
 
-    def in_the_middle_of_the_stream(self, job: str) -> list[int]:
+    def in_the_middle_of_the_stream(self, job: str) -> list[int | None]:
         return self._stopping(job, DataLoader(traps.trapped, "stateful 0", [], str(self.folder)), lambda: None)
 
-    def while_a_state_is_asked_for(self, job: str) -> list[int]:
+    def while_a_state_is_asked_for(self, job: str) -> list[int | None]:
         loader = DataLoader(traps.waits_to_load, str(self.folder))
         states: list[Any] = []
         digests = self._stopping(job, loader, lambda: states.append(loader.state_dict()))
@@ -96,10 +96,10 @@ class Moments:
             executor = DataExecutor(again, num_steps=12, appliance=here)
             return [*digests, *(executor.digest for _ in executor)]
 
-    def while_a_snapshot_is_sent(self, job: str) -> list[int]:
+    def while_a_snapshot_is_sent(self, job: str) -> list[int | None]:
         return self._stopping(job, DataLoader(traps.heavy, 400), lambda: None)
 
-    def _stopping(self, job: str, loader: DataLoader, at_the_moment: Callable[[], None]) -> list[int]:
+    def _stopping(self, job: str, loader: DataLoader, at_the_moment: Callable[[], None]) -> list[int | None]:
         digests = []
         with appliance(self.cluster, job) as here:
             executor = DataExecutor(loader, num_steps=60, appliance=here)
@@ -112,7 +112,7 @@ class Moments:
         return digests
 
 
-MOMENTS: list[Callable[[Moments, str], list[int]]] = [
+MOMENTS: list[Callable[[Moments, str], list[int | None]]] = [
     Moments.before_it_is_ready,
     Moments.in_the_middle_of_the_stream,
     Moments.while_a_state_is_asked_for,
@@ -163,7 +163,7 @@ def test_killed_without_room_elsewhere_and_started_again(cluster: Cluster) -> No
         until(lambda: not alive(below), 20, lambda: f"alive: {alive(below)}")
         add(cluster, _names[only.pid])
 
-    def train(job: str, kill: Callable[[int, int], None] | None = None) -> list[int]:
+    def train(job: str, kill: Callable[[int, int], None] | None = None) -> list[int | None]:
         digests = []
         with appliance(cluster, job) as here:
             executor = DataExecutor(DataLoader(traps.parent, 400), num_steps=80, appliance=here)
@@ -189,7 +189,7 @@ def test_two_of_three_killed_at_once(cluster: Cluster, tmp_path: Path) -> None:
             for worker in cluster.workers[:2]:
                 worker.kill()
 
-        def train(job: str, lane: str, meet: Callable[[], object]) -> tuple[list[int], int]:
+        def train(job: str, lane: str, meet: Callable[[], object]) -> tuple[list[int | None], int]:
             digests = []
             with appliance(cluster, job, 6, lane=lane) as here:
                 loader = DataLoader(traps.trapped, "shared", [], str(tmp_path))

@@ -38,7 +38,7 @@ def cluster(small_disk: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster) -> list[int]:
+def whole(cluster: Cluster) -> list[int | None]:
     """The run without a fault."""
     return train(cluster, "whole", {})
 
@@ -64,7 +64,7 @@ def pause(seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
-def train(cluster: Cluster, job: str, at: dict[int, Any]) -> list[int]:
+def train(cluster: Cluster, job: str, at: dict[int, Any]) -> list[int | None]:
     """Do something at some steps."""
     digests = []
     with box(cluster, job) as appliance:
@@ -99,11 +99,27 @@ def test_training_goes_on_and_so_does_the_coordinator_afterwards(
         cluster.coordinator.wait()
         if fault == "read-only":  # what is open for writing cannot be made so
             subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        else:
+            flip_a_bit()
+            assert "was made, as" in refused_at_its_start()
+            flip_a_bit()
+        refused_at_its_start()
+
+    def refused_at_its_start() -> str:
         command = [sys.executable, "-m", "penstock.appliance", "--state-dir", str(state)]
         done = subprocess.run(command, env=cluster.environment, capture_output=True, timeout=30, text=True)
         assert done.returncode == 2
         assert str(state) in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+        return done.stderr
+
+    def flip_a_bit() -> None:
+        """Of the first commit in the journal's log: behind the headers of the log and of its first page."""
+        with (state / "journal.db-wal").open("r+b") as file:
+            file.seek(32 + 24 + 1000)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
 
     def mend_it() -> None:
         if fault == "full":

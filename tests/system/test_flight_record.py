@@ -26,7 +26,7 @@ def test_a_state_knows_the_record_of_every_box(appliance: Appliance, lead: int) 
     """Box 1 is behind the step, at it, or beyond, when box 0 asks."""
     reached, asked = threading.Event(), threading.Event()
 
-    def train(number: int) -> tuple[dict[int, int], Any]:
+    def train(number: int) -> tuple[dict[int, int | None], Any]:
         loader, records = DataLoader(streams.shared, 80), {}
         with box(appliance, number, 2, 2, f"lead{lead}") as one_of_two:
             executor = DataExecutor(loader, num_steps=15, appliance=one_of_two)
@@ -55,7 +55,7 @@ def test_it_goes_on_over_other_workers_and_ends_with_other_boxes(appliance: Appl
         assert len(list(executor)) == 6
         state, record = loader.state_dict(), executor.digest
 
-    def resumed(workers: int, boxes: int) -> int:
+    def resumed(workers: int, boxes: int) -> int | None:
         again = DataLoader(streams.shared, 40)
         again.load_state_dict(state)
         with box(appliance, 0, boxes, workers, f"shapes-{workers}-{boxes}") as other:
@@ -85,7 +85,7 @@ def test_it_is_the_same_after_a_runner_died(appliance: Appliance, tmp_path: Path
 
 
 def test_in_full_it_sees_every_byte(appliance: Appliance) -> None:
-    def record(digest: Any, flip: int) -> int:
+    def record(digest: Any, flip: int) -> int | None:
         with beside(appliance, num_workers_per_box=2, digest=digest) as digesting:
             executor = DataExecutor(DataLoader(streams.large, 3, flip), appliance=digesting)
             assert len(list(executor)) == 6

@@ -54,10 +54,10 @@ def test_snapshots_far_apart_do_not_have_each_runner_replay_as_much_as_the_one_b
     """At 0.05 s a state they come every 5 s: the second runner is above the limit when it has replayed what the first
     one made."""
     with at(cluster, "dear") as appliance:
-        executor = DataExecutor(DataLoader(hazards.leaks, 8, 0, 40, 0.05), appliance=appliance)
+        executor = DataExecutor(DataLoader(hazards.leaks, 4, 0, 80, 0.05), appliance=appliance)
         with pytest.warns(UserWarning, match=r"was recycled .* above the limit of 150 MiB"):
             got = [batch["number"] for batch in executor]
-        assert got == list(range(1, 41))
+        assert got == list(range(1, 81))
 
 
 def test_one_that_needs_more_than_the_limit_is_an_error_that_names_both(cluster: Cluster) -> None:

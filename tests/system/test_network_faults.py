@@ -53,7 +53,7 @@ def cluster(coordinator: Cluster, between: Proxy) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster) -> list[int]:
+def whole(cluster: Cluster) -> list[int | None]:
     """The run without a fault."""
     return train(cluster.address, "whole", {})
 
@@ -83,9 +83,9 @@ STEPS = 240
 
 def train(
     address: str, job: str, at: dict[int, Callable[[], Any]], *, lane: Any = "tcp", timeout_s: float = 60
-) -> list[int]:
+) -> list[int | None]:
     """The digest after each step; `at` some of them something is done."""
-    digests: list[int] = []
+    digests: list[int | None] = []
     with Appliance(
         address,
         num_workers_per_box=2,
@@ -165,7 +165,7 @@ def test_training_jobs_that_do_not_hear_the_coordinator_go_on(cluster: Cluster, 
     """For longer than their lease: of one nothing is heard, so its workers are taken from it, and given back; the other
     one only hears no replies."""
 
-    def deaf(directions: tuple[str, ...]) -> list[int]:
+    def deaf(directions: tuple[str, ...]) -> list[int | None]:
         with Proxy(cluster.address) as proxy:
             threads = []
 
@@ -217,7 +217,7 @@ def test_a_worker_that_is_cut_off_from_the_coordinator_is_replaced(
         faults = {5: join, 10: replaced(0, "up"), 110: healed(0), 120: replaced(1, "down"), 230: healed(1)}
         meetings = {step: threading.Barrier(len(lanes), action, timeout=60) for step, action in faults.items()}
 
-        def cut_off(lane: str) -> list[int]:
+        def cut_off(lane: str) -> list[int | None]:
             at: dict[int, Callable[[], Any]] = {step: meeting.wait for step, meeting in meetings.items()}
             return train(cluster.address, f"cut off {lane}", at, lane=lane)
 

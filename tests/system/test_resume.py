@@ -118,6 +118,16 @@ def test_passes_left_before_a_worker_has_opened_them(appliance: Appliance) -> No
     assert len(seen) == 1
 
 
+def test_a_pass_is_left_by_workers_that_were_many_passes_ahead(appliance: Appliance) -> None:
+    loader = DataLoader(streams.short_epochs)
+    order = [plain(batch) for batch in DataExecutor(loader, num_steps=200, appliance=appliance)]
+    again = DataLoader(streams.short_epochs)
+    got = [plain(batch) for batch in DataExecutor(again, num_steps=160, appliance=appliance)]
+    got += [plain(batch) for batch in islice(DataExecutor(again, appliance=appliance), 1)]
+    rest = [plain(batch) for batch in DataExecutor(again, num_steps=38, appliance=appliance)]
+    assert got + rest == order[:161] + order[162:]
+
+
 def test_uneven_workers_leave_one_by_one_and_resume_exactly(appliance: Appliance) -> None:
     lengths = [3, 7]
     loader = DataLoader(streams.uneven, lengths)
@@ -148,6 +158,20 @@ def test_four_methods_resume_on_another_number_of_workers(appliance: Appliance) 
         seen += [batch["number"] for batch in executor]
         assert executor.step == 30
     assert sorted(seen) == list(range(30))
+
+
+def test_a_slot_without_batches_after_a_new_topology_can_be_saved(appliance: Appliance) -> None:
+    state, got = None, []
+    for workers, steps in ((1, 3), (2, 4), (1, 2)):  # one batch an epoch: the second worker has none
+        with beside(appliance, num_workers_per_box=workers) as there:
+            loader = DataLoader(streams.shared, 1)
+            if state is not None:
+                loader.load_state_dict(state)
+            got += [batch["number"] for batch in DataExecutor(loader, num_steps=steps, appliance=there)]
+            state = loader.state_dict()
+    assert got == [0] * 9
+    assert state is not None
+    assert state["__penstock__"]["step"] == 9
 
 
 def test_a_loader_that_cannot_be_built_here_is_aggregated_on_a_worker(appliance: Appliance) -> None:

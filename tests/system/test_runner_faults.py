@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def run(
     cluster: Cluster, job: str, lane: Any, kind: str, points: list[str], folder: Path
-) -> tuple[list[int], Any, list[int]]:
+) -> tuple[list[int | None], Any, list[int | None]]:
     """The digest after each step; then a state in the middle of the second pass, and the digests of a resume."""
     folder.mkdir()
     with Appliance(

@@ -6,16 +6,19 @@ import contextlib
 import os
 import signal
 import time
+import warnings
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import doubtful
 import gappy
 import pytest
 import streams
 import torch
 import traps
+from chains import runners
 from cluster import TOKEN, running
 from waiting import wait_until
 
@@ -28,31 +31,6 @@ def plain(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: plain(value) for key, value in batch.items()}
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
-
-
-def runners() -> set[int]:
-    """Runners below this process that have sent something: children of a zygote, child of a daemon, child of ours. A
-    scratch child has no ring, and neither has a runner that was killed a moment ago."""
-    parents, leaders = {}, set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            pid = int(entry.name)
-            parents[pid] = int(stat[1])
-            if stat[2] == entry.name:
-                leaders.add(pid)
-    below = {pid for pid in leaders if parents.get(parents.get(parents.get(pid, 0), 0), 0) == os.getpid()}
-    return {pid for pid in below if _has_ring(pid)}
-
-
-def _has_ring(pid: int) -> bool:
-    try:
-        return "penstock-ring" in Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +116,7 @@ def test_runners_killed_right_behind_a_break(
 ) -> None:
     """Nothing of the new pass is durable yet; what is, was taken in the pass before, maybe beyond the break."""
 
-    def passes(kill: bool) -> tuple[list[list[Any]], int]:
+    def passes(kill: bool) -> tuple[list[list[Any]], int | None]:
         before, loader = runners(), DataLoader(input_fn, *arguments)
         seen: list[list[Any]] = []
         for wanted in lengths:
@@ -162,7 +140,7 @@ def test_runners_killed_in_any_of_many_short_passes(appliance: Appliance) -> Non
     """Five passes a second, a durable snapshot a second: the newest is often the origin of a pass, from which a loader
     that begins its pass in its first next() does not go on."""
 
-    def digest(kills: Sequence[int]) -> int:
+    def digest(kills: Sequence[int]) -> int | None:
         before, executor = runners(), DataExecutor(DataLoader(streams.fresh, 20), num_steps=500, appliance=appliance)
         for _ in executor:
             time.sleep(0.003)
@@ -201,7 +179,7 @@ def test_a_state_is_answered_while_the_new_runner_waits_for_the_loop(appliance: 
     """The loop is in state_dict(), so it does not reconnect; the recovered runner waits for just that."""
     before = runners()
     loader = DataLoader(streams.stateful, 400)
-    executor = DataExecutor(loader, num_steps=30, appliance=appliance)
+    executor = DataExecutor(loader, num_steps=190, appliance=appliance)
     got: list[Any] = []
     states: list[Any] = []
 
@@ -217,7 +195,33 @@ def test_a_state_is_answered_while_the_new_runner_waits_for_the_loop(appliance: 
         train()
     again = DataLoader(streams.stateful, 400)
     again.load_state_dict(states[0])
-    assert [plain(batch) for batch in DataExecutor(again, num_steps=18, appliance=appliance)] == got[12:]
+    assert [plain(batch) for batch in DataExecutor(again, num_steps=18, appliance=appliance)] == got[12:30]
+
+
+def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed(appliance: Appliance) -> None:
+    """Runners are lost in the second launch, too: counts go on, and nothing is loaded but what deaggregate returned."""
+    steps = DataExecutor(DataLoader(doubtful.streamed), num_steps=60, appliance=appliance)
+    whole, got = [plain(batch) for batch in steps], []
+    state: dict[str, Any] | None = None
+    for launch in range(3):
+        before = runners()
+        loader = DataLoader(doubtful.streamed)
+        if state is not None:
+            loader.load_state_dict(state)
+        # Longer than its part, so that the runners that are lost are missed.
+        executor = DataExecutor(loader, num_steps=300, checkpoint_steps=[20], appliance=appliance)
+        batches: Any = iter(executor)
+        with contextlib.closing(batches), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*was recovered")
+            part = [plain(batch) for batch in islice(batches, 12)]
+            if launch == 1:
+                for victim in runners() - before:
+                    os.kill(victim, signal.SIGKILL)
+            part += [plain(batch) for batch in islice(batches, 8)]
+            state = loader.state_dict()
+        assert state["all_samples"] == 20 * 4 * (launch + 1)
+        got += part
+    assert got == whole
 
 
 def test_a_loader_that_begins_its_passes_late_is_saved_while_it_is_recovered(appliance: Appliance) -> None:

@@ -1,4 +1,4 @@
-"""A child that reads nothing is ended all the same, in time."""
+"""Children that read nothing, or do not start, are ended all the same."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from penstock.worker.children import Child
+import pytest
+
+from penstock.proto.errors import WorkerLostError
+from penstock.worker.children import Child, Zygote
 from penstock.worker.control import Channel
+from penstock.worker.orphans import own_children
+from penstock.worker.tempdirs import TempDirs
 
 
 def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
@@ -69,3 +75,36 @@ asyncio.run(main())
 def test_a_zygote_that_is_being_started_is_no_orphan() -> None:
     run = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, timeout=60)
     assert (run.stdout, run.returncode) == ("up False\n", 0), run.stderr
+
+
+@pytest.mark.parametrize("how", ["takes too long", "is not wanted any more"])
+def test_interpreter_that_does_not_start_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is imported from a file system that does not answer."""
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+
+    async def body() -> None:
+        zygote = Zygote(TempDirs())
+        starting = asyncio.ensure_future(zygote.start(1, main_script=False, deadline_s=5))
+        if how == "takes too long":
+            with pytest.raises(WorkerLostError, match=r"stood still for 0\.5 s: it was killed"):
+                await starting
+        else:
+            while not zygote.pid:
+                await asyncio.sleep(0.01)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        assert zygote.pid
+        assert not zygote.lives
+        assert zygote.pid not in own_children()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_own_children_are_listed() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert child.pid in own_children()
+        child.kill()

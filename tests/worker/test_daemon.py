@@ -10,6 +10,7 @@ import pytest
 
 from penstock.proto.v1 import coordinator_pb2, records_pb2
 from penstock.worker.daemon import Daemon, Settings
+from penstock.worker.processor import cores
 
 
 def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:
@@ -44,3 +45,22 @@ def test_a_reply_that_was_overtaken_changes_nothing(monkeypatch: pytest.MonkeyPa
 
     asyncio.run(hear())
     assert done == [("start", 1), ("start", 2), ("stop", 1), ("stop", 2)]
+
+
+def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    async def register(request: coordinator_pb2.RegisterWorkerRequest) -> coordinator_pb2.RegisterWorkerReply:
+        told.append(request.cores)
+        return coordinator_pb2.RegisterWorkerReply(lease_s=10.0, beat_s=1.0)
+
+    async def body() -> None:
+        daemon = Daemon(Settings("127.0.0.1:1", "token", 2, ["*"]))
+        monkeypatch.setattr(daemon.coordinator, "register", register)
+        monkeypatch.setattr(daemon, "_doors", Mock(local_address="@w", tcp_address="w:1"))
+        await daemon._register()
+        await daemon.coordinator.close()
+
+    asyncio.run(body())
+    assert told == [cores()]
+    assert told[0] >= 1

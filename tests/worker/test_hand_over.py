@@ -40,12 +40,12 @@ def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
             changed.clear()
             slot.assigned(records_pb2.WorkerAssignment(hand_over=hand_over))
 
-        slot.store.add(Kept(0, 1, 1, 1, False, 1, b"state"), 0)
+        slot.store.add(Kept(0, 1, 1, 1, False, 1, b"state", proven=True), 0)
         told(hand_over=True)
         await asyncio.wait_for(coordinator.asked.wait(), DEADLINE_S)
         assert not slot.report().handed_over
         told(hand_over=False)  # it was dismissed, while its snapshot was on its way
-        slot.store.add(Kept(0, 2, 2, 2, False, 2, b"state"), 0)
+        slot.store.add(Kept(0, 2, 2, 2, False, 2, b"state", proven=True), 0)
         coordinator.may.set()
         while coordinator.kept != [1]:
             await asyncio.sleep(0)

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker import slot as slots
+from penstock.worker import memory_watch
+from penstock.worker.proofs import Findings
 from penstock.worker.slot import Slot, Tally
 from penstock.worker.snapshots import Kept
 
@@ -33,12 +34,13 @@ class Away:
 def watched(coordinator: Away) -> Slot:
     """Of a runner that is ready and has begun, with one snapshot that is not durable."""
     host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=lambda: None, tally=Tally())
+    host.findings = lambda assignment: Findings()
     slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
     child: Any = SimpleNamespace(pid=1, kill=lambda: None)
     slot._child = child
-    slot.store.add(Kept(0, 1, 1, 1, True, 1, b"state"), 0)
+    slot.store.add(Kept(0, 1, 1, 1, True, 1, b"state", proven=True), 0)
     slot.ready.set()
-    slot._begun.set()
+    slot.begun.set()
     return slot
 
 
@@ -56,20 +58,20 @@ def test_a_runner_is_looked_at_while_its_last_snapshot_waits(grows: bool, monkey
             return (LIMIT + (looks - 1) * 50 if grows else LIMIT + looks), 0.0
 
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(slots, "MEMORY_S", 0.01)
-        monkeypatch.setattr(slots, "_looked_at", looked_at)
+        monkeypatch.setattr(memory_watch, "MEMORY_S", 0.01)
+        monkeypatch.setattr(memory_watch, "_looked_at", looked_at)
         slot = watched(coordinator)
-        await asyncio.wait_for(slot._watch_memory(LIMIT), DEADLINE_S)
+        await asyncio.wait_for(memory_watch.MemoryWatch(slot).run(1, LIMIT), DEADLINE_S)
         assert coordinator.puts == 1
         assert slot.phase == pb.FAILED
         assert slot.error is not None
         if grows:
             assert "was killed at batch" in slot.error.message
-            assert not slot._recycle
+            assert not slot.recycle
         else:
             assert "was recycled at batch" in slot.error.message
-            assert slot._recycle
-            assert slot._outgrown  # so it was with the first look
+            assert slot.recycle
+            assert slot.outgrown  # so it was with the first look
         for task in slot._tasks:
             task.cancel()
         slot.ledger.close()

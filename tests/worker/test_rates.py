@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
+from penstock.proto.v1 import records_pb2
+from penstock.worker.processor import Use, used_by
 from penstock.worker.rates import Rates
+from penstock.worker.slot import Slot
 
 
 def test_a_batch_takes_what_was_worked_and_the_rate_is_what_was_taken() -> None:
@@ -33,3 +41,39 @@ def test_figures_that_cannot_be_true_count_as_none() -> None:
         assert rates.batches_per_s >= 0
     rates.look(5.0, 13, 8.0)
     assert rates.batch_s == 0.1
+
+
+def test_processor_time_and_waits_for_it_are_counted_for_a_batch() -> None:
+    rates = Rates(since=0.0)
+    rates.look(1.0, 10, 1.0, Use(cpu_s=0.25, delay_s=0.5))
+    assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (0.1, 0.025, 0.05)
+    rates.look(2.0, 10, 1.0, Use(cpu_s=0.25, delay_s=0.5))  # the loop takes nothing
+    assert (rates.batch_cpu_s, rates.batch_delay_s) == (0.025, 0.05)
+    rates.look(4.0, 10, 3.0, Use(cpu_s=1.25, delay_s=1.5))  # a batch that is not done yet
+    assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (2.0, 1.0, 1.0)
+    rates.look(5.0, 12, 5.0, Use(cpu_s=0.0, delay_s=0.5))  # the processes are gone
+    assert (rates.batch_s, rates.batch_cpu_s, rates.batch_delay_s) == (2.0, 0.0, 0.0)
+
+
+def test_wait_for_a_processor_is_no_longer_than_the_batch() -> None:
+    rates = Rates(since=0.0)
+    rates.look(1.0, 10, 0.5, Use(cpu_s=0.1, delay_s=9.0))
+    assert rates.batch_delay_s == rates.batch_s == 0.05
+
+
+def test_report_of_a_slot_tells_processor_time() -> None:
+    async def body() -> None:
+        host: Any = SimpleNamespace(name="w")
+        slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
+        slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
+        slot.ledger.record(1, 0, 0, 1, 0)
+        slot.ledger.worked_s = 1000.0
+        slot.ledger._write_head()
+        slot._rates.since -= 2.0
+        report = slot.report()
+        assert report.batch_s == 1000.0
+        assert report.batch_cpu_s > 0.0
+        assert 0.0 <= report.batch_delay_s <= used_by(os.getpid()).delay_s
+        slot.ledger.close()
+
+    asyncio.run(body())

@@ -8,8 +8,10 @@ from penstock.worker import snapshots
 from penstock.worker.snapshots import Kept, SnapshotStore
 
 
-def base(total: int, *, epoch: int = 0, origin: bool = False, step: int = 0, size: int = 10) -> Kept:
-    return Kept(epoch, total, total, 0, origin, step, bytes(size))
+def base(
+    total: int, *, epoch: int = 0, origin: bool = False, step: int = 0, size: int = 10, proven: bool = False
+) -> Kept:
+    return Kept(epoch, total, total, 0, origin, step, bytes(size), proven=proven)
 
 
 def totals(store: SnapshotStore) -> list[int]:
@@ -18,27 +20,26 @@ def totals(store: SnapshotStore) -> list[int]:
 
 def test_the_newest_at_the_far_edge_of_the_window_stays() -> None:
     store = SnapshotStore()
-    store.add(base(0, origin=True), 0)
+    store.add(base(0, origin=True, proven=True), 0)
     for total in range(1, 11):
         store.add(base(total), oldest_wanted=6)
     assert totals(store) == [0, 6, 7, 8, 9, 10]
 
 
-def test_an_origin_stays_beside_it_for_loaders_that_are_not_trusted() -> None:
+def test_the_newest_proven_one_stays_beside_it() -> None:
     store = SnapshotStore()
-    store.add(base(0, origin=True), 0)
-    store.add(base(5, epoch=1, origin=True), 0)
-    store.add(base(6, epoch=1), 0)
-    store.add(base(9, epoch=1), oldest_wanted=8)
-    assert totals(store) == [5, 6, 9]
-
-
-def test_so_does_one_from_which_any_loader_goes_on() -> None:
-    store = SnapshotStore()
-    for kept in (base(0, origin=True), base(4), base(5), base(5, epoch=1, origin=True)):
+    for kept in (base(0, origin=True, proven=True), base(3), base(4, proven=True), base(5), base(6)):
         store.add(kept, 0)
-    store.add(base(9, epoch=1), oldest_wanted=8)
-    assert [(kept.epoch, kept.total) for kept in store] == [(0, 5), (1, 5), (1, 9)]
+    store.add(base(9), oldest_wanted=8)
+    assert totals(store) == [4, 6, 9]
+
+
+def test_epochs_that_the_loop_has_not_come_to_push_nothing_out() -> None:
+    """A slot without batches makes the origins of many epochs ahead, all of one total."""
+    store = SnapshotStore()
+    for epoch in range(5, 40):
+        store.add(base(0, epoch=epoch, origin=True), 0, oldest_epoch=7)
+    assert [kept.epoch for kept in store] == list(range(7, 40))
 
 
 def test_exactly_asks_for_the_place_and_the_step_that_a_state_speaks_of() -> None:
@@ -53,15 +54,11 @@ def test_exactly_asks_for_the_place_and_the_step_that_a_state_speaks_of() -> Non
 
 def test_nearest_is_the_latest_before_a_place() -> None:
     store = SnapshotStore()
-    store.add(base(0, origin=True), 0)
-    store.add(base(3), 0)
-    store.add(base(7), 0)
-    found = store.nearest(0, 6, origins_only=False)
+    for kept in (base(0, origin=True, proven=True), base(2, proven=True), base(3), base(7, proven=True)):
+        store.add(kept, 0)
+    found = store.nearest(0, 6)
     assert found is not None
-    assert found.total == 3
-    found = store.nearest(0, 6, origins_only=True)
-    assert found is not None
-    assert found.total == 0
+    assert found.total == 2, "what is not proven is no restart point"
 
 
 def test_what_was_taken_beyond_a_cut_never_happened() -> None:

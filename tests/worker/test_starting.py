@@ -8,8 +8,9 @@ import torch
 from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state import encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.source import END, Source
-from penstock.worker.starting import catch_up, leave
+from penstock.worker.crossing import catch_up, leave
+from penstock.worker.restart_points import END
+from penstock.worker.source import Source
 
 
 def source_of(empty: int) -> Source:

@@ -16,13 +16,15 @@ from penstock.proto.state import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel
+from penstock.worker.crossing import catch_up, leave, travel
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint
+from penstock.worker.proofs import Findings
+from penstock.worker.restart_points import END, Base
 from penstock.worker.scratch import _state
 from penstock.worker.slot import Host, Slot
 from penstock.worker.snapshots import Kept, SnapshotStore
-from penstock.worker.source import END, Base, Source
-from penstock.worker.starting import leave
+from penstock.worker.source import Source
 from penstock.worker.states import POLL_S, States
 
 DEADLINE_S = 10.0
@@ -37,6 +39,7 @@ def ledger() -> Iterator[Ledger]:
 
 def states_of(ledger: Ledger, **fields: Any) -> States:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
+    fields |= {"is_savable": True, "findings": Findings()}
     return States(cast(Slot, SimpleNamespace(ledger=ledger, name="box 0 slot 1", drain=lambda: None, **fields)))
 
 
@@ -108,23 +111,13 @@ def lazy() -> Iterator[tuple[Source, list[Base]]]:
 
 def saying(source: Source, base: Base, **fields: Any) -> SimpleNamespace:
     heard = Heard()
-    fields = {"doubting": False, "step": 0, "from_origin": False, "digests": {}, "left": {}, "left_from": 0} | fields
+    fields = {"step": 0, "digests": {}, "left": {}, "left_from": 0} | fields
     _state(source, base, fields, Offprint(), cast(Channel, heard))
     return heard.said
 
 
-def scratch(
-    source: Source, base: Base, total: int, *, doubting: bool = False, epoch: int = 2, delivered: int = 4
-) -> Any:
-    return saying(source, base, epoch=epoch, delivered=delivered, total=total, doubting=doubting).fields
-
-
-def test_a_pass_that_ends_at_once_behind_its_origin_is_doubted(lazy: tuple[Source, list[Base]]) -> None:
-    source, origins = lazy
-    assert scratch(source, origins[1], 20, doubting=True) == {"at_once": True}
-    assert scratch(source, origins[2], 20, doubting=True) == {"at_once": True}
-    assert not scratch(source, origins[0], 20, doubting=True)["ended"]
-    assert scratch(source, origins[1], 20, doubting=False)["ended"], "for its passes are counted one too early"
+def scratch(source: Source, base: Base, total: int, *, epoch: int = 2, delivered: int = 4) -> Any:
+    return saying(source, base, epoch=epoch, delivered=delivered, total=total).fields
 
 
 @pytest.mark.parametrize(
@@ -191,28 +184,31 @@ def test_the_way_that_the_loop_went_is_gone_where_it_is_known(loader: str, place
         if source.place.epoch < epoch:
             source.reach_end()
         truth = goes_on(source)
-        from_origin = source.traits.state_methods == 0
-        said = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left=left, from_origin=from_origin)
+        said = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left=left)
         assert not said.fields["ended"]
         again, saved = built(), Base.decode(said.payload)
         again.restore(saved)
-        again.seek(total, epoch, lambda batch: None)
-        if again.place.epoch < epoch:
-            again.reach_end()
+        travel(again, dict(saved.past.left), total, epoch, lambda to, at: again.seek(to, at, lambda batch: None))
+        catch_up(again, epoch)
         assert goes_on(again) == truth
+        told = source.marked(first, way_on=True)
+        known = saying(built(), told, epoch=epoch, delivered=delivered, total=total)
+        assert known.payload == said.payload, (
+            "passes that were left in former launches stand in what a launch starts from"
+        )
         unknown = saying(built(), first, epoch=epoch, delivered=delivered, total=total, left_from=1)
         assert unknown.fields == {"elsewhere": True}
 
 
 def test_what_was_taken_ahead_of_a_break_is_no_base() -> None:
-    store = SnapshotStore()
+    store = SnapshotStore(lambda kept: True)
     for base in (Kept(0, 0, 0, 0, True, 0, b"0"), Kept(0, 2, 2, 0, False, 0, b"2"), Kept(0, 3, 3, 0, False, 0, b"3")):
         store.add(base, 0)
     store.add(Kept(0, 6, 6, 0, False, 0, b"ahead"), 0)
     store.add(Kept(1, 0, 8, 0, True, 0, b"of the pass behind the end that the runner came to"), 0)
 
     def chosen(total: int, **left: int) -> bytes:
-        base = store.nearest(2, total, origins_only=False, left={int(key[1:]): there for key, there in left.items()})
+        base = store.nearest(2, total, left={int(key[1:]): there for key, there in left.items()})
         assert base is not None
         return base.data
 
@@ -232,15 +228,15 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
             ledger.here(2, 0)
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
 
-    store = SnapshotStore()
+    store = SnapshotStore(lambda kept: True)
 
     async def body() -> None:
         ready = asyncio.Event()
         ready.set()
         store.add(Kept(0, 0, 0, 0, True, 0, b"first"), 0)
-        traits = SimpleNamespace(own_workers=0, state_methods=2, not_restartable="")
+        traits = records_pb2.LoaderTraits(state_methods=4, exact_states=True)
         kept: dict[str, Any] = {"store": store, "traits": traits, "scratch": elsewhere, "unsaved": None, "ready": ready}
-        states = states_of(ledger, origins_only=lambda: False, usable=lambda base: True, **kept)
+        states = states_of(ledger, **kept)
         ledger.place(3, 0, 3)
         ledger.cut(0, 3)
         asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
@@ -273,35 +269,14 @@ def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(led
         assignment = records_pb2.WorkerAssignment(recovery=True)
         assignment.loader.options.replay_without_state = True
         store = SnapshotStore()
-        store.add(Kept(0, 0, 0, 0, True, 0, b"origin", inherited=True), 0)
+        store.add(Kept(0, 0, 0, 0, True, 0, b"origin", inherited=True, proven=True), 0)
         kept: dict[str, Any] = {"store": store, "scratch": elsewhere, "unsaved": None, "ready": ready}
         kept |= {"assignment": assignment, "attached": False, "traits": records_pb2.LoaderTraits()}
-        states = states_of(ledger, origins_only=lambda: True, usable=lambda base: True, **kept)
+        states = states_of(ledger, **kept)
         asked = request(1, 0, 3)
         asked.digests_after = 3
         with pytest.raises(StateUnavailableError, match="behind a pass that the loop left, after batch 3 of the worke"):
             await states._state(asked, pb.StateAnswer(), 1e12)
-
-    asyncio.run(body())
-
-
-def test_a_base_of_the_pass_before_is_taken_then_and_without_one_the_pass_is_empty(ledger: Ledger) -> None:
-    tried: list[tuple[bytes, bool]] = []
-
-    async def child(bases: list[bytes], task: str, deadline_s: float, **fields: Any) -> Any:
-        tried.append((bases[0], fields["doubting"]))
-        if fields["doubting"]:
-            return SimpleNamespace(fields={"at_once": True}, payload=b"")
-        return SimpleNamespace(fields={"ended": False, "samples": 0, "digest": 0, "replayed": []}, payload=b"state")
-
-    async def body() -> None:
-        store = SnapshotStore()
-        for epoch, total in ((0, 0), (1, 8)):
-            store.add(Kept(epoch, 0, total, 0, True, 0, b"%d" % epoch), 0)
-        traits = SimpleNamespace(own_workers=0, state_methods=2)
-        states = states_of(ledger, store=store, traits=traits, scratch=child, origins_only=lambda: False)
-        assert await states._materialise(request(2, 4, 20), pb.StateAnswer(), 1e12) == b"state"
-        assert tried == [(b"1", True), (b"0", True), (b"0", False)]
 
     asyncio.run(body())
 
@@ -319,7 +294,7 @@ class TakenOver:
         self.assignment.loader.input_fn = "streams:fresh"
         self.assignment.loader.allow.append("streams")
         self.assignment.loader.options.replay_without_state = True
-        self.ledger, self.store, self.digests = ledger, SnapshotStore(), list[int]()
+        self.ledger, self.store, self.digests = ledger, SnapshotStore(lambda kept: True), list[int]()
         self.traits = records_pb2.LoaderTraits(state_methods=methods)
         source, offprint = Source(self.assignment), Offprint()
         source.build()
@@ -350,8 +325,6 @@ class TakenOver:
             traits=self.traits,
             unsaved=None,
             scratch=self._child,
-            origins_only=lambda: False,
-            usable=lambda base: True,
             host=SimpleNamespace(name="w"),
         )
         answered = asyncio.run(states.answer(asked))
@@ -376,8 +349,7 @@ def test_what_a_new_runner_has_not_seen_is_replayed_for_the_flight_record(
     with assigned(current_assignment()):
         slot = TakenOver(ledger, methods)
         answer, base = slot.answer(reported)
-    assert base.state == ({"epoch": 0, "done": 6} if methods else None)
-    assert base.is_origin == (methods == 0)
+    assert base.place.total == ({1: 0, 2: 2, 5: 2, 6: 6}[reported] if methods else 0), "a restart point, and the count"
     assert list(answer.digests) == slot.digests[reported:]
 
 
@@ -395,7 +367,8 @@ def test_an_answer_that_waits_ends_with_its_slot() -> None:
     """Its batch is never made, for the slot moves to another worker."""
 
     async def body() -> None:
-        slot = Slot(cast(Host, SimpleNamespace(name="w")), records_pb2.WorkerAssignment())
+        host = cast(Host, SimpleNamespace(name="w", findings=lambda assignment: Findings()))
+        slot = Slot(host, records_pb2.WorkerAssignment())
         slot.traits.state_methods = 2
         slot.ready.set()
         wanted = request(0, 5, 5)
@@ -410,23 +383,29 @@ def test_an_answer_that_waits_ends_with_its_slot() -> None:
 
 
 def test_what_a_successor_needs() -> None:
-    """The newest base; and one from which any loader goes on, where the newest is the origin of a later pass."""
+    """The newest base that was proven. Of a loader that nobody said to yield the same again, any: nothing is proven,
+    for it may read a queue, and would take what is the stream's."""
 
     async def body() -> None:
-        slot = Slot(cast(Host, SimpleNamespace(name="w")), records_pb2.WorkerAssignment())
-        first, inside, last = (
-            Kept(0, 0, 0, 0, True, 0, b""),
-            Kept(0, 3, 3, 0, False, 0, b""),
-            Kept(0, 5, 5, 0, False, 0, b""),
+        slot = Slot(
+            cast(Host, SimpleNamespace(name="w", findings=lambda assignment: Findings())),
+            records_pb2.WorkerAssignment(),
         )
-        origin, later = Kept(1, 0, 5, 0, True, 0, b""), Kept(1, 2, 7, 0, False, 0, b"")
-        for base in (first, inside, last, origin):
+        slot.traits.state_methods = 2
+        first = Kept(0, 0, 0, 0, True, 0, b"", proven=True)
+        inside, last = Kept(0, 3, 3, 0, False, 0, b"", proven=True), Kept(0, 5, 5, 0, False, 0, b"")
+        for base in (first, inside, last):
             slot.store.add(base, 0)
-        assert slot._newest() == [last, origin]
-        assert slot._newest(below=5) == [inside]
-        slot.store.add(later, 0)
-        assert slot._newest() == [later]
-        assert slot._newest(below=1) == [first]
+        assert slot._newest() == [inside]
+        assert slot._newest(below=3) == [first]
+        slot.traits.exact_states = True
+        assert slot._newest() == [last]
+        slot.traits.Clear()
+        assert not slot.prover._provable
+        assert slot._newest() == [last]
+        slot.assignment.loader.options.replay_without_state = True
+        assert slot.prover._provable
+        assert slot._newest() == [inside]
         await slot.stop()
 
     asyncio.run(body())

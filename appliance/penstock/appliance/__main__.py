@@ -23,6 +23,7 @@ from penstock.appliance.limits import MEMORY_BUDGET, Limits
 from penstock.appliance.server import IN_MEMORY, announcer, serve
 from penstock.proto.channel import load_tls, read_tokens
 from penstock.proto.errors import PenstockError, UnsafeBindError
+from penstock.proto.sizes import bytes_of
 
 UNSAFE_BIND = 16
 """The exit code of penstock.deploy.exits, for the same thing."""
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
     parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
     parser.add_argument("--balance-after-s", type=float, default=defaults.balance_after_s)
+    parser.add_argument("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""), help="as 4GiB")
     given = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(format="penstock coordinator: %(message)s")
@@ -52,7 +54,7 @@ def main() -> int:
         worker_lease_s=given.worker_lease_s,
         client_lease_s=given.client_lease_s,
         balance_after_s=given.balance_after_s,
-        budget=MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget,
+        budget=bytes_of(given.budget) or (MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget),
     )
     try:
         asyncio.run(

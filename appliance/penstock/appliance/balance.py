@@ -113,11 +113,17 @@ def _elsewhere(books: Books, slot: Slot, slow: set[str]) -> Worker | None:
     opening = box.opening
     owner = books.workers.get(slot.worker)
     here = {worker.name for worker in books.workers.values() if owner and worker.host_id == owner.host_id}
+    slow = slow | _far(books, box)
     for barred in (slow | here, slow | {slot.worker}):
         worker = books.room.choose(slot, opening.host_id, opening.loader.input_fn, barred)
         if worker is not None:
             return worker
     return None
+
+
+def _far(books: Books, box: Box) -> set[str]:
+    """Workers that the box could not reach of late."""
+    return box.unreachable_since(books.events.now - books.limits.unreachable_s)
 
 
 def _levelled(books: Books, now: float) -> Iterator[Move]:
@@ -152,5 +158,5 @@ def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -
     _, box = books.box_of(slot)
     opening = box.opening
     near = full.host_id == opening.host_id != empty.host_id
-    barred = slot.was_slow_at | slot.unfit_at(books.workers)
+    barred = slot.was_slow_at | slot.unfit_at(books.workers) | _far(books, box)
     return not near and empty.name not in barred and empty.may_run(module_of(opening.loader.input_fn))

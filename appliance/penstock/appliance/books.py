@@ -312,6 +312,7 @@ class Books:
             return
         slot.generation = slot.next_generation
         slot.phase, slot.note, slot.doing, slot.handed_over = pb.WAITING, note, "", False
+        slot.start_place = 0, 0
         slot.restarts += 1
         if loss_at is not None:
             loss = Loss(loss_at, loser, note, box.total(slot.key.slot), making)
@@ -354,9 +355,14 @@ class Books:
         self.bump_box(attempt, box)
 
     def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
-        """How fast its runner is, and how far ahead."""
+        """How fast its runner is, and how far ahead; or how many start before it."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
-        _, box = self.box_of(slot)
+        slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
+        attempt, box = self.box_of(slot)
+        start_place = report.start_place, report.start_queue
+        if start_place != slot.start_place:
+            slot.start_place = start_place
+            self.bump_box(attempt, box)
         slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
         if slot.gauge.lost_at and not slot.gauge.behind:
             lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
@@ -374,7 +380,12 @@ class Books:
             opened, input_fn = box.opening, box.opening.loader.input_fn
             if input_fn in stuck:
                 continue
-            worker = self.room.choose(slot, opened.host_id, input_fn)
+            far = box.unreachable_since(self.events.now - self.limits.unreachable_s) if box.unreachable else set()
+            worker = self.room.choose(slot, opened.host_id, input_fn, far)
+            if worker is None and far:
+                far = box.unreachable_since(self.events.now - self.limits.unreachable_again_s)
+                worker = self.room.choose(slot, opened.host_id, input_fn, far)
+                worker = worker or self.room.choose(slot, opened.host_id, input_fn)
             if worker is None:
                 stuck.add(input_fn)
                 continue

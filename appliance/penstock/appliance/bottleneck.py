@@ -80,8 +80,9 @@ class Finding:
         return self.kind not in ("starting", "loop")
 
 
-def find(boxes: Iterable[BoxFacts]) -> Finding | None:
-    """`boxes`: those of a run whose loops go on. None if there are none."""
+def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Finding | None:
+    """`boxes`: those of a run whose loops go on. `busy_cores`: cores of the workers' machines, if the run's slots keep
+    them all busy. None if there are no boxes."""
     boxes = list(boxes)
     stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
     if stuck is not None or not boxes:
@@ -99,7 +100,7 @@ def find(boxes: Iterable[BoxFacts]) -> Finding | None:
         return Finding("loop", text, share, worst.box)
     waits = f"Input-bound: box {worst.box} waits for data {_percent(share)} of its time"
     alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
-    return alone or _few(worst, waits)
+    return alone or _few(worst, waits, busy_cores)
 
 
 def _unplaced(box: BoxFacts) -> Finding | None:
@@ -184,13 +185,17 @@ def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
     return not theirs or not usual or max(theirs) >= SLOWER * median(usual)
 
 
-def _few(box: BoxFacts, waits: str) -> Finding:
+def _few(box: BoxFacts, waits: str, busy_cores: int) -> Finding:
     number = len(box.slots)
     many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
-    text = (
-        f"{waits}, and {many} ({_mean(box.slots):.1f} batches lie ready at each on average): more workers, or a faster "
-        "input_fn."
-    )
+    text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches lie ready at each on average)"
+    if busy_cores:
+        text += (
+            f", and the cores are busy: the workers' machines have {busy_cores}, which carry no more such slots. Start "
+            "workers on more machines, or make input_fn faster."
+        )
+    else:
+        text += ": more workers, or a faster input_fn."
     return Finding("workers", text, box.wait_share, box.box)
 
 

@@ -7,8 +7,11 @@ stands in everybody's logs, tables and errors, where one that is no plain text c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.position import MOST
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONGEST_S = 1e9
 """Thirty years: longer than anybody means."""
@@ -19,6 +22,17 @@ def check_measures(**values: float) -> None:
     for name, value in values.items():
         if not 0.0 <= value <= LONGEST_S:  # false for NaN, too
             raise InvalidArgumentError(f"{name}={value}: it lies between 0 and {LONGEST_S:g}")
+
+
+def check_rates(reports: Iterable[pb.SlotReport]) -> None:
+    """Raises InvalidArgumentError for what no worker can have measured of a runner."""
+    for report in reports:
+        check_measures(
+            batches_per_s=report.batches_per_s,
+            batch_s=report.batch_s,
+            batch_cpu_s=report.batch_cpu_s,
+            batch_delay_s=report.batch_delay_s,
+        )
 
 
 def check_counts(**values: int) -> None:

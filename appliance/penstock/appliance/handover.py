@@ -92,7 +92,8 @@ class HandOvers:
         books = self._books
         _, box = books.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
-        other = books.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(books.workers))
+        far = box.unreachable_since(now - books.limits.unreachable_s)
+        other = books.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(books.workers) | far)
         if other is None and now >= slot.left_alone_until:
             other = books.room.choose(slot, host_id, input_fn, {worker.name})
         return other

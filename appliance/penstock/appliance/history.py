@@ -14,14 +14,15 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from penstock.appliance.journal import SCHEMA, TABLES
+from penstock.appliance.database import SCHEMA, check_commits, read_only
+from penstock.appliance.journal import TABLES, checked
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, SlotKey
 from penstock.appliance.opening import start_of
@@ -116,12 +117,9 @@ def _header(key: SlotKey, total: int, epoch: int, size: int, origin: bool) -> pb
 
 @contextmanager
 def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
-    """A database of ours, read only. One that is not in use and has no write-ahead log needs none: no file is made."""
-    log = path.with_name(f"{path.name}-wal")
-    immutable = "" if in_use or (log.exists() and log.stat().st_size) else "&immutable=1"
+    """A database of ours, read only."""
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, timeout=5.0)) as db:
-            db.row_factory = sqlite3.Row
+        with read_only(path, in_use=in_use) as db:
             (found,) = db.execute("PRAGMA user_version").fetchone()
             if found > SCHEMA:
                 raise JournalError(
@@ -139,7 +137,9 @@ def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
         return []
     condition = " AND ".join(f"{column}=?" for column in where)
     keys = ", ".join(TABLES[table][0]) if table in TABLES else "epoch, total"
-    return db.execute(f"SELECT * FROM {table} WHERE {condition} ORDER BY {keys}", tuple(where.values())).fetchall()
+    rows = db.execute(f"SELECT * FROM {table} WHERE {condition} ORDER BY {keys}", tuple(where.values())).fetchall()
+    name = db.execute("PRAGMA database_list").fetchone()["file"]
+    return [checked(table, row, name) for row in rows] if table in TABLES else rows
 
 
 def past(journal: Path, run: str, box: int, *, in_use: bool = True) -> list[pb.History]:
@@ -167,6 +167,12 @@ class StoppedCoordinator:
             raise JournalError(
                 f"the state directory {path} is in use by a coordinator that runs: ask that one (--coordinator)"
             ) from error
+        try:
+            for database in (self._journal, self._store):
+                check_commits(database)
+        except JournalError:
+            self.close()
+            raise
 
     def __enter__(self) -> StoppedCoordinator:
         return self

@@ -12,18 +12,17 @@ directory has one coordinator: an advisory lock that the kernel drops with the p
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import secrets
 import sqlite3
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.appliance.database import Commits, Marks, behind, damaged, open_database, transaction
 from penstock.proto.errors import JournalError
-
-SCHEMA = 1
 
 Rows = dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]]
 """What is to be written: statement and values, under a key that a later one for the same row replaces."""
@@ -97,51 +96,13 @@ class StateDir:
         os.close(self._lock)
 
 
-def open_database(path: Path | None, script: str) -> sqlite3.Connection:
-    """A database of ours, made if it is not there. None: in memory. JournalError: unreadable, or too new."""
-    name = path or ":memory:"
-    try:
-        # check_same_thread: store.py is used from one thread at a time, which is not the one that opened it.
-        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=5.0)
-        try:
-            (found,) = db.execute("PRAGMA user_version").fetchone()
-            if found == 0:  # only then: on a database that is there it would be a write, and that one may be damaged
-                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
-            if path is not None:
-                (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
-                if mode != "wal":
-                    raise JournalError(f"{path}: SQLite cannot use its write-ahead log here (got {mode!r})")
-            db.execute("PRAGMA synchronous=FULL")
-            db.execute("PRAGMA journal_size_limit=67108864")
-            if found > SCHEMA:
-                raise JournalError(
-                    f"{path} was written by a newer Penstock (schema {found}, this one knows {SCHEMA}): run that "
-                    "release, or start on an empty state directory"
-                )
-            if found == 0:
-                db.executescript(f"BEGIN IMMEDIATE;\n{script}\nPRAGMA user_version={SCHEMA};\nCOMMIT;")
-            return db
-        except BaseException:
-            db.close()
-            raise
-    except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
-            raise JournalError(
-                f"{name} cannot be written ({error}): make room on its disk, or mend it, and start again; the journal "
-                "itself is kept"
-            ) from error
-        raise JournalError(
-            f"{name} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
-        ) from error
-
-
 def _is_blank(path: Path) -> bool:
     return not path.exists() or path.stat().st_size == 0
 
 
 def _table(name: str) -> str:
     keys, values = TABLES[name]
-    columns = ", ".join((*keys, *values))
+    columns = ", ".join((*keys, *values, "sum"))
     return f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({', '.join(keys)})) WITHOUT ROWID"
 
 
@@ -156,31 +117,36 @@ class Journal:
                 f"{self._path} is missing or empty, although snapshots.db beside it says that there was one: restore "
                 "it from a copy, or move the whole directory away to start anew"
             )
-        script = "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
-        for table in TABLES:
-            script += f"\n{_table(table)};"
-        self._db = open_database(self._path, script)
+        self._commits = Commits(self._path)
+        self.found = self._commits.number
+        """The number of the last commit at the start."""
+        self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
         self._db.row_factory = sqlite3.Row
         self.pending: Rows = {}
         self.deferred = False
         """`commit` leaves the writing to someone else: see syncing.py."""
+        self.lost: JournalError | None = None
+        """A peer has shown that commits are missing here: nothing is answered any more, and the process ends."""
         try:
             (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
             for table in _LATER:
                 self._db.execute(_table(table))
+            for table in TABLES:
+                if "sum" not in [column["name"] for column in self._db.execute(f"PRAGMA table_info({table})")]:
+                    self._db.execute(f"ALTER TABLE {table} ADD COLUMN sum")
             self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
             """What tickets are derived from: the same after a restart, so that lanes stay open."""
+            self.marks = Marks(self.secret, secrets.token_bytes(8), self.found)
             self.boots = int(self._meta("boots", "0")) + 1
             """How many coordinators have opened this journal. Versions of long polls start above it, so that no peer
             takes a view of this process for one that it saw of the last."""
-            self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
+            with transaction(self._db, self._commits):
+                self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
         except sqlite3.Error as error:
-            self._db.close()
-            raise JournalError(
-                f"{self._path} is damaged ({error}): restore it from a copy, or move it away to start anew"
-            ) from error
+            self.close()
+            raise damaged(self.name, error) from error
 
     def _meta(self, name: str, default: str) -> str:
         self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, default))
@@ -212,7 +178,8 @@ class Journal:
         """A whole table, by key."""
         keys, _ = TABLES[table]
         try:
-            return list(self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}"))
+            rows = self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}")
+            return [checked(table, row, self.name) for row in rows]
         except sqlite3.Error as error:
             raise JournalError(f"{self._path} cannot be read: {error}") from error
 
@@ -220,11 +187,11 @@ class Journal:
         """Writes a row whole, with the next commit. A value that can be called is called where it is written."""
         keys, values = TABLES[table]
         columns = (*keys, *values)
-        marks = ", ".join("?" * len(columns))
+        marks = ", ".join("?" * (len(columns) + 1))
         self._add(
             (table, *(row[key] for key in keys)),
-            f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})",
-            tuple(row[column] for column in columns),
+            f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}, sum) VALUES ({marks})",
+            (*(row[column] for column in columns), _SUM),
         )
 
     def drop(self, table: str, **where: str | int) -> None:
@@ -260,25 +227,72 @@ class Journal:
 
     def write(self, rows: Rows) -> None:
         """They are on disk after this. Called from one thread at a time, whichever."""
+        if self.lost is not None:
+            raise JournalError(self.lost.message)
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            for sql, values in rows.values():
-                self._db.execute(sql, [value() if callable(value) else value for value in values])
-            self._db.execute("COMMIT")
-        except BaseException as error:
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            if not isinstance(error, sqlite3.Error):
-                raise
+            with transaction(self._db, self._commits):
+                for sql, values in rows.values():
+                    self._db.execute(sql, _made(values))
+        except sqlite3.Error as error:
             raise JournalError(
                 f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: see that "
                 "the disk has room and can be written to, they are tried again with the next call"
             ) from error
 
+    # ---- what peers keep of it
+
+    def mark(self) -> bytes:
+        """The number of the last commit, for a peer to keep and to show to the next coordinator on this journal."""
+        return self.marks.make(self.committed)
+
+    @property
+    def committed(self) -> int:
+        """The number of the last commit that is on disk."""
+        return self._commits.number
+
+    def confirm(self, mark: bytes, witness: str) -> None:
+        """A peer shows what it kept. JournalError, also from each call after this one: commits are missing here."""
+        number = self.marks.missing(mark)
+        if number is not None and self.lost is None:
+            self.lost = self._missing(number, witness)
+        if self.lost is not None:
+            raise JournalError(self.lost.message)
+
+    def _missing(self, number: int, witness: str) -> JournalError:
+        self._commits.expect(max(number, self.committed + 1))  # its own have the numbers of those that are lost
+        return behind(self.name, self.found, number, f"as {witness} was told")
+
     def close(self) -> None:
         self._db.close()
+        self._commits.close()
+
+
+_SUM = object()
+"""Stands in a row for the checksum of its other values."""
+
+
+def _made(values: tuple[Any, ...]) -> list[Any]:
+    """As they are written."""
+    made = [value() if callable(value) else value for value in values]
+    return [*made[:-1], _sum(made[:-1])] if made and made[-1] is _SUM else made
+
+
+def _sum(values: list[Any]) -> int:
+    return zlib.crc32(repr([int(value) if isinstance(value, bool) else value for value in values]).encode())
+
+
+def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
+    """The row without its checksum, which fits. SQLite has checksums in its log and none in its pages: a bit that flips
+    there may make another number, and no error. A release that did not know them left none."""
+    keys, values = TABLES[table]
+    found = {name: row[name] for name in (*keys, *values)}
+    if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
+        at = ", ".join(f"{key} {found[key]}" for key in keys)
+        raise damaged(name, f"table {table}, row with {at}: its checksum does not fit")
+    return found
 
 
 def _bytes_of(rows: Rows) -> int:
     """Of the values alone; SQLite writes whole pages."""
-    return sum(len(value) if isinstance(value, str | bytes) else 8 for _, values in rows.values() for value in values)
+    made = (value for _, values in rows.values() for value in values if value is not _SUM)
+    return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)

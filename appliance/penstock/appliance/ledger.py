@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import SlotKey
 
+_MORE = "raise it: penstock coordinator --budget, or PENSTOCK_COORDINATOR_BUDGET, which a training job's own takes too"
+
 
 @dataclass(frozen=True, order=True)
 class Kept:
@@ -115,7 +117,8 @@ class Ledger:
         share = self._limits.cadence_share if self._snapshots.get(key) else 1.0
         limit = int(self._limits.budget * share)
         if self.used + self.coming + size > limit:
-            return f"a snapshot of {size} bytes: {self.used} of {limit} bytes of the snapshot budget are in use"
+            used = f"{self.used} of {limit} bytes of the snapshot budget are in use"
+            return f"a snapshot of {size} bytes: {used}; {_MORE}"
         return ""
 
     def add(self, key: SlotKey, kept: Kept) -> None:
@@ -165,7 +168,8 @@ class Ledger:
         if size > self._limits.value_max:
             return f"{size} bytes are above the {self._limits.value_max} that can be kept"
         if self.used + self.coming + size > self._limits.budget:
-            return f"{size} bytes: {self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
+            used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
+            return f"{size} bytes: {used}; {_MORE}"
         return ""
 
     def spare(self, drop: Drop) -> None:

@@ -35,6 +35,17 @@ class Limits:
     known by that at once; one whose connection was cut alone is back within half a second. It grows with the lease."""
     client_lease_s: float = 10.0
     """A training process may hold the GIL for seconds (a compile, a large pickle), which stops its reporting thread."""
+    return_s: float = 25.0
+    """The leases of all that the journal knows, at least, after a start on another host than the last one's. Nobody
+    told peers that the old one is gone: they find out by pings, after 15 s (channel.py), and a connection that does not
+    come about is given up after 5 s more; only then do they look up the name again."""
+    unreachable_s: float = 600.0
+    """A box's slots are kept from a worker that it could not reach for so long, as long as others have room."""
+    unreachable_again_s: float = 10.0
+    """Where all others are out of its reach too, one of them is tried again after so long: networks heal."""
+    unreachable_max: int = 8
+    """Workers that a box is believed not to reach within `unreachable_per_s`."""
+    unreachable_per_s: float = 60.0
     hold_share: float = 1 / 3
     """A long poll is answered after this share of the lease at the latest, so that two may be lost unharmed."""
     beat_s: float = 1.0

@@ -100,8 +100,14 @@ class Slot:
     batches_per_s: float = 0.0
     batch_s: float = 0.0
     """Seconds of work a batch, as its worker says; 0 = not known."""
+    batch_cpu_s: float = 0.0
+    """Processor time a batch, in seconds; 0 = not known."""
+    batch_delay_s: float = 0.0
+    """Part of `batch_s` in which the runner waited for a processor."""
     doing: str = ""
     """What its runner is in for long; "" = nothing unusual."""
+    start_place: tuple[int, int] = (0, 0)
+    """Of its runner in its worker's queue of starts, from 1, and how many wait there; 0 = it does not wait."""
     stack: str = ""
     """Of the runner: with `doing` now, else when it last died."""
     outgrown: int = 0
@@ -171,6 +177,8 @@ class Box:
     rate_waited_s: float = 0.0
     waits: Waits = field(default_factory=Waits)
     reported_at: float = 0.0
+    unreachable: dict[str, float] = field(default_factory=dict)
+    """Worker -> when the box last said that it cannot reach it: see reach.py."""
     lingers_until: float = 0.0
     """A closed box keeps its workers until then, for the others' state queries; 0 = it does not, or no longer."""
     history: deque[Position] = field(default_factory=deque)
@@ -188,6 +196,10 @@ class Box:
     def total(self, slot: int) -> int:
         """Batches of the slot delivered, as far as reported."""
         return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
+
+    def unreachable_since(self, since: float) -> set[str]:
+        """Names of the workers that it could not reach at that time or later."""
+        return {worker for worker, at in self.unreachable.items() if at > since}
 
     def measure(self, now: float, steps: int) -> None:
         """So many steps more were delivered."""
@@ -352,6 +364,8 @@ class Worker:
     """Prefixes of the modules that it may run."""
     release: str = ""
     """Of Penstock; "" = not known."""
+    cores: int = 0
+    """Processors that it may use; 0 = not known."""
     slots: set[SlotKey] = field(default_factory=set)
     left: bool = False
     """It has said good-bye: its silence is no loss."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt, Box
+from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -24,6 +25,18 @@ def advance(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunReques
     if history[0].step <= edge:
         for slot in box.slots:
             books.ledger.trim(slot.key, history[0].total[slot.key.slot])
+
+
+def note_cuts(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+    """The passes that its loop left. Raises InvalidArgumentError for more than there is room for."""
+    for cut in request.cuts:
+        if cut.epoch in box.cuts:
+            continue
+        if len(box.cuts) >= books.limits.cuts_max:
+            raise InvalidArgumentError(f"box {box.number} has left {len(box.cuts)} passes: there is no more room")
+        for other in attempt.boxes.values() if attempt.note_cut(box, cut.epoch, cut.step) else [box]:
+            books.touch(attempt, other)
+        books.save_cut(attempt, box, cut.epoch)
 
 
 def _note_ends(books: Books, attempt: Attempt, box: Box, position: Position) -> None:

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.appliance import opening, progress, quarantine, views
+from penstock.appliance import opening, progress, quarantine, reach, views
 from penstock.appliance.books import Books, Topic
-from penstock.appliance.checks import check_counts, check_measures
+from penstock.appliance.checks import check_counts, check_measures, check_rates
 from penstock.appliance.desk import Desk
 from penstock.appliance.events import Events
 from penstock.appliance.handover import HandOvers
@@ -61,6 +61,7 @@ class Registry:
         wall: seconds since the epoch, for what replies say of it.
         fresh_seed: a seed for a run that brings none.
         changed: told every topic whose view has changed; must not call back.
+        host: where this coordinator runs.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Registry:
         wall: Callable[[], float],
         fresh_seed: Callable[[], int],
         changed: Callable[[Topic], None],
+        host: str = "",
     ) -> None:
         self.books = Books(journal, ledger, limits, changed, Events(clock, wall))
         self.limits = limits
@@ -86,7 +88,11 @@ class Registry:
         self.books.tickets_expire = expiry(wall())
         self._to_workers = Promise(journal, "worker_lease_s", limits.worker_lease_s, now)
         self._to_boxes = Promise(journal, "client_lease_s", limits.client_lease_s, now)
-        restore(self.books, now, self._to_workers.lease_s, self._to_boxes.lease_s)
+        away_s = limits.return_s if journal.noted("host", "") not in ("", host) else 0.0
+        if journal.noted("host", "") != host:
+            journal.note("host", host)
+        self._found_by = now + max(self._to_workers.lease_s, away_s)
+        restore(self.books, now, max(self._to_workers.lease_s, away_s), max(self._to_boxes.lease_s, away_s))
 
     # ------------------------------------------------------------------------------------------------------ common
 
@@ -183,7 +189,9 @@ class Registry:
         self._to_boxes.keep(pace.lease_s, box.reported_at)
         box.lease_until = max(box.lease_until, box.reported_at + pace.lease_s)
         self.books.journal.commit()
-        return views.watch_reply(self.books, attempt, box, request.seen_version, pace, self._wall())
+        reply = views.watch_reply(self.books, attempt, box, request.seen_version, pace, self._wall())
+        reply.commit_mark = self.books.journal.mark()
+        return reply
 
     def box_hold(self, request: pb.WatchRunRequest) -> float:
         """Seconds that a watch with nothing to tell is held."""
@@ -197,6 +205,7 @@ class Registry:
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
         by_slot_s = request.waited_by_slot_s
+        self.books.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
         check_measures(hold_s=request.hold_s, waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for cut in request.cuts:
@@ -208,15 +217,7 @@ class Registry:
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
-        for cut in request.cuts:
-            if cut.epoch not in box.cuts:
-                if len(box.cuts) >= self.limits.cuts_max:
-                    raise InvalidArgumentError(
-                        f"box {box.number} has left {len(box.cuts)} passes: there is no more room"
-                    )
-                for other in attempt.boxes.values() if attempt.note_cut(box, cut.epoch, cut.step) else [box]:
-                    self.books.touch(attempt, other)
-                self.books.save_cut(attempt, box, cut.epoch)
+        progress.note_cuts(self.books, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
             passed = attempt.left_between(box.step, delivered.step)
             if request.pass_ended != box.pass_ended or delivered.epoch != box.delivered.epoch or passed:
@@ -226,6 +227,7 @@ class Registry:
             box.note_waits(now, by_slot_s)
             if delivered.slots:
                 progress.advance(self.books, attempt, box, request, now)
+        reach.note(self.books, attempt, box, request, now)
         self._settle()
         return attempt, box
 
@@ -259,6 +261,7 @@ class Registry:
         now, books = self._clock(), self.books
         if not request.worker or not request.session or request.slots < 1:
             raise InvalidArgumentError("a worker needs a name, a session and at least one slot")
+        books.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
                 f"another process has registered as worker {request.worker}: give every worker a name of its own"
@@ -289,6 +292,7 @@ class Registry:
             draining=draining,
             allow=tuple(request.allow),
             release=request.version,
+            cores=request.cores,
             slots=keeps,
         )
         books.workers[worker.name] = worker
@@ -319,8 +323,7 @@ class Registry:
     def report_worker(self, request: pb.HeartbeatRequest) -> None:
         now = self._clock()
         check_measures(hold_s=request.hold_s)
-        for report in request.slots:
-            check_measures(batches_per_s=report.batches_per_s, batch_s=report.batch_s)
+        check_rates(request.slots)
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
@@ -349,7 +352,9 @@ class Registry:
         self.books.journal.commit()
         wants = self._desk.wants(worker.name, self._clock())
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
-        return views.heartbeat_reply(self.books, worker, request.seen_version, pace, self._wall(), wants, stuck)
+        reply = views.heartbeat_reply(self.books, worker, request, pace, self._wall(), wants, stuck)
+        reply.commit_mark = self.books.journal.mark()
+        return reply
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
         """Seconds that a heartbeat with nothing to tell is held."""
@@ -568,7 +573,7 @@ class Registry:
     def _fail_what_nobody_may_run(self, now: float) -> None:
         """Slots that never ran and that no worker which is there may run. One that did run waits for its worker to come
         back; and a coordinator that has just started waits for all of them, for as long as their leases."""
-        if now - self._started < self._to_workers.lease_s:
+        if now < self._found_by:
             return
         asked: dict[str, str] = {}
         for key, slot in list(self.books.waiting.items()):

@@ -33,7 +33,7 @@ from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
 from penstock.appliance.telling import tell
-from penstock.proto.channel import Tls, server_aio
+from penstock.proto.channel import Tls, host_id, server_aio
 from penstock.proto.errors import JournalError
 from penstock.proto.metrics import in_loop
 from penstock.proto.tallies import CallTally
@@ -105,6 +105,7 @@ async def serve(
             wall=time.time,
             fresh_seed=lambda: randbits(63),
             changed=signals.changed,
+            host=host_id(),
         )
         registry.books.events.listen(tell)
         service = Service(registry, store, signals, limits)

@@ -140,9 +140,14 @@ class Service(CoordinatorServicer):
         """URL of the dashboard, if one is served."""
 
     async def run_ticker(self) -> None:
-        """Looks at the leases and removes from disk what the ledger has dropped; for ever."""
+        """Looks at the leases and removes from disk what the ledger has dropped; for ever.
+
+        JournalError: a peer has shown that commits are missing in the journal."""
+        journal = self._registry.books.journal
         while True:
             await asyncio.sleep(self._limits.tick_s)
+            if journal.lost is not None:
+                raise journal.lost
             try:
                 async with self._journal.synced():
                     self._registry.tick()

@@ -292,9 +292,11 @@ class Gathering:
         anchor = max(anchor, self._anchors.get(number, anchor), key=lambda at: at.step)
         self._anchors[number] = anchor
         if box.place is Place.GONE:
-            missing.append(f"box {number} (its training job is not heard of)")
-            self._ask(number, {})
-            return
+            raise StateUnavailableError(
+                f"step {self.step} of run {self.run}: the training job of box {number} is not heard of any more, and "
+                "its workers were freed. Once it is back a state can be had again; if it is dead, go on from one that "
+                "was saved before"
+            )
         behind = attempt.behind(box, self.step)
         if behind is not None:
             other = attempt.left[behind]
@@ -454,5 +456,6 @@ class Gathering:
                 epoch=have.want.epoch,
                 traits=traits,
                 digest=answer.digest,
+                next_digest=answer.next_digest,
             )
             state.records.append((record, have.data))

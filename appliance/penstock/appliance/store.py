@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-from penstock.appliance.journal import StateDir, open_database
+from penstock.appliance.database import META, Commits, open_database, transaction
+from penstock.appliance.journal import StateDir
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
 from penstock.appliance.model import SlotKey
 from penstock.proto.errors import JournalError
@@ -35,7 +36,10 @@ move the whole file about while they come in."""
 class Store:
     def __init__(self, directory: StateDir | None) -> None:
         self._path = directory.path / "snapshots.db" if directory else None
+        self._commits = Commits(self._path)
         self._db = open_database(self._path, _SCRIPT)
+        with self._errors("cannot be written"):
+            self._db.execute(META)
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -69,14 +73,8 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(self._db, self._commits):
             yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            raise
 
     def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
         """The snapshot as it was put, or None if it has been dropped meanwhile."""
@@ -87,7 +85,7 @@ class Store:
         return None if found is None else (pb.SnapshotHeader.FromString(found[0]), bytes(found[1]))
 
     def put_blob(self, name: str, data: bytes) -> None:
-        with self._errors(f"a blob of {len(data)} bytes cannot be written"):
+        with self._errors(f"a blob of {len(data)} bytes cannot be written"), self._transaction():
             self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", (name, len(data), data))
 
     def blob(self, name: str) -> bytes | None:
@@ -123,3 +121,4 @@ class Store:
 
     def close(self) -> None:
         self._db.close()
+        self._commits.close()

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from penstock.appliance.journal import Journal
+from penstock.proto.errors import JournalError
 from penstock.proto.tallies import Histogram
 
 COMMIT_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -52,7 +53,10 @@ class Syncing:
         await self.sync()
 
     async def sync(self) -> None:
-        """Returns when all that was put so far is on disk. JournalError: it is not, and the next call tries again."""
+        """Returns when all that was put so far is on disk. JournalError: it is not, and the next call tries again;
+        or commits are missing (`Journal.lost`), and nothing is answered any more."""
+        if self._journal.lost is not None:
+            raise JournalError(self._journal.lost.message)
         busy = self._writer is not None and not self._writer.done()
         if not busy and not self._journal.pending:
             return

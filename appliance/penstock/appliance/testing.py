@@ -34,6 +34,8 @@ class World:
         self.limits = limits or Limits()
         self.topics: list[Topic] = []
         self.directory = directory
+        self.host = "host-c"
+        """Of the coordinator."""
         self.boot(directory)
 
     def boot(self, directory: StateDir | None) -> None:
@@ -49,6 +51,7 @@ class World:
             wall=lambda: self.wall,
             fresh_seed=lambda: 4242,
             changed=self.topics.append,
+            host=self.host,
         )
 
     def restart(self, *workers: FakeWorker) -> None:
@@ -71,8 +74,10 @@ class World:
     def slots(self) -> list[Slot]:
         return [s for a in self.registry.books.open_attempts() for box in a.boxes.values() for s in box.slots]
 
-    def worker(self, name: str, slots: int = 8, *, host: str = "host-a", session: str = "") -> FakeWorker:
-        worker = FakeWorker(self, name, session or f"{name}-1", host, slots)
+    def worker(
+        self, name: str, slots: int = 8, *, host: str = "host-a", session: str = "", cores: int = 0
+    ) -> FakeWorker:
+        worker = FakeWorker(self, name, session or f"{name}-1", host, slots, cores)
         worker.register()
         return worker
 
@@ -97,12 +102,14 @@ class FakeWorker:
     session: str
     host: str
     capacity: int
+    cores: int = 0
     answered: set[str] = field(default_factory=set)
     """State requests, by id: a worker answers each once."""
 
     def register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host)
         request.slots, request.local_address, request.tcp_address = self.capacity, f"@{self.name}", f"{self.name}:1"
+        request.cores = self.cores
         self.world.registry.register_worker(request)
 
     def beat(self, *reports: pb.SlotReport) -> pb.HeartbeatReply:

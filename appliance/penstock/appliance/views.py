@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from penstock.appliance import demand
 from penstock.appliance.books import Books
 from penstock.appliance.bottleneck import BoxFacts, Finding, SlotFacts, find
-from penstock.appliance.model import Attempt, Box, Place, Slot, Worker
+from penstock.appliance.model import Attempt, Box, Place, Slot, SlotKey, Worker
 from penstock.appliance.pace import Pace
 from penstock.appliance.states import Want
 from penstock.proto.channel import VERSION
@@ -34,6 +34,8 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
         skipped=sum(slot.skipped.values()),
         successor=slot.successor.worker if slot.successor is not None else "",
         handed_over=slot.handed_over,
+        start_place=slot.start_place[0],
+        start_queue=slot.start_place[1],
     )
     worker = books.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
@@ -82,7 +84,7 @@ def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot, worker: Wor
 def heartbeat_reply(
     books: Books,
     worker: Worker,
-    seen_version: int,
+    request: pb.HeartbeatRequest,
     pace: Pace,
     wall_s: float,
     wants: Iterable[tuple[Want, float]],
@@ -101,7 +103,7 @@ def heartbeat_reply(
         draining=worker.draining,
         stuck=stuck,
     )
-    if worker.version == seen_version:
+    if worker.version == request.seen_version:
         reply.unchanged = True
         return reply
     for key in sorted(worker.slots):
@@ -110,7 +112,34 @@ def heartbeat_reply(
         attempt, box = books.box_of(slot)
         reply.assignments.append(assignment(books, attempt, box, slot, worker))
     reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
+    reply.taken.extend(_taken(books, worker, request.slots))
     return reply
+
+
+def _taken(books: Books, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
+    """Of the slots that a worker reports, those that it shall run no more."""
+    for report in reports:
+        key = SlotKey(report.run, report.attempt, report.box, report.slot)
+        if key in worker.slots:
+            slot = books.slot(key)
+            successor = slot.successor if slot is not None else None
+            if slot is None or report.generation == slot.generation:
+                continue
+            if successor is not None and successor.generation == report.generation:
+                continue
+        yield pb.TakenSlot(**key._asdict(), generation=report.generation, why=_why_taken(books, key))
+
+
+def _why_taken(books: Books, key: SlotKey) -> str:
+    slot = books.slot(key)
+    if slot is not None:
+        where = f"worker {slot.worker} has it" if slot.worker else "no worker has it"
+        return f"{slot.note or 'another worker was to have it'}; {where}"
+    run = books.runs.get(key.run)
+    if run is None:
+        return f"the coordinator does not know run {key.run}"
+    past = run.past.get(key.attempt)
+    return past.why if past is not None else f"attempt {key.attempt} of run {key.run} is over"
 
 
 def _slot_status(books: Books, box: Box, slot: Slot, now: float) -> pb.SlotView:
@@ -183,6 +212,7 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
     reply.version, reply.uptime_s = VERSION, uptime_s
     caused: Counter[str] = Counter()
     """Share of a box's time that it waited for a worker's slots, over all boxes."""
+    cores = demand.cores(books.workers.values())
     for run in list(books.runs.values()):
         status = reply.runs.add(
             run=run.name,
@@ -192,8 +222,9 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
             open=run.current is not None,
         )
         if run.current is not None:
-            status.recommended_workers_per_box = demand.workers_per_box(run.current)
-            yield from _fill_run(status, books, run.current, now, caused)
+            advice = demand.advise(run.current, cores)
+            status.recommended_workers_per_box = advice.workers_per_box
+            yield from _fill_run(status, books, run.current, now, caused, advice.busy_cores)
     reply.recommended_workers = demand.daemons(books)
     for number, worker in enumerate(list(books.workers.values())):
         slots = [books.slot(key) for key in worker.slots]
@@ -216,7 +247,9 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
     reply.events.extend(books.events.messages())
 
 
-def _fill_run(status: pb.RunStatus, books: Books, attempt: Attempt, now: float, caused: Counter[str]) -> Iterator[None]:
+def _fill_run(
+    status: pb.RunStatus, books: Books, attempt: Attempt, now: float, caused: Counter[str], busy_cores: int
+) -> Iterator[None]:
     going: list[BoxFacts] = []
     for _, box in sorted(attempt.boxes.items()):
         status.input_fn = box.opening.loader.input_fn
@@ -232,6 +265,6 @@ def _fill_run(status: pb.RunStatus, books: Books, attempt: Attempt, now: float, 
                 caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
         yield
     status.steps_per_s /= max(1, len(going))
-    found = find(going)
+    found = find(going, busy_cores)
     if found is not None:
         status.bottleneck.CopyFrom(_bottleneck(found))

@@ -4,8 +4,8 @@ An `Appliance` is made of settings and a connection. Without an address it start
 children of this process. Runs are opened on it by loaders; it closes what is open when it is closed itself, at the end
 of its `with`, or at exit.
 
-Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with`, else a default
-one made from the environment, which closes after the last loader that used it is gone.
+Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
+(see scopes.py), else a default one made from the environment, which closes after the last loader that used it is gone.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from penstock.client.reference import MAIN, Reference, forbid_in_runner, search_
 from penstock.client.rendezvous import Meeting, Place
 from penstock.client.run import Run
 from penstock.client.saved import Start
+from penstock.client.scopes import Scope
 from penstock.client.settings import Settings, Torchrun, attempt_key, resolve
 from penstock.proto import tracing
 from penstock.proto.calls import CoordinatorClient
 from penstock.proto.channel import VERSION, Tls, host_id, is_local, load_tls, read_token
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
+from penstock.proto.forks import Owner
 from penstock.proto.tokens import admin_tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -45,7 +47,6 @@ REACH_S = 20.0
 RETRY_S = 0.25
 
 _open: weakref.WeakSet[Appliance] = weakref.WeakSet()
-_entered: list[Appliance] = []
 
 
 class Appliance:
@@ -142,7 +143,7 @@ class Appliance:
     def _setup(self, settings: Settings) -> None:
         self.settings = settings
         self._torchrun = Torchrun()
-        self._pid = os.getpid()
+        self._owner = Owner()
         self._closed = False
         self._lock = threading.Lock()
         self._runs: list[Run] = []
@@ -221,6 +222,7 @@ class Appliance:
 
     def _reach(self, deadline: float) -> Place:
         """Where the coordinator is, which has been seen to be up if it is embedded here."""
+        self._owner.check(f"{self!r}")
         if self._closed:
             raise PenstockError("this Appliance is closed")
         if self._place is None:
@@ -336,7 +338,7 @@ class Appliance:
 
     def close(self) -> None:
         """Close all runs, and stop what was started here. Batches that the loop still holds stay valid."""
-        if os.getpid() != self._pid:
+        if not self._owner.is_here:
             return  # a fork of the training process, at its exit
         with self._lock:
             if self._closed:
@@ -354,12 +356,11 @@ class Appliance:
             stop()
 
     def __enter__(self) -> Appliance:
-        _entered.append(self)
+        _entered.enter(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self in _entered:
-            _entered.remove(self)
+        _entered.leave(self)
         self.close()
 
     def __repr__(self) -> str:
@@ -409,6 +410,14 @@ def _close_all() -> None:
         appliance.close()
 
 
+_entered: Scope[Appliance] = Scope(
+    "penstock-appliances",
+    "{count} appliances are open in `with` statements of other threads, and none in this one: say which is meant by "
+    "DataExecutor(loader, appliance=...), or open it in the thread that uses it",
+    lambda appliance: not appliance.closed,
+)
+
+
 # ---- the default appliance
 
 
@@ -452,11 +461,14 @@ _default_lock = threading.Lock()
 
 
 def current_appliance(loader: Any) -> Appliance:
-    """The appliance for a loader that is iterated without one: the innermost `with`, else the default one."""
+    """The appliance for a loader that is iterated without one: the innermost `with`, else the default one.
+
+    Raises AmbiguousContextError where several are open in other threads only.
+    """
     global _default
-    for appliance in reversed(_entered):
-        if not appliance.closed:
-            return appliance
+    appliance = _entered.innermost()
+    if appliance is not None:
+        return appliance
     with _default_lock:
         if _default is None or _default.appliance.closed:
             _default = _Default()
@@ -466,7 +478,7 @@ def current_appliance(loader: Any) -> Appliance:
 
 def current_settings() -> Settings:
     """The settings that current_appliance() would have, without starting anything."""
-    for appliance in reversed(_entered):
-        if not appliance.closed:
-            return appliance.settings
+    appliance = _entered.innermost()
+    if appliance is not None:
+        return appliance.settings
     return _default.appliance.settings if _default is not None else resolve()

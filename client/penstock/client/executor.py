@@ -14,21 +14,24 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from penstock.client.appliance import Appliance
-from penstock.client.feed import PASS_ENDED, PASSES_AHEAD, Stats
+from penstock.client.feed import PASS_ENDED, Stats
 from penstock.client.loader import DataLoader, Session
 from penstock.client.progress import ProgressLine
 from penstock.client.reference import forbid_in_runner
 from penstock.client.schedule import CheckpointSteps, Schedule, positive
+from penstock.client.scopes import Scope
 from penstock.proto.errors import EmptyInputError
+from penstock.proto.position import PASSES_AHEAD
 
 __all__ = ["DataExecutor", "iterating"]
 
-_iterating: list[DataExecutor] = []
-
 
 def iterating() -> DataExecutor | None:
-    """The executor whose loop is running; the innermost, where one stands in another's."""
-    return _iterating[-1] if _iterating else None
+    """The executor whose loop is running here; the innermost, where one stands in another's.
+
+    Raises AmbiguousContextError in a thread without a loop, where several run in others.
+    """
+    return _iterating.innermost()
 
 
 class DataExecutor:
@@ -36,7 +39,8 @@ class DataExecutor:
 
     Args:
         loader: a penstock DataLoader.
-        num_steps: batches to take, over as many passes as that needs. None: one pass, or what is left of it. The next
+        num_steps: batches to take, over as many passes as that needs; 0: none, and no run is opened, so that a job
+            which had finished and is started again ends quietly. None: one pass, or what is left of it. The next
             executor goes on with the next batch; after a pass that was left by `break`, with the next pass.
         checkpoint_steps: None or 0; N: every step that N divides, and the last of this executor; or the absolute
             steps: an iterable of ints and ranges, or a callable that says for a step whether it is one. Workers prepare
@@ -46,7 +50,7 @@ class DataExecutor:
 
     Raises:
         TypeError: the loader is none of ours.
-        InvalidArgumentError: num_steps or checkpoint_steps below 1.
+        InvalidArgumentError: num_steps below 0, or checkpoint_steps below 1.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class DataExecutor:
                 f"{type(loader).__qualname__}: wrap the function that makes it, DataLoader(input_fn)"
             )
         self._loader = loader
-        self._num_steps = None if num_steps is None else positive("num_steps", num_steps)
+        self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
         self._schedule = Schedule.of(checkpoint_steps)
         self._appliance = appliance
         if appliance is not None:
@@ -99,19 +103,21 @@ class DataExecutor:
         return self._session.stats()
 
     @property
-    def digest(self) -> int:
+    def digest(self) -> int | None:
         """The flight record: a fingerprint of all batches of this box in order, over the whole life of the run.
 
         Equal for equal streams: it goes on where a loaded state left it, on any number of workers. chain(0) = 0,
-        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). 0 also where it is not known: after
-        a state that was loaded onto another number of boxes, or that does not know it.
+        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None where it is not known: before
+        the loop has begun, and after a state that was loaded onto another number of boxes, or that does not know it.
         """
-        return (self._session.feed.position.chain or 0) if self._session is not None else 0
+        return self._session.feed.position.chain if self._session is not None else None
 
     # ---- iterating
 
     def __iter__(self) -> Iterator[Any]:
         forbid_in_runner("iterating a DataExecutor")
+        if self._num_steps == 0:
+            return iter(())
         steps = self._steps()
         next(steps)
         return steps
@@ -124,7 +130,7 @@ class DataExecutor:
         self._last = stop = None if self._num_steps is None else first + self._num_steps
         line: ProgressLine | None = None
         left_early = False
-        _iterating.append(self)
+        _iterating.enter(self)
         try:
             if session.progress:
                 line = ProgressLine(loader.name, feed.stats, first)
@@ -161,9 +167,16 @@ class DataExecutor:
                 del batch  # or it would stay alive while the next one is waited for
             self._last = position.step
         finally:
-            _iterating.remove(self)
+            _iterating.leave(self)
             if line is not None:
                 line.finish()
             if left_early and session.expected_last() == position.step:
                 left_early = False  # by a loop that counts: there is no batch to cut off, and the end is taken next
             loader.finish(self, left_early=left_early, pass_ended=stop is None and position.epoch > first_epoch)
+
+
+_iterating: Scope[DataExecutor] = Scope(
+    "penstock-loops",
+    "{count} executors are being iterated in other threads, and none in this one: call a checkpoint_closure in the "
+    "thread whose loop it belongs to",
+)

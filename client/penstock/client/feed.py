@@ -6,7 +6,8 @@ the batch is returned: until then the loop does not have it. Acks go in groups; 
 lanes, for a producer without credits would wait for us.
 
 Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
-twice after a reconnect is given back unseen.
+twice after a reconnect is given back unseen. Nor about content: a batch that is damaged is fetched again from the ring
+at the lane's other end, and an error only if it stays damaged (penstock.client.lanes).
 """
 
 from __future__ import annotations
@@ -21,24 +22,30 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
 from penstock.client import watched
-from penstock.client.lanes import SlotLane
+from penstock.client.lanes import CORRUPT_TRIES, SlotLane
 from penstock.client.run import Run
 from penstock.client.schedule import Schedule
 from penstock.proto.channel import error_of
-from penstock.proto.errors import DeadlineError, LaneLostError, NoWorkersError, PenstockError, ProtocolError
-from penstock.proto.frames import MAX_UNUSED
+from penstock.proto.errors import (
+    BatchCorruptError,
+    DeadlineError,
+    ForkedProcessError,
+    LaneLostError,
+    NoWorkersError,
+    PenstockError,
+    ProtocolError,
+)
+from penstock.proto.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame
 from penstock.proto.position import Position, advance
 from penstock.proto.ring import MAX_SLOTS
+from penstock.proto.tcp import USER_TIMEOUT_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 
-__all__ = ["PASSES_AHEAD", "PASS_ENDED", "Feed", "Stats"]
+__all__ = ["PASS_ENDED", "Feed", "Stats"]
 
 PASS_ENDED: Final = object()
 """Returned by `Feed.next` instead of a batch."""
-PASSES_AHEAD = 64
-"""Passes that workers may run ahead where passes follow each other. A ring has at most 32 slots, so only empty passes
-come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
 OUTRUN = 2 * (MAX_SLOTS + 8)
 """Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and hears
 of more when the loop is half way there."""
@@ -50,8 +57,6 @@ LAZY_S = 0.002
 of the producer for each batch of a loop that is faster than its workers."""
 
 _log = logging.getLogger("penstock.client")
-
-_BATCH, _END, _ERROR, _CLOSE = lane_pb2.BATCH, lane_pb2.END, lane_pb2.ERROR, lane_pb2.CLOSE
 
 
 @dataclass
@@ -70,6 +75,8 @@ class Stats:
     """Batches whose copy to the device had been started before the loop asked for them; 0 without a device."""
     recoveries: int = 0
     """Slots that moved to another runner while the loop was reading."""
+    corrupt: int = 0
+    """Times that something came damaged, over the network or in memory, and was fetched again."""
     skipped: int = 0
     """Batches that were left out since the loader was opened, for they killed their runners (poison="skip")."""
 
@@ -95,6 +102,9 @@ class Feed:
         self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
         self._restarts = [0] * run.num_slots
         self._slow = [""] * run.num_slots
+        self._start_places = [0] * run.num_slots
+        self._queue_moved = 0.0
+        """When a runner that waited to be started had fewer before it, or none, the last time."""
         self._open_epochs = position.epoch
         self._waiting_since = 0.0
         self._moving = False
@@ -102,6 +112,7 @@ class Feed:
         self._told_unsharded = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.snapshot
+        run.progress.unreachable = self._unreachable
         watched.feeds.add(self)
 
     # ---- the hot path
@@ -137,15 +148,18 @@ class Feed:
             if frame is None:
                 self._wait(lane)
                 continue
-            if lane.unsettled and frame.kind != _CLOSE:  # that one may have been sent before a cut was heard of
+            if lane.unsettled and frame.kind != CLOSE:  # that one may have been sent before a cut was heard of
                 lane.settle()
-            if frame.kind != _BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
+            if frame.kind != BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
                 if self._other(lane, frame):
                     return PASS_ENDED
                 continue
             digest = frame.digest
             try:
                 batch = lane.take(frame)
+            except BatchCorruptError as error:
+                self._corrupt(lane, error.message)
+                continue
             except BaseException as error:
                 # Not delivered; should the caller try again, the producer sends it again.
                 lane.lose(time.monotonic(), str(error))
@@ -159,19 +173,39 @@ class Feed:
             self._waiting_since = 0.0
         lane.last_digest = digest
         lane.unacked += 1
-        lane.unused = 0
+        lane.unused = lane.corrupt = 0
         self._moving = True
         self.position.deliver(digest)
         self._moving = False
 
-    def _other(self, lane: SlotLane, frame: lane_pb2.Frame) -> bool:
+    def _corrupt(self, lane: SlotLane, what: str) -> None:
+        """What came of this lane is damaged: fetch it again, or raise BatchCorruptError if it stays so."""
+        lane.corrupt += 1
+        self.stats.corrupt += 1
+        lane.lose(time.monotonic(), what)
+        if lane.corrupt >= CORRUPT_TRIES:
+            slot = lane.slot
+            lane.corrupt = 0  # should the caller try again, so does the lane
+            raise self._placed(
+                BatchCorruptError(
+                    f"{self._label}: batch {self.position.total[slot] + 1} of the slot came damaged {CORRUPT_TRIES} "
+                    f"times in a row; memory or network damages data, at the worker or here. The last time: {what}"
+                ),
+                slot,
+            )
+        _log.warning("%s: what came is damaged and is fetched again: %s", self._label, what)
+
+    def _other(self, lane: SlotLane, frame: Frame) -> bool:
         """Anything but the batch that is due. True if the pass has ended."""
         position, kind, slot = self.position, frame.kind, lane.slot
-        if kind == _ERROR:
+        if kind == ERROR:
+            if frame.error.name == BatchCorruptError.__name__:
+                self._corrupt(lane, frame.error.message)
+                return False
             error = self._placed(error_of(frame.error), slot)
             self._run.error = error  # there is nothing after it
             raise error
-        if kind == _END:
+        if kind == END:
             if frame.epoch < position.epoch:
                 self._pass_over(lane)
                 return False  # of a slot that had ended, said again after a reconnect
@@ -182,14 +216,29 @@ class Feed:
                 return position.exhaust()
             finally:
                 self._moving = False
-        if kind == _BATCH:
+        if kind == BATCH:
             if frame.total <= position.total[slot]:
                 lane.skip(frame)
                 self._pass_over(lane)
                 return False
             raise self._confused(lane, f"batch {frame.total} of pass {frame.epoch}")
-        lane.lose(time.monotonic(), "the worker closed the lane")
+        if frame.rest:
+            self._cut_off(lane, frame.error)
+        else:
+            lane.lose(time.monotonic(), "the worker closed the lane")
         return False
+
+    def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
+        """The lander cannot reach the lane's worker. Reports go out at once: to hear whether the coordinator can be
+        reached from here, and then to ask it for another worker."""
+        silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
+        first = not lane.cut_off_at
+        if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
+            self._run.report_soon()
+
+    def _unreachable(self) -> list[tuple[int, int, str]]:
+        """(slot, generation, why) of workers that cannot be reached, for the watch thread."""
+        return [(lane.slot, lane.generation, lane.unreachable) for lane in self._lanes if lane.unreachable]
 
     def _pass_over(self, lane: SlotLane) -> None:
         """A frame came that nobody needs. If that is all that comes, no wait and no deadline would ever be reached."""
@@ -223,7 +272,8 @@ class Feed:
         view = run.views[lane.slot]
         if lane.consumer is None and self._connect(lane, view, now):
             return
-        until = self._waiting_since + self._timeout_s
+        # A runner that waits for others to be started is not late while these are: each of them has its own deadline.
+        until = max(self._waiting_since, self._queue_moved) + self._timeout_s
         if now >= until:
             self.flush()
             raise self._deadline(lane, view, now - self._waiting_since)
@@ -297,7 +347,10 @@ class Feed:
                 f"{run.num_slots} slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or "
                 "ones with more --slots, or lower num_workers_per_box; `penstock status` shows who is there"
             )
-        doing = {pb.STARTING: "its runner is still starting", pb.READY: "its next batch has not come"}
+        starting = "its runner is still starting"
+        if view.start_place:
+            starting = f"its runner is number {view.start_place} of {view.start_queue} that wait to be started there"
+        doing = {pb.STARTING: starting, pb.READY: "its next batch has not come"}
         trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
         what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
         return DeadlineError(
@@ -318,6 +371,8 @@ class Feed:
     def _refresh(self) -> None:
         """Take note of what the watch thread learned: slots that moved, slots that became ready."""
         run = self._run
+        if isinstance(run.error, ForkedProcessError):
+            raise run.error  # also where frames are left that had been read: they are the parent's
         self._version = run.version
         notes = []
         now = time.monotonic()
@@ -342,6 +397,9 @@ class Feed:
             if view.doing and view.doing != self._slow[slot]:
                 notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
             self._slow[slot] = view.doing
+            if self._start_places[slot] > view.start_place:
+                self._queue_moved = now
+            self._start_places[slot] = view.start_place
             if lane.consumer is None and view.phase == pb.READY:
                 self._connect(lane, view, now)
         if not self._told_unsharded and run.num_workers > 1 and all(_never_looked(view) for view in run.views):
@@ -368,9 +426,10 @@ class Feed:
         position, run = self.position, self._run
         total = position.total[lane.slot]
         hello = lane_pb2.Hello(next_total=total + 1, epoch=position.epoch)
-        hello.ack.delivered = total
-        hello.ack.open_epochs = self._open_epochs
+        hello.delivered = total
+        hello.open_epochs = self._open_epochs
         lane.hello(hello)
+        lane.dials(run.heard_at)
         try:
             sock = run.dial(view, hello)
         except (OSError, PenstockError) as error:
@@ -478,6 +537,7 @@ class Feed:
         """Leave all lanes. Batches that the loop still holds stay valid."""
         last = self.snapshot()
         self._run.progress.position = lambda: last  # for the run's last report
+        self._run.progress.unreachable = list
         for lane in self._lanes:
             lane.close()
 

@@ -15,6 +15,10 @@ out of the receive buffer (one receive for many); a large one is received into i
 into the buffer in the same call. A compressed one comes in pieces: each is received into a buffer that the lane keeps,
 and unpacked into the slot while the next is on its way.
 
+What arrives is compared with what was sent: frames by their seals, payloads by the check behind them
+(penstock.proto.tcp), each piece right after it came, while it is in the processor's cache. A difference is an ERROR
+frame to the consumer, which comes back and gets all of it again.
+
 TLS. Under it a receive brings 16 KiB at most, and what is left inside is nothing that epoll could see: a lane whose
 turn is over before all of it was read says so to the loop. A worker whose certificate is not good, or that does not
 accept ours, is an error, not a lost connection: trying again would not help.
@@ -40,10 +44,11 @@ from collections import deque
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
+from xxhash import xxh3_64
 
 from penstock.proto import tcp
 from penstock.proto.compression import Unpacker, check_claim, load
-from penstock.proto.errors import PenstockError, ProtocolError, TlsError, format_remote
+from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError, format_remote
 from penstock.proto.frames import (
     BATCH,
     CLOSE,
@@ -53,11 +58,13 @@ from penstock.proto.frames import (
     MAX_RINGS,
     RING,
     STRUCTURE,
+    Ack,
+    Frame,
     Pieces,
     check_peer,
-    framed,
+    read_frame,
 )
-from penstock.proto.lane_tls import TlsSocket, connect_tls
+from penstock.proto.lane_tls import TlsSocket, check_damage, connect_tls
 from penstock.proto.producer import Producer, Slab
 from penstock.proto.ring import PAGE
 from penstock.proto.tls import Tls, explain, host_of, load_tls
@@ -67,8 +74,10 @@ _log = logging.getLogger("penstock.client.lander")
 
 HELLO_S = 10.0
 """Seconds that a consumer has for its Hello, and a lane whose consumer has left for its last acks."""
-CONNECT_S = 10.0
-"""Seconds to connect to one address of a daemon; twice that for all of them."""
+CONNECT_S = 1.25
+"""Seconds to connect to one address of a daemon: the kernel asks once more after one. A consumer comes back at once."""
+SHAKE_S = 10.0
+"""Seconds for each step of TLS; twice that for all that comes before a lane is there, names and addresses too."""
 SMALL = 16 << 10
 """Bytes of payload up to which batches are copied out of the receive buffer, many to a receive."""
 AHEAD = 4 << 10
@@ -84,7 +93,7 @@ PACKED_READS_A_TURN = 8
 """READS_A_TURN for a lane in the middle of a compressed payload: unpacking a piece takes 0.2 ms."""
 NEVER = float("inf")
 
-Connection = socket.socket | OSError | TlsError
+Connection = socket.socket | OSError | PenstockError
 """What came of a try to connect."""
 
 
@@ -102,18 +111,21 @@ class Lane:
         self._tcp_fd = -1
         self._address = ""  # of the daemon
         self._heard = False  # something has come over TCP
+        self._silent: PenstockError | None = None  # why it ended: the other host acknowledges nothing
         self._producer = Producer((max_batch_bytes + PAGE - 1) // PAGE * PAGE)  # as the sender's slots are rounded
         self._producer.on_ack = self._relay
         self._greeted = False
         self._ended = False  # nothing more will be read from TCP
         self._inbox = tcp.Inbox()
         self._out: deque[bytes | memoryview] = deque()  # hello and acks on their way to the pump
-        self._frame = lane_pb2.Frame()
+        self._frame = Frame()  # the one read last
         self._waiting = False  # `_frame` is a batch that waits for a ring slot
         self._slab: Slab | None = None  # where its payload goes
         self._target: memoryview | None = None  # what of the payload is still to come
         self._unpackers: dict[int, Unpacker] = {}  # of the codecs that the consumer asked for
         self._unpacker: Unpacker | None = None  # of the payload that comes in, if it is compressed
+        self._hasher: xxh3_64 | None = None  # of the payload that comes in, if a check follows it
+        self._whole = False  # the payload is, and only its check may still be on its way
         self._unwanted = 0  # bytes of a payload that nobody wants any more
         self._wake_at = 1  # bytes that must have come before TCP counts as readable
         self._limit = 1 << 20  # bytes of one receive into the buffer
@@ -181,33 +193,31 @@ class Lane:
             self.end(f"no hello: {error}")
             return
         self._greeted = True
-        self.deadline = time.monotonic() + 2 * CONNECT_S
+        self.deadline = time.monotonic() + 2 * SHAKE_S
         self._producer.attach(self._consumer, hello)
         hello_target = hello.target
         # Places in the ring are this end's own business: at the other side there is another ring.
         hello.ClearField("target")
         hello.ClearField("held")
-        hello.ack.ClearField("released")
         codecs = [codec for codec in map(load, hello.codecs) if codec is not None]
         self._unpackers = {codec.number: Unpacker(codec) for codec in codecs}
         hello.ClearField("codecs")
         hello.codecs.extend(self._unpackers)  # type: ignore[arg-type]
-        self._out.append(framed(hello.SerializeToString()))
+        self._out.append(tcp.sealed(hello.SerializeToString()))
         self._address = hello_target
         self._loop.connect(hello_target, self._connected)
 
-    def _relay(self, ack: lane_pb2.Ack) -> None:
-        ack.ClearField("released")
-        message = ack.SerializeToString()
+    def _relay(self, ack: Ack) -> None:
+        message = ack._replace(released=()).encode()
         if message:
-            self._out.append(framed(message))
+            self._out.append(tcp.sealed(message))
 
     # ---- TCP
 
     def _connected(self, sock: Connection) -> None:
         if isinstance(sock, OSError):
-            self.end(f"no connection: {sock}")
-        elif isinstance(sock, TlsError):
+            self._cut_off(tcp.unreachable(self._address, sock))
+        elif isinstance(sock, PenstockError):
             self.fail(sock)
         elif self.over:
             sock.close()
@@ -217,6 +227,12 @@ class Lane:
             sock.setblocking(False)
             self._tcp, self._tcp_fd = sock, sock.fileno()
             self._settle()
+
+    def _cut_off(self, error: PenstockError) -> None:
+        """Over, and the consumer is told that the other host cannot be reached: a CLOSE with the reason in it."""
+        detail = records_pb2.ErrorDetail(name=type(error).__name__, message=error.message)
+        self._producer.forward_end(Frame(CLOSE, rest=detail.SerializeToString()))
+        self.end(error.message)
 
     def _receive(self) -> None:
         """Read TCP until it has no more, its turn is over, or no ring slot is free."""
@@ -234,12 +250,16 @@ class Lane:
                     else:
                         size = sock.recvmsg_into([target, inbox.room(self._limit)])[0]
                         behind = max(0, size - len(target))
+                        if self._hasher is not None:
+                            self._hasher.update(target[: size - behind])
                         self._target = target[size - behind :]
                 except BlockingIOError:
                     return
                 except OSError as error:
+                    check_damage(error, heard=self._heard)
                     if not self._heard:
                         self._loop.check_refusal(error, self._address)
+                    self._silent = self._silent or tcp.silence(self._address, error)
                     size = 0
                 if not size:
                     self._ended = True
@@ -255,7 +275,7 @@ class Lane:
 
     def _work_through(self) -> bool:
         """Publish and learn what has arrived. False if a batch waits for a ring slot."""
-        inbox, frame, producer = self._inbox, self._frame, self._producer
+        inbox, producer = self._inbox, self._producer
         while True:
             if self._waiting and not self._open_slot():
                 return False
@@ -264,32 +284,21 @@ class Lane:
                 if self._unwanted:
                     return True
             if self._target is not None:
-                if self._target:
-                    piece = inbox.take_bytes(len(self._target))
-                    self._target[: len(piece)] = piece
-                    self._target = self._target[len(piece) :]
-                    if self._target:
-                        return True
-                if self._unpacker is not None and self._unpack(self._unpacker):
+                if not self._fill():
+                    return True
+                if self._unwanted:
                     continue
+            if self._whole:
+                if self._hasher is not None and not inbox.take_check(self._hasher):
+                    return True
                 self._publish()
             message = inbox.take()
             if message is None:
                 return True
-            try:
-                frame.ParseFromString(message)  # type: ignore[arg-type]  # upb reads any buffer
-            except DecodeError as error:
-                raise ProtocolError(f"a frame that cannot be read: {error}") from error
+            frame = self._frame = read_frame(message, 0, len(message))
             kind = frame.kind
             if kind == BATCH:
-                if frame.nbytes + 8 * frame.size > self._slot_bytes.get(frame.ring, -1):
-                    raise ProtocolError(f"a batch of {frame.nbytes} bytes in no ring that was announced")
-                if frame.codec or frame.wire:
-                    if frame.codec not in self._unpackers:
-                        raise ProtocolError(f"a batch compressed in a way ({frame.codec}) that was not asked for")
-                    check_claim(frame.wire, frame.nbytes + 8 * frame.size)
-                if not producer.knows_structure(frame.structure):
-                    raise ProtocolError(f"a batch of structure {frame.structure}, never announced")
+                self._check_claims(frame)
                 self._waiting = True
             elif kind == RING:
                 self._slot_bytes[frame.ring] = frame.slot_bytes
@@ -305,17 +314,47 @@ class Lane:
             else:
                 raise ProtocolError(f"a frame of unknown kind {kind}")
 
+    def _check_claims(self, frame: Frame) -> None:
+        """Of a batch, before memory is taken for it. Raises ProtocolError."""
+        size = frame.nbytes + 8 * frame.size
+        if size > self._slot_bytes.get(frame.ring, -1):
+            raise ProtocolError(f"a batch of {frame.nbytes} bytes in no ring that was announced")
+        if frame.codec or frame.wire:
+            if frame.codec not in self._unpackers:
+                raise ProtocolError(f"a batch compressed in a way ({frame.codec}) that was not asked for")
+            check_claim(frame.wire, size)
+        if not self._producer.knows_structure(frame.structure):
+            raise ProtocolError(f"a batch of structure {frame.structure}, never announced")
+
+    def _fill(self) -> bool:
+        """Put into `_target` what of the payload lies in the receive buffer. False if more is to come."""
+        while self._target is not None:
+            if self._target:
+                piece = self._inbox.take_bytes(len(self._target))
+                self._target[: len(piece)] = piece
+                if self._hasher is not None:
+                    self._hasher.update(piece)
+                self._target = self._target[len(piece) :]
+                if self._target:
+                    return False
+            if self._unpacker is None:
+                self._target, self._whole = None, True
+            else:
+                self._unpack(self._unpacker)
+        return True
+
     def _open_slot(self) -> bool:
         """A slot for the batch in `_frame`, as large as the sender's, so that the rings grow alike."""
         frame, producer = self._frame, self._producer
         size = frame.nbytes + 8 * frame.size
         if frame.cut < producer.cuts:
-            self._unwanted = frame.wire if frame.codec else size
+            self._unwanted = (frame.wire if frame.codec else size) + tcp.CHECK_BYTES * tcp.is_checked(frame)
         else:
             slab = producer.reserve(self._slot_bytes[frame.ring])
             if slab is None:
                 return False
             self._slab = slab
+            self._hasher = xxh3_64() if tcp.is_checked(frame) else None
             self._target = slab.view[:size]
             self._limit = AHEAD if size > SMALL else 1 << 20
             if frame.codec:
@@ -325,29 +364,31 @@ class Lane:
         self._waiting = False
         return True
 
-    def _unpack(self, unpacker: Unpacker) -> bool:
-        """What `_target` asked for of a compressed payload has come. False if the batch is whole with it."""
+    def _unpack(self, unpacker: Unpacker) -> None:
+        """What `_target` asked for of a compressed payload has come."""
         if self._frame.cut < self._producer.cuts:  # the pass was left while it came in: spare the work
             assert self._slab is not None
             self._producer.return_unused(self._slab)
-            self._unwanted = unpacker.left
+            self._unwanted = unpacker.left + tcp.CHECK_BYTES
             unpacker.drop()
             self._slab = self._target = self._unpacker = None
-            return True
-        self._target = unpacker.step()
+            return
+        try:
+            self._target = unpacker.step()
+        except ProtocolError as error:  # the check that would tell comes behind it
+            raise BatchCorruptError(
+                f"its payload was damaged on its way, or never could be unpacked: {error}"
+            ) from error
         if self._target is None:
-            self._unpacker = None
-        return self._target is not None
+            self._unpacker, self._whole = None, True
 
     def _publish(self) -> None:
         """The batch in `_frame` is in its slot."""
-        slab, self._slab, self._target = self._slab, None, None
+        slab, self._slab, self._whole = self._slab, None, False
         assert slab is not None
         if self._frame.cut < self._producer.cuts:
             self._producer.return_unused(slab)  # the pass was left while it came in
         else:
-            self._frame.ClearField("codec")
-            self._frame.ClearField("wire")
             self._producer.forward(slab, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
@@ -365,7 +406,8 @@ class Lane:
                     out.popleft()
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self._silent = self._silent or tcp.silence(self._address, error)
             out.clear()  # the reading side finds the end, behind the last frames
         if not producer.attached:
             if sock is None or not out:
@@ -376,7 +418,10 @@ class Lane:
             self._loop.watch(self, self._consumer_fd, 0)
         else:
             if self._ended and not producer.blocked:
-                self.end("the connection ended")
+                if self._silent is not None:
+                    self._cut_off(self._silent)
+                else:
+                    self.end("the connection ended")
                 return
             self._loop.watch(self, self._consumer_fd, select.EPOLLIN | (select.EPOLLOUT if producer.blocked else 0))
         if sock is not None:
@@ -434,6 +479,15 @@ class Loop:
                 for lane in [lane for lane in self._lanes if lane.deadline <= now]:
                     lane.end("its time ran out")
 
+    def close(self) -> None:
+        """Once `run` has returned: give up what it holds. The process has no need of this, for it ends."""
+        for lane in list(self._lanes):
+            lane.end("the receiver ends")
+        self._listener.close()
+        self._epoll.close()
+        os.close(self._lifeline)
+        os.close(self._wake)
+
     def watch(self, lane: Lane, fd: int, mask: int) -> None:
         """Tell the lane of these events from now on; a mask of 0 means of nothing, not even that the peer hung up."""
         before = self._watched.get(fd)
@@ -463,7 +517,7 @@ class Loop:
             found: Connection
             try:
                 found = self._connection(address)
-            except (OSError, TlsError) as error:
+            except (OSError, PenstockError) as error:
                 found = error
             self._arrived.append((then, found))
             os.eventfd_write(self._wake, 1)
@@ -473,11 +527,13 @@ class Loop:
     def _connection(self, address: str) -> socket.socket:
         where = host_of(address)
         sock = socket.create_connection(where, CONNECT_S)
+        sock.settimeout(SHAKE_S)
         if self._tls is None:
             return sock
         try:
             return connect_tls(sock, self._tls, where[0])
         except OSError as error:
+            check_damage(error, heard=False)
             self.check_refusal(error, address)
             raise
 

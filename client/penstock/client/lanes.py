@@ -6,6 +6,11 @@ its token goes to a deque that nobody reads any more.
 
 Tokens are ints, ring << 16 | slot, because a finalizer may append them and do nothing else (see
 penstock.proto.assemble).
+
+**What is delivered is what was made.** Before a batch is handed out its bytes are compared with the digest that its
+runner computed when it wrote them: of up to 64 KiB all, of more a sample, or all with `Appliance(digest="full")`. A
+difference is a BatchCorruptError, upon which the feed gives the connection up: the ring at its other end still has the
+batch. Only what stays wrong, CORRUPT_TRIES times in a row, is an error in the training loop.
 """
 
 from __future__ import annotations
@@ -15,16 +20,28 @@ import socket
 from collections import deque
 from typing import Any
 
-from penstock.proto.lane import Consumer, long_shapes
+from penstock.proto import forks
+from penstock.proto.digest import Layouts, region_digest
+from penstock.proto.errors import BatchCorruptError, ProtocolError
+from penstock.proto.frames import FULL_DIGEST, Frame
+from penstock.proto.lane import Consumer, dims_of
 from penstock.proto.ring import Ring
 from penstock.proto.structure import Structure
 from penstock.proto.tensors import Assembler, wrap_buffer
 from penstock.proto.v1 import lane_pb2
 
-__all__ = ["RingView", "SlotLane"]
+__all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
+CUT_OFF_S = 2.0
+"""Seconds for which a worker's host cannot be reached before another worker is asked for: a daemon that died is known
+to the coordinator within 1.5 s, and it says so better."""
+CHECK_S = 0.1
+"""Seconds before the second try, for the coordinator to be heard in."""
+CORRUPT_TRIES = 8
+"""Times that a batch is fetched, each time damaged, before it is an error. Where every second one is damaged, as often
+in a row once in 256 batches; so a link as bad as that ends the run, and within a second."""
 LEFT_KEPT = 256
 """Passes left: a runner that dies starts from a base of the last seconds, in which a loop leaves no more."""
 
@@ -54,8 +71,11 @@ class SlotLane:
         "backoff_s",
         "consumer",
         "copies",
+        "corrupt",
         "current_ring",
         "cut_epoch",
+        "cut_off_at",
+        "cut_off_since",
         "cuts",
         "failed_since",
         "freed",
@@ -72,8 +92,10 @@ class SlotLane:
         "tried_failed",
         "trouble",
         "unacked",
+        "unreachable",
         "unsettled",
         "unused",
+        "vouched",
         "wanted",
     )
 
@@ -87,7 +109,7 @@ class SlotLane:
         """For what comes over the connection. Made once: it would cost more than the wait of a quick worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
-        self.assemblers: dict[int, Assembler] = {}
+        self.assemblers: dict[int, tuple[Assembler, Layouts]] = {}
         self.release: deque[int] = deque()
         self.freed: list[int] = []
         """Ring, slot, ring, slot ... to be named in the next ack."""
@@ -112,9 +134,17 @@ class SlotLane:
         self.backoff_s = FIRST_BACKOFF_S
         self.trouble = ""
         """Why the last attempt to open the lane failed."""
+        self.cut_off_since = self.cut_off_at = 0.0
+        """Since when its worker's host cannot be reached, and when that was first seen here; 0 = it can."""
+        self.vouched = False
+        """The last try to reach it was begun after the coordinator had been heard, behind `cut_off_at`."""
+        self.unreachable = ""
+        """Why the coordinator is asked for another worker; "" = it is not."""
         self.failed_since = 0.0
         self.tried_failed = False
         self.copies = 0
+        self.corrupt = 0
+        """Times in a row that what came was damaged."""
 
     def successor(self, generation: int, name: str) -> SlotLane:
         """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
@@ -139,16 +169,17 @@ class SlotLane:
         hello.cuts = self.cuts
         hello.last_digest = self.last_digest
         hello.left.extend(lane_pb2.Left(epoch=epoch, total=total) for epoch, total in self.left)
-        hello.ack.wanted.extend(self.wanted)
+        hello.wanted.extend(self.wanted)
         if self.cuts and self.unsettled and self.left and hello.next_total - 1 <= self.left[-1][1]:
             # The producer may not have heard of the last cut. One that has, knows so by the count; and one of which the
             # loop has had a batch behind it, has.
-            hello.ack.abandon_epoch = self.cut_epoch + 1
+            hello.abandon_epoch = self.cut_epoch + 1
             hello.epoch = self.cut_epoch
 
     def attach(self, sock: socket.socket, wake_fd: int) -> None:
         """The connection is there; `poll` shall tell of `wake_fd` too."""
         consumer = self._consumer(sock)
+        forks.keep(consumer)
         consumer.cuts = self.cuts
         self.consumer = consumer
         self.unacked = 0
@@ -167,6 +198,24 @@ class SlotLane:
         """Something came: the peer works, and has heard of all cuts."""
         self.unsettled = False
         self.backoff_s = FIRST_BACKOFF_S
+        self.cut_off_since = self.cut_off_at = 0.0
+        self.unreachable = ""
+
+    def dials(self, heard_at: float) -> None:
+        """A try to open it begins; the coordinator was last heard at that time."""
+        self.vouched = heard_at > self.cut_off_at > 0.0
+
+    def cut_off(self, now: float, silent_s: float, why: str) -> bool:
+        """Its worker's host could not be reached, or was not heard of for `silent_s`. True if the coordinator is to be
+        asked for another one: it was so for a while, and this end's network was seen to work meanwhile. Without that a
+        host whose own cable was out would, once it is back, take its slots from workers that are well."""
+        self.lose(now, why)
+        if not self.cut_off_at:
+            self.cut_off_since, self.cut_off_at = now - silent_s, now
+            self.retry_at = max(self.retry_at, now + CHECK_S)
+        elif self.vouched and now - self.cut_off_since >= CUT_OFF_S:
+            self.unreachable = why
+        return bool(self.unreachable)
 
     def lose(self, now: float, why: str) -> None:
         """The connection is gone; another may be tried a little later."""
@@ -185,15 +234,13 @@ class SlotLane:
 
     # ---- batches
 
-    def take(self, frame: lane_pb2.Frame) -> Any:
-        """The batch of a BATCH frame: views of its ring slot, or copies while few slots are free."""
-        ring_id, slot, structure = frame.ring, frame.slot, frame.structure
-        ring = self.rings.get(ring_id)
-        if ring is None:
-            ring = self._map(ring_id)
-        assembler = self.assemblers.get(structure)
-        if assembler is None:
-            assembler = self._compile(structure)
+    def take(self, frame: Frame) -> Any:
+        """The batch of a BATCH frame: views of its ring slot, or copies while few slots are free.
+
+        Raises BatchCorruptError if it is not what its runner made.
+        """
+        ring_id, slot = frame.ring, frame.slot
+        ring, assembler, shapes = self.checked(frame)
         if self.release:
             self.drain()
         held = ring.held
@@ -201,18 +248,30 @@ class SlotLane:
         if copy:
             self.copies += 1
         batch = assembler.assemble(
-            list(frame.shapes if not frame.size else long_shapes(frame, ring.ring)),
-            ring.buffer,
-            slot * ring.slot_bytes,
-            frame.nbytes,
-            self.release,
-            ring_id << 16 | slot,
-            copy,
+            shapes, ring.buffer, slot * ring.slot_bytes, frame.nbytes, self.release, ring_id << 16 | slot, copy
         )
         held.add(slot)
         return batch
 
-    def skip(self, frame: lane_pb2.Frame) -> None:
+    def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
+        """What is needed to assemble a batch, once its bytes are those that its runner wrote."""
+        ring = self.rings.get(frame.ring)
+        if ring is None:
+            ring = self._map(frame.ring)
+        assembler, layouts = self.assemblers.get(frame.structure) or self._compile(frame.structure)
+        nbytes = frame.nbytes
+        dims = frame.rest if not frame.size else dims_of(frame, ring.ring)
+        if len(dims) & 7:
+            raise ProtocolError(f"{self.name}: dims of {len(dims)} bytes")
+        shapes, seed = layouts.find(nbytes, dims)
+        full = frame.flags & FULL_DIGEST != 0
+        if region_digest(seed, ring.ring.view, frame.slot * ring.slot_bytes, nbytes, full) != frame.digest:
+            raise BatchCorruptError(
+                f"{self.name}: batch {frame.total} of the slot is not what its runner made, by its digest"
+            )
+        return ring, assembler, shapes
+
+    def skip(self, frame: Frame) -> None:
         """Give back the slot of a batch that nobody needs."""
         self.freed += (frame.ring, frame.slot)
 
@@ -254,10 +313,11 @@ class SlotLane:
         self.group = view.group
         return view
 
-    def _compile(self, structure: int) -> Assembler:
+    def _compile(self, structure: int) -> tuple[Assembler, Layouts]:
         assert self.consumer is not None
         known = self.consumer.structures
         # What the lane has forgotten is dropped: compiled, it takes many times the bytes of its announcement.
         self.assemblers = {number: kept for number, kept in self.assemblers.items() if number in known}
-        assembler = self.assemblers[structure] = Assembler(Structure.from_bytes(known[structure]))
-        return assembler
+        found = Structure.from_bytes(known[structure])
+        compiled = self.assemblers[structure] = Assembler(found), Layouts(found.key)
+        return compiled

@@ -11,6 +11,7 @@ lost silently.
 from __future__ import annotations
 
 import copy
+import secrets
 import threading
 import warnings
 import weakref
@@ -151,6 +152,8 @@ class DataLoader:
         """Of the appliance that an executor was made for."""
         self._leaves_pass = False
         """The pass that the loaded state stands in is not gone on with."""
+        self._drawn: int | None = None
+        """The seed that was drawn for a state which was asked for before the run was open: the run gets it, too."""
 
     # ---- what executors need
 
@@ -260,7 +263,14 @@ class DataLoader:
     def _open(self, appliance: Appliance) -> Session:
         settings = appliance.settings
         saved, seed, full_digest = self._loaded, settings.seed, settings.digest == "full"
-        if saved is None or saved.is_beginning:
+        if self._drawn is not None and seed is not None and seed != self._drawn:
+            raise StateMismatchError(
+                f"a state of {self.name} was taken before its run was opened, with seed {self._drawn} drawn for it, "
+                f"and Appliance(seed={seed}) asks for another: take the state once the loop has begun, or on the "
+                "appliance that it will run on"
+            )
+        if saved is None:
+            seed = self._drawn if seed is None else seed
             start = Start(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
         else:
             start = saved.start(settings.box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
@@ -268,6 +278,11 @@ class DataLoader:
                 raise NotRestartableError(
                     f"the loaded state of {self.name} was saved with replay=True, and is restored by replaying too: "
                     "ask for it by Appliance(replay=True)"
+                )
+            if seed is None and saved.seed is None:
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} has no seed, for it was taken before its run was opened, by an "
+                    "older Penstock: pass Appliance(seed=...), or start without it"
                 )
             if seed is not None and saved.seed is not None and seed != saved.seed:
                 raise StateMismatchError(
@@ -403,14 +418,27 @@ class DataLoader:
 
     def _initial(self) -> dict[str, Any]:
         session = self._session
-        settings = session.appliance.settings if session is not None else current_settings()
+        settings = self._settings
         methods = self._local.methods("the state before the first step")
         self._require_methods(methods, settings.replay)
-        seed = session.run.seed if session is not None else settings.seed
+        seed = session.run.seed if session is not None else self._seed_to_come(settings)
         saved = Saved(0, self.name, methods, 0, 0, seed)
         if methods == 4:
             saved.aggregated = self._local.initial_state(seed)
         return saved.to_dict()
+
+    def _seed_to_come(self, settings: Settings) -> int:
+        """The seed that the run will have; one that nobody gave is drawn here, or the state would fit any order."""
+        if settings.seed is not None:
+            return settings.seed
+        if settings.num_boxes > 1:
+            raise StateUnavailableError(
+                f"{self.name}: no state can be had before the run is open, for its seed is drawn then, and all boxes "
+                "must have the same: pass Appliance(seed=...), or take the state once the loop has begun"
+            )
+        if self._drawn is None:
+            self._drawn = secrets.randbits(63)
+        return self._drawn
 
     def _require_methods(self, methods: int, replay: bool) -> None:
         if methods == 0 and not replay:
@@ -463,6 +491,7 @@ class DataLoader:
                     record.digest,
                     value["restart"],
                     None if methods == 4 else value["user"],
+                    record.next_digest,
                 )
             )
         if methods == 4:
@@ -503,7 +532,7 @@ class DataLoader:
                 pass  # it cannot be built here; the workers check the same
         given = copy.deepcopy(sd)
         self.close()
-        self._leaves_pass = False
+        self._leaves_pass, self._drawn = False, None
         self._loaded, self._given, self._strict, self._cached = replace(saved), given, strict, None
         if saved.methods == 4:
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)

@@ -20,15 +20,13 @@ import torch
 from penstock.client.device import Backend, Event
 from penstock.client.lanes import RingView, SlotLane
 from penstock.proto.errors import PenstockError
-from penstock.proto.lane import Consumer, long_shapes
-from penstock.proto.v1 import lane_pb2
+from penstock.proto.frames import BATCH, END, Frame
+from penstock.proto.lane import Consumer
 
 __all__ = ["LOOK_S", "DeviceLane", "Load", "LookingConsumer"]
 
 LOOK_S = 50e-6
 """Seconds between two looks at an event while nothing else can be done; a copy of 1 MiB takes about as long."""
-
-_BATCH, _END = lane_pb2.BATCH, lane_pb2.END
 
 
 class Load:
@@ -36,7 +34,7 @@ class Load:
 
     __slots__ = ("batch", "copies", "digest", "event", "lane", "ring", "slot", "token")
 
-    def __init__(self, lane: DeviceLane, ring: RingView, frame: lane_pb2.Frame) -> None:
+    def __init__(self, lane: DeviceLane, ring: RingView, frame: Frame) -> None:
         self.lane = lane
         self.ring = ring
         self.slot: int = frame.slot
@@ -92,9 +90,9 @@ class LookingConsumer(Consumer):
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__(sock, name)
-        self._seen: lane_pb2.Frame | PenstockError | None = None
+        self._seen: Frame | PenstockError | None = None
 
-    def look(self) -> lane_pb2.Frame | None:
+    def look(self) -> Frame | None:
         """What the next `receive` will return; what it will raise is None here, and kept for it too."""
         if self._seen is None:
             try:
@@ -103,7 +101,7 @@ class LookingConsumer(Consumer):
                 self._seen = error
         return None if isinstance(self._seen, PenstockError) else self._seen
 
-    def receive(self) -> lane_pb2.Frame | None:
+    def receive(self) -> Frame | None:
         seen = self._seen
         if seen is None:
             return super().receive()
@@ -114,7 +112,7 @@ class LookingConsumer(Consumer):
 
     def abandon(self, epoch: int) -> None:
         seen = self._seen
-        if isinstance(seen, lane_pb2.Frame) and seen.kind in (_BATCH, _END):
+        if isinstance(seen, Frame) and seen.kind in (BATCH, END):
             self._seen = None  # of a pass that is left now: `receive` passes over such frames
         super().abandon(epoch)
 
@@ -136,17 +134,10 @@ class DeviceLane(SlotLane):
     def _consumer(self, sock: socket.socket) -> Consumer:
         return LookingConsumer(sock, self.name)
 
-    def take(self, frame: lane_pb2.Frame) -> Load:
-        ring = self.rings.get(frame.ring) or self._map(frame.ring)
-        assembler = self.assemblers.get(frame.structure) or self._compile(frame.structure)
+    def take(self, frame: Frame) -> Load:
+        ring, assembler, shapes = self.checked(frame)
         load = Load(self, ring, frame)
-        load.batch = assembler.assemble(
-            frame.shapes if not frame.size else long_shapes(frame, ring.ring),
-            ring.buffer,
-            frame.slot * ring.slot_bytes,
-            frame.nbytes,
-            move=load.move,
-        )
+        load.batch = assembler.assemble(shapes, ring.buffer, frame.slot * ring.slot_bytes, frame.nbytes, move=load.move)
         return load
 
     def _map(self, ring_id: int) -> RingView:

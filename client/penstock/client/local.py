@@ -56,10 +56,9 @@ class LocalLoader:
         with _undisturbed():
             return instance.aggregate_state_dict(states)
 
-    def initial_state(self, seed: int | None) -> Any:
-        """The aggregated state of a loader from which nothing was read. `seed`: the run's; None: it has none yet."""
-        purpose = "the state before the first step"
-        instance = self._get(purpose) if seed is None else self._build(replace(NEUTRAL, seed=seed), purpose)
+    def initial_state(self, seed: int) -> Any:
+        """The aggregated state of a loader from which nothing was read. `seed`: the run's."""
+        instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
         takes_strict(instance)
         with _undisturbed():
             with worker_state(DataLoaderCheckpoint(0, 1, 1, 0, 0, 0, 0)):

@@ -82,6 +82,7 @@ def _read_feed(found: Readings, feed: Feed) -> None:
     found.add("penstock_client_staged_batches_total", stats.ahead, **of)
     found.add("penstock_client_recoveries_total", stats.recoveries, **of)
     found.add("penstock_client_skipped_batches_total", stats.skipped, **of)
+    found.add("penstock_client_corrupt_total", stats.corrupt, **of)
     lanes = Counter(feed.open_lanes())
     for lane in ("local", "tcp"):
         found.add("penstock_client_lanes", lanes[lane], lane=lane, **of)

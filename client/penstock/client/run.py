@@ -11,6 +11,7 @@ finalizer, which may run inside the garbage collector and therefore does nothing
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -18,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from penstock.proto import forks
 from penstock.proto.calls import CoordinatorClient, FetchedState
 from penstock.proto.compression import require
 from penstock.proto.errors import (
@@ -46,6 +48,14 @@ AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 SHORTEST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 RETRY_S = 0.3
 """Deadline of the last try of a state query, whatever is left."""
+AWAY_S = 3600.0
+"""Seconds that a state query waits for a coordinator that is away: as long as it keeps an attempt of which no box is
+heard (Limits.abandoned_s). Training goes on without it, so that it is away is no reason to fail a save."""
+AWAY_WARN_S = 30.0
+"""Seconds of it after which the log says so, and again each time that it has doubled."""
+
+_Result = TypeVar("_Result")
+_log = logging.getLogger("penstock.client")
 
 
 class Link(Protocol):
@@ -77,6 +87,8 @@ class Progress:
     waited_by_slot: list[float] = field(default_factory=list)
     """Seconds; a new list starts anew."""
     pass_ended: bool = False
+    unreachable: Callable[[], list[tuple[int, int, str]]] = list
+    """(slot, generation, why) of workers that this host cannot reach."""
     cuts: tuple[tuple[int, int], ...] = field(default=())
     """(epoch, last step) of the passes left by `break`."""
     _told: tuple[list[float], list[float]] = field(default=([], []))
@@ -112,6 +124,8 @@ class Run:
         self.seed = 0
         self._lease_s = 0.0
         """That the coordinator has granted; it follows the number of boxes."""
+        self._commit_mark = b""
+        """The coordinator's journal was at least as far, as the next coordinator on it is told."""
         self.ended_boxes: dict[int, int] = {}
         """Other boxes that take no further step -> their last one."""
         self.views: list[pb.SlotView] = [pb.SlotView(slot=slot) for slot in range(self.num_slots)]
@@ -124,6 +138,9 @@ class Run:
         """Why the run cannot go on: it was superseded, say."""
         self.away_since: float | None = None
         """Since when (monotonic) the coordinator has not answered; None = it does."""
+        self.heard_at = 0.0
+        """When (monotonic) the coordinator answered last."""
+        self._reporting: threading.Thread | None = None
         self.away_because = ""
         """What it, or the network, said the last time."""
         self.progress = Progress()
@@ -136,6 +153,15 @@ class Run:
         self._close_lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._owner = forks.Owner()
+        forks.keep(self)
+
+    def forked(self) -> None:
+        """See penstock.proto.forks: here the run is over, with an error that names the fork."""
+        self.error = self._owner.error(f"run {self.name}, box {self.box}")
+        self._closed = True
+        self.version += 1  # whoever reads it looks at `error` first
+        forks.silence(self.wake_fd)
 
     # ---- opening
 
@@ -172,6 +198,8 @@ class Run:
             pass_ended=progress.pass_ended,
             cuts=[pb.Cut(epoch=epoch, step=step) for epoch, step in progress.cuts],
             lease_s=self._lease_s,
+            commit_mark=self._commit_mark,
+            unreachable=[pb.LaneTrouble(slot=s, generation=g, why=why) for s, g, why in progress.unreachable()],
         )
 
     def _watch(self, hold_s: float) -> None:
@@ -197,8 +225,9 @@ class Run:
                     self.fail(error)
                 self._linger()
                 return
-            self.away_since, backoff = None, SHORTEST_BACKOFF_S
+            self.away_since, self.heard_at, backoff = None, time.monotonic(), SHORTEST_BACKOFF_S
             hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+            self._commit_mark = reply.commit_mark
             self.ended_boxes = {end.box: end.step for end in reply.ended}
             seen = reply.version
             self._take(reply)
@@ -263,7 +292,14 @@ class Run:
             reply = self._client.watch_run(self._watch_request(0, 0.0))
         except PenstockError:
             return
+        self.heard_at = time.monotonic()
         self._take(reply)
+
+    def report_soon(self) -> None:
+        """Report progress now, in a thread of its own: of one that is under way the next tells more."""
+        if self._reporting is None or not self._reporting.is_alive():
+            self._reporting = threading.Thread(target=self.report, name=f"penstock-report-{self.name}", daemon=True)
+            self._reporting.start()
 
     # ---- calls of the training thread
 
@@ -301,23 +337,39 @@ class Run:
         return self._fetched(request)
 
     def _fetched(self, request: pb.FetchStateRequest) -> FetchedState:
-        """FetchState, asked again within its deadline while the coordinator is away: it may just be restarting."""
         until = time.monotonic() + request.deadline_s
+
+        def fetch(away_s: float) -> FetchedState:
+            request.deadline_s = max(until + away_s - time.monotonic(), RETRY_S)
+            return self._client.fetch_state(request)
+
+        return self._when_back(fetch, f"the state of step {request.step}", request.deadline_s)
+
+    def _when_back(self, call: Callable[[float], _Result], what: str, deadline_s: float) -> _Result:
+        """`call`, made again while the coordinator is away, for AWAY_S or `deadline_s` at most; it may just be
+        restarting, or moving. `call` is told how many seconds it was away for so far: they do not count."""
+        away_s, since, warn_at = 0.0, 0.0, AWAY_WARN_S
         while True:
+            asked = time.monotonic()
             try:
-                return self._client.fetch_state(request)
-            except (CoordinatorUnavailableError, JournalError):
-                left = until - time.monotonic()
-                if left <= 0 or self._closing.is_set():
+                return call(away_s)
+            except (CoordinatorUnavailableError, JournalError) as error:
+                since = since or asked
+                if self._closing.is_set() or asked - since > max(AWAY_S, deadline_s):
                     raise
-                self.reach(min(left, MAX_BACKOFF_S))
-                request.deadline_s = max(until - time.monotonic(), RETRY_S)
+                if asked - since > warn_at:
+                    warn_at *= 2
+                    waited = asked - since
+                    _log.warning("%s waits for the coordinator, away for %.0f s: %s", what, waited, error.message)
+                self.reach(MAX_BACKOFF_S)
+                away_s += time.monotonic() - asked
 
     def aggregate(self, states: bytes, deadline_s: float) -> bytes:
         """The loader's aggregate_state_dict on a worker: envelopes of the list of states and of what it returned."""
         request = pb.FetchStateRequest(run=self.name, attempt=self.attempt, deadline_s=deadline_s)
         request.progress.CopyFrom(self._watch_request(0, 0.0))
-        request.aggregate_blob = self._client.put_blob(states, self.name)
+        put = self._client.put_blob
+        request.aggregate_blob = self._when_back(lambda _: put(states, self.name), "an aggregation", deadline_s)
         return self._fetched(request).records[0][1]
 
     # ---- the end

@@ -57,6 +57,8 @@ class Part:
     """How a runner gets there: written and read by penstock.worker, opaque here."""
     user: Any = None
     """The loader's own state; None for a loader with the four methods, whose states were aggregated."""
+    next_digest: int = 0
+    """Of the worker's next batch, 0 if it was not known: a loader that resumes is compared with it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Saved:
     """0 if the state was taken before any run was opened: it then fits any shape."""
     num_workers_per_box: int
     seed: int | None
-    """None if no run had been opened."""
+    """None only in a state that an older release took before its run was opened."""
     positions: list[Position] = field(default_factory=list)
     """One for each box; empty at step 0."""
     full_digest: bool = False
@@ -89,9 +91,9 @@ class Saved:
     parts: list[Part] = field(default_factory=list)
     """By global_worker_id; empty at step 0, and for a shape that the state was not saved on."""
     aggregated: Any = None
-    is_beginning: bool = False
-    """Nothing had been read, the run had no seed yet, and what the user has of it is as it was: so there is nothing to
-    go on with, and the loader's order is that of the run's seed, whatever that will be."""
+
+    is_changed: bool = False
+    """The user has made another state of the visible part: what was streamed when it was saved is no measure."""
 
     def to_dict(self) -> dict[str, Any]:
         """The value that the user gets. Raises UnsupportedStateError now rather than when it is loaded."""
@@ -114,6 +116,7 @@ class Saved:
                     "digest": part.digest,
                     "restart": part.restart,
                     "user": part.user,
+                    "next_digest": part.next_digest,
                 }
                 for part in self.parts
             ],
@@ -143,7 +146,14 @@ class Saved:
         if not self.positions and self.methods != 4:
             return Start(base.to_proto(), b"", False)
         slots = {
-            part.slot: {"user": part.user, "restart": part.restart, "digest": part.digest}
+            part.slot: {
+                "user": part.user,
+                "restart": part.restart,
+                "digest": part.digest,
+                "next_digest": part.next_digest,
+                "samples": part.samples,
+                "changed": self.is_changed,
+            }
             for part in self.parts
             if part.box == box
         }
@@ -232,8 +242,7 @@ def read(value: object) -> Saved:
         if wrapped and STATE not in value:
             raise StateCorruptError(f"the saved state of {saved.input_fn} has lost its key {STATE!r}")
         saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
-    if saved.methods == 4 and saved.seed is None and not saved.positions:
-        saved.is_beginning = encode_state(saved.aggregated) == encode_state(record.get("aggregated"))
+        saved.is_changed = encode_state(saved.aggregated) != encode_state(record.get("aggregated"))
     return saved
 
 

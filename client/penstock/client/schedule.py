@@ -29,13 +29,13 @@ FEWEST_AHEAD = 2
 had not heard of one would have passed it without a snapshot, and its state would have to be replayed."""
 
 
-def positive(name: str, value: Any) -> int:
-    """`value` as a number of steps. Raises InvalidArgumentError below 1, TypeError for no integer."""
+def positive(name: str, value: Any, least: int = 1) -> int:
+    """`value` as a number of steps. Raises InvalidArgumentError below `least`, TypeError for no integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     number = int(value.__index__())
-    if number < 1:
-        raise InvalidArgumentError(f"{name} must be at least 1, not {number}")
+    if number < least:
+        raise InvalidArgumentError(f"{name} must be at least {least}, not {number}")
     return number
 
 

@@ -35,15 +35,14 @@ from penstock.client.lanes import SlotLane
 from penstock.client.loads import LOOK_S, DeviceLane, Load, LookingConsumer
 from penstock.client.run import Run
 from penstock.proto.errors import DeadlineError
+from penstock.proto.frames import BATCH
 from penstock.proto.position import Position
-from penstock.proto.v1 import lane_pb2
 
 __all__ = ["DeviceFeed", "backend_of", "feed_for"]
 
 CLOSE_S = 5.0
 """Seconds that closing waits for copies; they take milliseconds, unless the device has failed."""
 
-_BATCH = lane_pb2.BATCH
 _stranded: list[Load] = []
 """Those whose copies did not end within CLOSE_S: their rings must never go."""
 
@@ -106,7 +105,7 @@ class DeviceFeed(Feed):
             frame = consumer.look()
             if (
                 frame is None
-                or frame.kind != _BATCH
+                or frame.kind != BATCH
                 or frame.epoch != position.epoch
                 or frame.total != position.total[lane.slot] + 1
             ):

@@ -53,7 +53,8 @@ class Saves:
     written_bytes: int = 0
     last_step: int = -1
     """Of the last that is whole; -1: there was none."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    """A signal handler that saves may come in the middle of a save."""
 
     def stalled(self, seconds: float) -> None:
         """A save() has returned, or raised."""

@@ -19,8 +19,9 @@ from penstock.proto.allow import module_of, under
 from penstock.proto.calls import CoordinatorClient
 from penstock.proto.channel import VERSION
 from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, TlsError, VersionSkewError
-from penstock.proto.frames import LANE_PROTOCOL, framed
+from penstock.proto.frames import LANE_PROTOCOL
 from penstock.proto.lane_tls import connect_tls
+from penstock.proto.tcp import sealed
 from penstock.proto.tls import Tls, diagnose, host_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
@@ -148,7 +149,7 @@ def _lane_error(address: str, tls: Tls | None) -> str:
     try:
         sock = socket.create_connection((host, port), CONNECT_S)
         with sock, connect_tls(sock, tls, host) if tls is not None else sock as lane:
-            lane.sendall(framed(hello.SerializeToString()))
+            lane.sendall(sealed(hello.SerializeToString()))
             return "" if lane.recv(1) else "it ends the connection without a word"
     except TimeoutError:
         return SILENT

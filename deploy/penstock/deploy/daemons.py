@@ -75,6 +75,8 @@ def run_coordinator(
     limits = replace(limits, balance_after_s=settings.balance_after)
     if in_memory:
         limits = replace(limits, budget=MEMORY_BUDGET)
+    if settings.budget:
+        limits = replace(limits, budget=bytes_of(settings.budget))
 
     def ready(address: str) -> None:
         _log.info("listening on %s", address)
@@ -151,6 +153,8 @@ def run_worker(
                 name=name,
                 lifeline_pid=lifeline_pid,
                 runner_memory=bytes_of(settings.runner_memory),
+                starts=settings.starts,
+                start_timeout_s=settings.start_timeout,
                 drain_s=settings.drain,
                 pulse_file=settings.pulse_file,
                 tls=tls,

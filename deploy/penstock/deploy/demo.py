@@ -47,7 +47,7 @@ class _Demo:
         from penstock.client import Appliance, DataExecutor, DataLoader
         from penstock.deploy.demo_input import images
 
-        digests: dict[int, int] = {}
+        digests: dict[int, int | None] = {}
         with Appliance(
             self._fleet.coordinator,
             job=job,

@@ -7,17 +7,24 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["raised"]
+__all__ = ["ending", "raised"]
+
+
+def ending() -> list[signal.Signals]:
+    """The signals that end this process: SIGTERM, and SIGHUP where whoever started it does not have it ignored."""
+    kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM] if kept else [signal.SIGTERM, signal.SIGHUP]
 
 
 @contextlib.contextmanager
 def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[None]:
-    """SIGTERM and SIGHUP (a closed terminal) are raised as this error inside, as Ctrl-C is as KeyboardInterrupt."""
+    """SIGTERM and SIGHUP (a closed terminal) are raised as this error inside, as Ctrl-C is as KeyboardInterrupt. Under
+    nohup, which ignores SIGHUP, it stays ignored."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise error(signal.Signals(number))
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, end) for number in ending()}
     try:
         yield
     finally:

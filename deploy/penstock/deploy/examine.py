@@ -4,9 +4,10 @@ One fresh interpreter imports torch and then only forks, as a worker's zygote do
 seen no user code. Tasks:
 
     stream     build, stream N batches over as many passes as it takes, with a snapshot after each; some are kept
-    check      restore one of them, and compare what comes next with what came then
+    check      restore one of them, compare what comes next with what came then, and take a snapshot there: the next
+               generation's
     aggregate  a four-method loader's aggregate_state_dict over the states of all workers
-    resume     deaggregate and load that, and compare
+    resume     deaggregate and load that as the next launch does, compare, and take a state there
 
 What comes from a loader is told as events: [epoch, total, digest] for a batch, [epoch, total, null] for the end of a
 pass.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, cast
@@ -26,12 +27,14 @@ import torch
 
 from penstock.deploy.interpreter import begin, fork
 from penstock.proto import assignment as place_of
+from penstock.proto import forks
 from penstock.proto.errors import EmptyInputError, LaneLostError, UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, plain_detail
 from penstock.worker.offprint import Offprint
-from penstock.worker.source import END, Base, Source
+from penstock.worker.restart_points import END, Base
+from penstock.worker.source import Source
 from penstock.worker.usercode import load_input_fn
 
 __all__ = ["main"]
@@ -59,6 +62,7 @@ def main() -> None:
 
 
 def _child(channel: Channel, task: Message, parts: list[bytes]) -> None:
+    forks.keep(channel)
     source = Source(_assignment(task.fields))
     try:
         _TASKS[task.kind](source, channel, task.fields, parts)
@@ -67,7 +71,7 @@ def _child(channel: Channel, task: Message, parts: list[bytes]) -> None:
 
 
 def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:
-    workers = fields["workers"]
+    workers, launch = fields["workers"], fields.get("launch")
     arguments = {"args": tuple(fields["args"]), "kwargs": fields["kwargs"]}
     return records_pb2.WorkerAssignment(
         run="doctor/0",
@@ -78,7 +82,12 @@ def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:
         num_workers_per_box=workers,
         seed=fields["seed"],
         loader=records_pb2.LoaderSpec(input_fn=fields["input_fn"], arguments=encode_state(arguments)),
-        base=records_pb2.BoxPosition(live=range(workers), slots=[records_pb2.SlotPosition()] * workers),
+        base=records_pb2.BoxPosition(
+            step=launch["step"] if launch else 0,
+            live=range(workers),
+            slots=[records_pb2.SlotPosition(total=total) for total in (launch["totals"] if launch else [0] * workers)],
+        ),
+        resume=records_pb2.Resume(same_shape=launch is not None),
     )
 
 
@@ -111,6 +120,8 @@ class _Stream:
         source, place = self._source, self._source.place
         offprint = Offprint()
         self._open("start")
+        if source.by_own_methods and self._slot == 0 and self._workers > 1:
+            self._keep.setdefault(2, "uneven")
         while place.total < self._batches:
             epoch, started = place.epoch, time.monotonic()
             batch = source.next()
@@ -203,23 +214,26 @@ def _ms(times_s: list[float]) -> dict[str, float] | None:
 def _check(source: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
     source.build()
     source.restore(Base.decode(parts[0]))
-    _compare(source, channel, fields["events"])
+    _compare(source, channel, fields)
 
 
 def _resume(source: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
     """As a runner does on the same shape: the loader's own methods, then the RNG of the moment."""
-    base = Base.decode(parts[0])
+    base = Base.taken(parts[0])
     source.build()
+    source.past = replace(Base.decode(parts[0]).past, samples=base.place.samples)
     source.resume_by_own_methods(decode_state(parts[1]), True)
-    source.place = base.place.copy()
-    source.open_pass(step=fields["step"], rng_after=base.rng)
-    _compare(source, channel, fields["events"])
+    source.place, source.digest = base.place.copy(), base.digest
+    source.mark_restored()
+    source.open(step=fields["launch"]["step"], rng_after=base.rng)
+    _compare(source, channel, fields)
 
 
-def _compare(source: Source, channel: Channel, events: Iterable[Event]) -> None:
-    """Says whether these events come next, or the first that does not."""
+def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
+    """Says whether these events come next, or the first that does not. If they do, and are to lead to another launch
+    (`then`: its step), sends a snapshot of the place behind them."""
     offprint = Offprint()
-    for epoch, total, digest in events:
+    for epoch, total, digest in fields["events"]:
         if not source.is_open:
             source.open_pass()
         batch = source.next()
@@ -237,6 +251,9 @@ def _compare(source: Source, channel: Channel, events: Iterable[Event]) -> None:
                 continue
         channel.send("done", same=False, differs=total, what=what)
         return
+    if fields.get("then") is not None:
+        data = source.snapshot(fields["then"]).encode()
+        channel.send("base", data, name="next", total=source.place.total, origin=False)
     channel.send("done", same=True)
 
 
@@ -245,7 +262,7 @@ def _aggregate(_: Source, channel: Channel, fields: dict[str, Any], parts: list[
     input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
     with place_of.assigned(place_of.NEUTRAL):
         loader = input_fn(*fields["args"], **fields["kwargs"])
-        states = [Base.decode(part).state for part in parts]
+        states = [Base.taken(part).state for part in parts]
         channel.send("done", encode_state(loader.aggregate_state_dict(states)))
 
 

@@ -68,7 +68,11 @@ CODES = (
         ("InvalidArgumentError", "BoxOutOfRangeError"),
     ),
     Code(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
-    Code(UNSAID, "another error of Penstock, or standard output cannot be written", ("PenstockError", "ProtocolError")),
+    Code(
+        UNSAID,
+        "another error of Penstock, or standard output cannot be written",
+        ("PenstockError", "ProtocolError", "ForkedProcessError", "AmbiguousContextError"),
+    ),
     Code(
         11,
         "the coordinator cannot be reached, or is asked for too much",
@@ -89,7 +93,11 @@ CODES = (
         "no such run or worker, or it is not what was asked for",
         ("UnknownRunError", "UnknownWorkerError", "SupersededError", "BoxTakenError", "RunShapeError"),
     ),
-    Code(19, "a worker or lane was lost", ("WorkerLostError", "LaneLostError", "LaneClosedError")),
+    Code(
+        19,
+        "a worker or lane was lost, or damages what it brings",
+        ("WorkerLostError", "LaneLostError", "LaneClosedError", "BatchCorruptError"),
+    ),
     Code(20, "no state can be had for this step", ("StateUnavailableError",)),
     Code(21, "the loader cannot be saved", ("NotRestartableError", "UnsupportedStateError")),
     Code(

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from penstock.proto import forks
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError
 from penstock.worker.children import START_DEADLINE_S, child_environment
 from penstock.worker.control import Channel, Message
@@ -105,6 +106,7 @@ def fork(run: Callable[[], None]) -> int:
     try:
         os.setpgid(0, 0)
         die_with_parent(parent)
+        forks.host_user_code()
         run()
         code = 0
     except BaseException as error:

@@ -32,6 +32,7 @@ __all__ = [
     "Allow",
     "AsJson",
     "BalanceAfter",
+    "Budget",
     "ClientLease",
     "ConfigFile",
     "Coordinator",
@@ -49,6 +50,8 @@ __all__ = [
     "ReadyFile",
     "RunnerMemory",
     "Slots",
+    "StartTimeout",
+    "Starts",
     "StateDir",
     "TlsCa",
     "TlsCert",
@@ -85,6 +88,7 @@ CoordinatorHttp = Annotated[str | None, option(CoordinatorSettings, "http", "HOS
 StateDir = Annotated[Path | None, option(CoordinatorSettings, "state_dir", "DIR")]
 CoordinatorInsecure = Annotated[bool | None, option(CoordinatorSettings, "insecure")]
 Lease = Annotated[float | None, option(CoordinatorSettings, "lease", "SECONDS")]
+Budget = Annotated[str | None, option(CoordinatorSettings, "budget", "SIZE")]
 BalanceAfter = Annotated[float | None, option(CoordinatorSettings, "balance_after", "SECONDS")]
 ClientLease = Annotated[float | None, option(CoordinatorSettings, "client_lease", "SECONDS")]
 
@@ -92,6 +96,8 @@ Coordinator = Annotated[str | None, option(PeerSettings, "coordinator", "HOST:PO
 Slots = Annotated[int | None, option(WorkerSettings, "slots", "N")]
 Allow = Annotated[list[str] | None, option(WorkerSettings, "allow", "PREFIX")]
 WorkerListen = Annotated[str | None, option(WorkerSettings, "listen", "HOST:PORT")]
+Starts = Annotated[int | None, option(WorkerSettings, "starts", "N")]
+StartTimeout = Annotated[float | None, option(WorkerSettings, "start_timeout", "SECONDS")]
 RunnerMemory = Annotated[str | None, option(WorkerSettings, "runner_memory", "SIZE")]
 PulseFile = Annotated[str | None, option(WorkerSettings, "pulse_file", "PATH")]
 Name = Annotated[str | None, option(WorkerSettings, "name", "NAME")]

@@ -24,8 +24,11 @@ __all__ = ["main"]
 
 ANSWER_S = 4.0
 """For a coordinator's answer: less than the 5 s that the manifests give a probe, so that this line is seen."""
-LIVE_S = 60.0
-"""A round of a worker's heartbeat: a hold of at most 5 s in the largest fleet, and the 10 s of a call's deadline."""
+ALIVE_S = 15.0
+"""The same, of one that is only to be alive, and has 20 s: busy is no reason to kill it."""
+LIVE_S = 120.0
+"""A round of a worker's heartbeat: a hold of at most 5 s in the largest fleet, and the 10 s of a call's deadline;
+several times that, for a machine that is overloaded."""
 READY_S = 30.0
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
@@ -78,9 +81,10 @@ def _ask_coordinator(listen: str, ready: bool) -> None:
     host, _, port = listen.rpartition(":")
     address = f"{_ANY.get(host, host)}:{port}"
     tls = load_tls(*(os.environ.get(f"PENSTOCK_TLS_{what}", "") for what in ("CA", "CERT", "KEY", "NAME")))
-    with connect(address, tls) as channel, translating(address, "Check", ANSWER_S, lambda: False):
+    answer_s = ANSWER_S if ready else ALIVE_S
+    with connect(address, tls) as channel, translating(address, "Check", answer_s, lambda: False):
         request = health_pb2.HealthCheckRequest(service=SERVICE)
-        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=ANSWER_S)
+        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=answer_s)
     if ready and reply.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
         raise DeadlineError(f"the coordinator at {address} says {name}")

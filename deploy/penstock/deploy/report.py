@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from penstock.deploy.doctor import Check, Diagnosis, Question, examine
+from penstock.deploy.doctor import METHODS, REPLAY, STATE, Check, Diagnosis, Question, examine, saved_by
 from penstock.deploy.tables import Table, show, size
 from penstock.proto.errors import PenstockError
 
@@ -17,6 +17,14 @@ _METHODS = {
     4: "4: state_dict, load_state_dict, aggregate_state_dict, deaggregate_state_dict",
     2: "2: state_dict, load_state_dict",
     0: "none",
+}
+
+
+_SAVED_BY = {
+    STATE: "its own state",
+    METHODS: "aggregate and deaggregate, and counted replay",
+    REPLAY: "counted replay",
+    None: "cannot be saved",
 }
 
 
@@ -56,6 +64,7 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
         "ok": diagnosis.code == 0,
         "exit_code": diagnosis.code,
         "verdict": diagnosis.verdict,
+        "saved_by": saved_by(question, diagnosis.patients),
         "warnings": diagnosis.warnings,
         "workers": [
             {
@@ -106,6 +115,7 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
             ("own worker processes", str(traits["own_workers"])),
             ("persistent_workers", "yes" if "persistent_workers" in traits["not_restartable"] else "no"),
             ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in patients) else "no"),
+            ("saved by", _SAVED_BY[saved_by(question, patients)]),
         ],
     )
     stream = Table(

@@ -26,13 +26,16 @@ import torch
 
 from penstock.deploy import batches
 from penstock.deploy.interpreter import begin, fork
+from penstock.proto import forks
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.crossing import catch_up, leave
 from penstock.worker.offprint import Offprint
-from penstock.worker.source import Base, Source
-from penstock.worker.starting import catch_up, leave, start
+from penstock.worker.restart_points import Base
+from penstock.worker.source import Source
+from penstock.worker.starting import start
 
 __all__ = ["main"]
 
@@ -65,6 +68,7 @@ def _child(control: Channel, fd: int) -> None:
 
 def _serve(channel: Channel) -> None:
     worker: _Rerun | None = None
+    forks.keep(channel)
     while True:
         task = cast(Message, channel.receive())
         parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]

@@ -153,18 +153,16 @@ def _left(first: int, epoch: int, cuts: dict[int, int]) -> bool:
 
 
 def _snapshot(history: pb.History, slot: int, at: Position, cuts: dict[int, int]) -> pb.SnapshotHeader | None:
-    """The newest snapshot that leads to the slot's place. Not from the beginning of a later pass: a loader that begins
-    a pass in its first next() goes another way from there."""
+    """The newest snapshot that leads to the slot's place; each that is durable was proven. Not for a loader that is
+    restored by its own methods only: that starts where the attempt began."""
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
+    if kept.traits.state_methods == 4 and not kept.traits.loads_own_state:
+        return None
     fits = [
         header
         for header in kept.snapshots
-        if header.epoch <= at.epoch
-        and header.total <= at.total[slot]
-        and not _left(header.epoch, at.epoch, cuts)
-        and (header.epoch == 0 or not header.origin)
-        and (header.origin or not kept.traits.own_workers)
+        if header.epoch <= at.epoch and header.total <= at.total[slot] and not _left(header.epoch, at.epoch, cuts)
     ]
     return max(fits, key=lambda header: (header.epoch, header.total), default=None)

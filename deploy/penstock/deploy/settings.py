@@ -21,6 +21,7 @@ from pydantic_settings import SettingsConfigDict
 from penstock.deploy.resolving import describe, flag, resolve, variable
 from penstock.proto.settings import IN_MEMORY, FilePath, IsList, IsPath, Section
 from penstock.proto.settings_file import CLUSTER
+from penstock.proto.sizes import bytes_of
 from penstock.proto.tls import Tls, load_tls
 
 __all__ = [
@@ -84,19 +85,16 @@ def lane_address(value: str) -> str:
     return value
 
 
-def bytes_of(size: str) -> int:
-    """Of "4GiB", "500MiB"; 0 of ""."""
-    if not size:
-        return 0
-    number, unit = re.fullmatch(r"([0-9.]+)\s*([KMGT]i?)?B?", size).groups()  # type: ignore[union-attr]
-    return int(float(number) * 1024 ** " KMGT".index((unit or " ")[0]))
-
-
 def memory_size(value: str) -> str:
     if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
         raise ValueError("a size is a number with a unit: 500MiB, 4GiB, 1.5GiB")
     if value and bytes_of(value) < 1 << 20:
         raise ValueError("a runner needs more than 1 MiB")
+    return value
+
+
+def _store_size(value: str) -> str:
+    bytes_of(value)
     return value
 
 
@@ -177,6 +175,11 @@ class CoordinatorSettings(Section):
         allow_inf_nan=False,
         description="Seconds of silence after which a training process is taken for dead and its workers are freed.",
     )
+    budget: Annotated[str, AfterValidator(_store_size)] = Field(
+        "",
+        description="Room for snapshots, states to resume from and large arguments, as 8GiB (default: 4GiB, and 512MiB "
+        "in memory).",
+    )
     balance_after: float = Field(
         30.0,
         ge=0,
@@ -206,6 +209,21 @@ class WorkerSettings(Section):
         "",
         description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
         "above twice as much killed (default: any).",
+    )
+    starts: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Runners that start at a time, the others wait in a queue (default, 0: as many as there are CPU "
+        "cores).",
+    )
+    start_timeout: float = Field(
+        600.0,
+        ge=1,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds that the interpreter of a run's runners may take to start, a tenth of them without asking "
+        "for a CPU core; then it is killed, and another one starts.",
     )
     pulse_file: FilePath = Field(
         "",

@@ -22,9 +22,11 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
+from penstock.proto import forks
 from penstock.proto.channel import CHUNK, Tls, connect, connect_aio, metadata, translating
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
+    ForkedProcessError,
     OverloadedError,
     ProtocolError,
     StateCorruptError,
@@ -201,18 +203,34 @@ class _Base:
         return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
 
 
+_unusable: ForkedProcessError | None = None
+"""Why this process, a forked child of one that was connected, cannot call a coordinator."""
+
+
 class CoordinatorClient(_Base):
     """Blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends pending calls
     with LaneClosedError."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
+        if _unusable is not None:
+            raise _unusable
         super().__init__(address, token, tls, deadline_s)
+        self._owner = forks.Owner()
+        forks.keep(self)
         self._channel = connect(address, tls)
         self._stub = CoordinatorStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
+    def forked(self) -> None:
+        """See penstock.proto.forks. gRPC whose threads were left behind answers no other client here either."""
+        global _unusable
+        if not self._closed:
+            _unusable = self._owner.error(f"the connection to the coordinator at {self.address}")
+
     @contextmanager
     def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
+        if _unusable is not None:
+            raise _unusable
         try:
             with super()._guarded(method, deadline_s):
                 yield
@@ -262,6 +280,11 @@ class CoordinatorClient(_Base):
         with self._guarded("WatchRun", deadline_s):
             return self._stub.WatchRun(request, timeout=deadline_s, metadata=self._metadata)
 
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        deadline_s = request.hold_s + self.deadline_s
+        with self._guarded("Heartbeat", deadline_s):
+            return self._stub.Heartbeat(request, timeout=deadline_s, metadata=self._metadata)
+
     def close_run(self, request: pb.CloseRunRequest, *, deadline_s: float | None = None) -> None:
         deadline_s = deadline_s or self.deadline_s
         with self._guarded("CloseRun", deadline_s):
@@ -288,6 +311,18 @@ class CoordinatorClient(_Base):
             parts = self._stub.GetBlob(pb.GetBlobRequest(blob=name), timeout=deadline_s, metadata=self._metadata)
             data = b"".join(part.data for part in parts)
         return _checked_blob(name, data)
+
+    def get_blob_into(
+        self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
+    ) -> None:
+        """Give the bytes to `write` as they come. They are the blob's only if this returns."""
+        digest = hashlib.sha256()
+        with self._guarded("GetBlob", deadline_s):
+            for part in self._stub.GetBlob(pb.GetBlobRequest(blob=name), timeout=deadline_s, metadata=self._metadata):
+                digest.update(part.data)
+                write(part.data)
+        if digest.hexdigest() != name:
+            raise StateCorruptError(f"blob {name} came with the digest {digest.hexdigest()}")
 
     def status(self, *, deadline_s: float | None = None) -> pb.StatusReply:
         deadline_s = deadline_s or self.deadline_s
@@ -407,10 +442,6 @@ class AsyncCoordinatorClient(_Base):
             async for part in self._stub.GetBlob(request, timeout=deadline_s, metadata=self._metadata):
                 data.append(part.data)
         return _checked_blob(name, b"".join(data))
-
-    async def loader_arguments(self, loader: records_pb2.LoaderSpec) -> bytes:
-        """The envelope of the loader's arguments: from the spec, or from the blob that a large one came as."""
-        return await self.get_blob(loader.arguments_blob) if loader.arguments_blob else loader.arguments
 
     # What a training job calls; the coordinator's tests and asyncio programs use these.
 

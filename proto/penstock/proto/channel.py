@@ -81,6 +81,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # at once takes seconds; to give up and begin anew would only make it more.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # One that comes back at another address under its name is found as soon: gRPC asks again for the name's addresses
+    # after a connection that failed, and no more often than this; its default is 30 s, longer than every lease.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Two channels of one process are two connections; sharing one would let a closed client disturb another.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -15,6 +15,9 @@ for what happens to files later: half a copy, a bad disk, a hand that slipped.
 Which of several is the newest is not the step number's to say: who goes back to step 50 and saves step 75 wants 75 next
 time, and not the 100 of the branch that was given up. Saves of a folder are numbered (`Manifest.sequence`).
 
+Who reads a checkpoint pins it (`pinned`), by a shared lock on its manifest, and who deletes checkpoints leaves those
+that are pinned for another time (`claimed`). Both locks end with their holders.
+
 Imported by a process that has neither torch nor gRPC (client/checkpoint/writer.py).
 """
 
@@ -24,9 +27,10 @@ import fcntl
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ import xxhash
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, DeadlineError
 
 __all__ = [
+    "ASKED",
     "FAILED",
     "LATEST",
     "MANIFEST",
@@ -44,14 +49,19 @@ __all__ = [
     "Found",
     "Manifest",
     "checkpoints",
+    "claimed",
     "damage",
+    "last_sign",
     "leftovers",
     "locked",
     "newest",
     "old_name",
+    "pinned",
     "put_back",
     "read_manifest",
     "report_name",
+    "sign_name",
+    "sign_of_life",
     "step_name",
     "surplus",
     "temporary_name",
@@ -63,9 +73,15 @@ METADATA = ".metadata"
 LATEST = "latest"
 FAILED = "failed.json"
 """In a temporary folder, by rank 0's side: why its save was given up. {"save": id, "causes": {rank: why}}"""
+ASKED = "alive.ask"
+"""In a temporary folder, by rank 0's side, whose training process is gone: the others are to give signs of life."""
 LOCK = ".lock"
+FIELDS = ("name", "bytes", "xxh3", "parts")
+"""Of a file, in a manifest."""
 CHUNK = 16 << 20
 """Bytes that are read at a time to be verified."""
+BEAT_S = 1.0
+"""Seconds between the signs of life of who holds a folder's lock."""
 POLL_S = 0.05
 TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
@@ -88,6 +104,11 @@ def report_name(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
+def sign_name(rank: int) -> str:
+    """In a temporary folder, by another rank's side: its sign of life."""
+    return f"rank-{rank}.alive"
+
+
 def old_name(step: int, save: str) -> str:
     """Of a checkpoint that the save of this id replaces."""
     return f"step-{step}.old-{save}"
@@ -100,7 +121,27 @@ class File:
     name: str
     nbytes: int
     xxh3: str
-    """XXH3, 128 bits, hexadecimal."""
+    """XXH3 of all of it, 128 bits, hexadecimal."""
+    parts: str = ""
+    """Of each part, which can be read and checked without the others: BEGIN:XXH3, with blanks between them; 64 bits,
+    hexadecimal. It ends where the next begins. "": not known."""
+
+    @property
+    def spans(self) -> dict[int, tuple[int, str]]:
+        """Where a part begins -> where it ends, and its checksum."""
+        pairs = [part.partition(":") for part in self.parts.split()]
+        begins = [int(begin) for begin, _, _ in pairs]
+        ends = [*begins[1:], self.nbytes]
+        return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
+
+    def row(self) -> list[Any]:
+        """For JSON."""
+        return [self.name, self.nbytes, self.xxh3, self.parts]
+
+    @classmethod
+    def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> File:
+        """Raises ValueError for what `row` did not make."""
+        return cls(str(name), int(nbytes), str(xxh3), str(parts))
 
 
 @dataclass(frozen=True)
@@ -128,7 +169,7 @@ class Manifest:
             "save": self.save,
             "sequence": self.sequence,
             "ranks": self.ranks,
-            "files": [{"name": file.name, "bytes": file.nbytes, "xxh3": file.xxh3} for file in self.files],
+            "files": [dict(zip(FIELDS, file.row(), strict=True)) for file in self.files],
         }
         return json.dumps({"checkpoint": body, "xxh3": _checksum(body)}, indent=1).encode() + b"\n"
 
@@ -142,7 +183,7 @@ class Manifest:
                 raise ValueError("its checksum is not that of its content")
             if body["format"] > FORMAT:
                 raise ValueError(f"format {body['format']} of a newer Penstock, which this one cannot read")
-            files = tuple(File(str(file["name"]), int(file["bytes"]), str(file["xxh3"])) for file in body["files"])
+            files = tuple(File.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
             return cls(int(body["step"]), str(body["save"]), int(body["sequence"]), int(body["ranks"]), files)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointCorruptError(f"{where} is damaged: {error}") from error
@@ -279,8 +320,63 @@ def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None)
 
 
 @contextmanager
-def locked(folder: Path, timeout_s: float) -> Iterator[None]:
+def pinned(path: Path) -> Iterator[int]:
+    """A checkpoint that is not deleted meanwhile: a descriptor of its folder, which stays the same one if another takes
+    its name.
+
+    Raises CheckpointNotFoundError if it is gone, or about to go.
+    """
+    with ExitStack() as held:
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, folder)
+            manifest = os.open(MANIFEST, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+            held.callback(os.close, manifest)
+        except OSError as error:
+            raise CheckpointNotFoundError(f"{path} cannot be read: {error.strerror}") from error
+        if not _free_for(manifest, fcntl.LOCK_SH):
+            raise CheckpointNotFoundError(f"{path} is being deleted")
+        if not os.fstat(manifest).st_nlink:
+            raise CheckpointNotFoundError(f"{path} was deleted")
+        yield folder
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether a checkpoint can be deleted, for nobody has pinned it; nor does anybody meanwhile."""
+    try:
+        try:
+            manifest = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            manifest = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield True  # no checkpoint (any more): nobody reads it
+        return
+    try:
+        yield _free_for(manifest, fcntl.LOCK_EX)
+    finally:
+        os.close(manifest)
+
+
+def _free_for(handle: int, kind: int) -> bool:
+    """Lock a file, if nobody else's lock is in the way."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # no locks here
+    return True
+
+
+@contextmanager
+def locked(folder: Path, timeout_s: float, *, silence_s: float | None = None, beats: bool = False) -> Iterator[None]:
     """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
+
+    Args:
+        silence_s: seconds after which a holder that gives no sign of life is not waited for any longer: its machine may
+            be gone, and its lock not yet free. None: it is waited for all the same.
+        beats: give signs of life, for as long as it is held.
 
     Raises DeadlineError, naming who holds it. A file system without locks is used without.
     """
@@ -288,27 +384,64 @@ def locked(folder: Path, timeout_s: float) -> Iterator[None]:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except PermissionError:  # another user's: it can be held all the same
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    ended = threading.Event()
     try:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-                    raise DeadlineError(
-                        f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}"
-                    ) from None
-                time.sleep(POLL_S)
-            except OSError:  # no locks here
-                break
+        _take(handle, folder, timeout_s, silence_s)
         with suppress(OSError):
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        if beats:
+            threading.Thread(target=_beat, args=(folder / LOCK, ended), name="penstock-beat", daemon=True).start()
         yield
     finally:
+        ended.set()
         os.close(handle)
+
+
+def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) -> None:
+    now = time.monotonic()
+    deadline, sign, heard = now + timeout_s, last_sign(folder / LOCK), now
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            now = time.monotonic()
+            if (newer := last_sign(folder / LOCK)) != sign:
+                sign, heard = newer, now
+            silent = silence_s is not None and now - heard > silence_s
+            if silent or now > deadline:
+                holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+                why = f", of which there was no sign of life for {silence_s:g} s" if silent else ""
+                raise DeadlineError(
+                    f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}{why}"
+                ) from None
+            time.sleep(POLL_S)
+        except OSError:  # no locks here
+            return
+
+
+def sign_of_life(path: Path) -> None:
+    """Leave one, for `last_sign` of anybody who sees the folder. Costs a change of a file's time."""
+    with suppress(OSError):
+        path.touch()
+
+
+def last_sign(path: Path) -> int:
+    """Differs from the last time if there was another sign of life. Times of two machines are never compared."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a network file system asks its server then
+    except OSError:
+        return 0
+    try:
+        return os.fstat(handle).st_mtime_ns
+    finally:
+        os.close(handle)
+
+
+def _beat(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        sign_of_life(path)
 
 
 def _latest(folder: Path) -> str:

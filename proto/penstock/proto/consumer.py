@@ -1,8 +1,8 @@
 """The end of a lane that reads: the training loop's, and towards another host the pump's.
 
-The hot path is one `recv_into` for a packet of frames, and for each of them one parse and the checks that keep a wrong
-peer from steering reads outside its ring; everything rarer stands below it. Two things are shaped by what a peer may
-be doing meanwhile:
+The hot path is one `recv_into` for a packet of frames, and for each of them one `unpack` and the checks that keep a
+wrong peer from steering reads outside its ring; everything rarer stands below it. Two things are shaped by what a peer
+may be doing meanwhile:
 
 A ring's descriptor comes in the packet behind its RING frame. The producer may have had room for the one and not for
 the other, and be inside user code for minutes since; so this end never waits for the second packet, it only
@@ -18,13 +18,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Iterable
 
-from google.protobuf.message import DecodeError
-
 from penstock.proto.errors import LaneClosedError, LaneLostError, PenstockError, ProtocolError
+from penstock.proto.forks import silence
 from penstock.proto.frames import (
     BATCH,
     CLOSE,
@@ -37,11 +35,13 @@ from penstock.proto.frames import (
     MAX_UNUSED,
     RING,
     STRUCTURE,
+    Ack,
+    Frame,
     Pieces,
     forget_oldest,
+    read_frame,
 )
 from penstock.proto.ring import Ring
-from penstock.proto.v1 import lane_pb2
 
 __all__ = ["Consumer"]
 
@@ -70,7 +70,6 @@ class Consumer:
         """Passes left so far, over all connections of this slot: set it from the previous consumer's."""
         sock.setblocking(False)
         self._sock = sock
-        self._frame = lane_pb2.Frame()
         self._buffer = bytearray(MAX_PACKET)
         self._view = memoryview(self._buffer)
         self._begin = self._at = self._end = 0  # in the buffer: the frame received last, what follows it, and its end
@@ -79,19 +78,28 @@ class Consumer:
         self._newest = 0
         self._unused = 0  # frames since the last batch, or the end of a pass
         self._reset = False  # the peer was killed; what it had sent is still to be read
-        self._coming = False  # the next packet holds the descriptor of the ring in `_frame`
+        self._coming: Frame | None = None  # a RING whose descriptor the next packet holds
         self._pieces = Pieces()
-        self._ack = lane_pb2.Ack()
+        # What the next ack will say.
+        self._delivered = self._open_epochs = self._abandon = 0
+        self._released: list[int] = []
+        self._wanted: list[int] = []
+        self._leaving = False
         self._dirty = False
         self._unsent: deque[bytes] = deque()
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def forked(self) -> None:
+        """See penstock.proto.forks."""
+        silence(self._sock.fileno())
+        self.closed = True
+
     # ---- frames
 
-    def receive(self) -> lane_pb2.Frame | None:
-        """The next BATCH, END, ERROR or CLOSE frame, or None while none is there; valid until the next call.
+    def receive(self) -> Frame | None:
+        """The next BATCH, END, ERROR or CLOSE frame, or None while none is there.
 
         END and ERROR may come again after a reconnect: they are resent until a later batch was delivered.
 
@@ -104,13 +112,13 @@ class Consumer:
             if frame is None or frame.kind not in _ANNOUNCEMENTS:
                 return frame
 
-    def receive_any(self) -> lane_pb2.Frame | None:
+    def receive_any(self) -> Frame | None:
         """Like `receive`, but RING (once its descriptor is here) and STRUCTURE frames too, for who passes frames on.
 
         `framed` is the frame as it came.
         """
-        frame, view = self._frame, self._view
-        while not self._coming:
+        view = self._view
+        while self._coming is None:
             if self._unused > MAX_UNUSED:
                 raise ProtocolError(f"{self.name}: {self._unused} frames without a batch")
             begin = self._at
@@ -119,13 +127,15 @@ class Consumer:
                     return None
                 begin = 0
             start = begin + HEAD.size
+            if start > self._end:
+                raise ProtocolError(f"{self.name}: {self._end - begin} bytes of a frame in a packet of {self._end}")
+            stop = start + _length(view, begin)[0]
+            if stop > self._end:
+                raise ProtocolError(f"{self.name}: a frame of {stop - start} bytes in a packet of {self._end}")
             try:
-                stop = start + _length(view, begin)[0]
-                if stop > self._end:
-                    raise ProtocolError(f"{self.name}: a frame of {stop - start} bytes in a packet of {self._end}")
-                frame.ParseFromString(view[start:stop])  # type: ignore[arg-type]  # upb reads any buffer
-            except (DecodeError, struct.error) as error:
-                raise ProtocolError(f"{self.name}: a frame that cannot be read: {error}") from error
+                frame = read_frame(view, start, stop)
+            except ProtocolError as error:
+                raise ProtocolError(f"{self.name}: {error}") from None
             self._begin, self._at = begin, stop
             kind = frame.kind
             if kind == BATCH:
@@ -159,12 +169,17 @@ class Consumer:
                 return frame
             else:
                 raise ProtocolError(f"{self.name}: a frame of unknown kind {kind}")
-        return self._take_ring()
+        return self._take_ring(self._coming)
 
     @property
     def framed(self) -> memoryview:
         """The frame received last as it came, with its length in front; valid until the next call."""
         return self._view[self._begin : self._at]
+
+    @property
+    def frame_bytes(self) -> bytes:
+        """The frame received last as it came, without that length."""
+        return self._view[self._begin + HEAD.size : self._at].tobytes()
 
     def _receive_packet(self) -> bool:
         """The next packet into the buffer. False while none is there."""
@@ -205,14 +220,13 @@ class Consumer:
                 del self.rings[older]
         return ring
 
-    def _expect_ring(self, frame: lane_pb2.Frame) -> None:
+    def _expect_ring(self, frame: Frame) -> None:
         if frame.ring <= self._newest or len(self.rings) >= MAX_RINGS:
             raise ProtocolError(f"{self.name}: ring {frame.ring} after {self._newest}, with {len(self.rings)} in use")
-        self._coming = True
+        self._coming = frame
 
-    def _take_ring(self) -> lane_pb2.Frame | None:
+    def _take_ring(self, frame: Frame) -> Frame | None:
         """The ring whose frame came last, once its descriptor is here."""
-        frame = self._frame
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, 8, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -222,7 +236,7 @@ class Consumer:
                 raise LaneClosedError(f"{self.name}: the lane is closed") from None
             if isinstance(error, ConnectionResetError) and not self._reset:
                 self._reset = True  # shows once, before the last packets
-                return self._take_ring()
+                return self._take_ring(frame)
             raise LaneLostError(f"{self.name}: the ring's descriptor did not come: {error}") from error
         try:
             if not data:
@@ -237,12 +251,12 @@ class Consumer:
             for fd in fds:  # the mapping keeps the memory
                 os.close(fd)
         ring.fd = -1
-        self._coming = False
+        self._coming = None
         self._newest = frame.ring
         self.rings[frame.ring] = ring
         return frame
 
-    def _learn_structure(self, frame: lane_pb2.Frame) -> None:
+    def _learn_structure(self, frame: Frame) -> None:
         try:
             whole = self._pieces.add(frame)
         except ProtocolError as error:
@@ -256,41 +270,43 @@ class Consumer:
 
     def delivered(self, total: int) -> None:
         """The training loop was handed everything up to `total`. Sent with the next flush."""
-        self._ack.delivered = total
+        self._delivered = total
         self._dirty = True
 
     def release(self, slots: Iterable[int]) -> None:
         """Ring slots of delivered batches whose last view has died: ring, slot, ring, slot ... Sent with the next
         flush. Not of batches that an abandon overtook before they were delivered: the producer has those back already.
         """
-        self._ack.released.extend(slots)
+        self._released += slots
         self._dirty = True
 
     def open_epochs(self, epoch: int) -> None:
         """Passes up to `epoch` may be opened."""
-        self._ack.open_epochs = epoch
+        self._open_epochs = epoch
         self._dirty = True
 
     def abandon(self, epoch: int) -> None:
         """The loop left this pass. Goes out at once, behind all earlier acks."""
         self.cuts += 1
-        self._ack.abandon_epoch = epoch + 1
+        self._abandon = epoch + 1
         self._seal()
         self.flush()
 
     def want(self, pairs: Iterable[int]) -> None:
         """Snapshots that will be asked for: step, total, step, total ..."""
-        self._ack.wanted.extend(pairs)
+        self._wanted += pairs
         self._dirty = True
 
     @property
     def backlog(self) -> int:
         """Messages, and numbers in the one that gathers, that the producer has not taken yet."""
-        return len(self._unsent) + len(self._ack.released) + len(self._ack.wanted)
+        return len(self._unsent) + len(self._released) + len(self._wanted)
 
     def flush(self) -> bool:
         """Send the acks gathered so far; never blocks. False if some wait for room in the socket."""
         unsent = self._unsent
+        if self.closed:
+            return True
         while True:
             while unsent:
                 try:
@@ -304,8 +320,7 @@ class Consumer:
                         _log.warning("%s: an ack could not be sent, the lane is closed: %s", self.name, error)
                         self._sock.shutdown(socket.SHUT_RDWR)
                     unsent.clear()
-                    self._ack.Clear()
-                    self._dirty = False
+                    self._begin_ack()
                     return True
                 unsent.popleft()
             if not self._dirty:
@@ -314,24 +329,30 @@ class Consumer:
 
     def _seal(self) -> None:
         """Close the message that acks gather in. Of too many numbers, the first go ahead in messages of their own."""
-        ack, unsent = self._ack, self._unsent
-        while len(ack.released) > _GROUP or len(ack.wanted) > _GROUP:
-            first = lane_pb2.Ack(delivered=ack.delivered, released=ack.released[:_GROUP], wanted=ack.wanted[:_GROUP])
-            unsent.append(first.SerializeToString())
-            del ack.released[:_GROUP]
-            del ack.wanted[:_GROUP]
-        message = ack.SerializeToString()
-        if message:  # an empty packet would read as the end of the lane
+        unsent, released, wanted = self._unsent, self._released, self._wanted
+        while len(released) > _GROUP or len(wanted) > _GROUP:
+            first = Ack(self._delivered, released=released[:_GROUP], wanted=wanted[:_GROUP])
+            unsent.append(first.encode())
+            del released[:_GROUP]
+            del wanted[:_GROUP]
+        message = Ack(self._delivered, self._open_epochs, self._abandon, released, wanted, self._leaving).encode()
+        if message:
             unsent.append(message)
-        ack.Clear()
-        self._dirty = False
+        self._begin_ack()
+
+    def _begin_ack(self) -> None:
+        """Nothing is to be said so far."""
+        self._delivered = self._open_epochs = self._abandon = 0
+        self._released.clear()
+        self._wanted.clear()
+        self._leaving = self._dirty = False
 
     def close(self, *, say_so: bool = True) -> None:
         """Leave. Rings stay mapped while views of them live."""
         if self.closed:
             return
         if say_so:
-            self._ack.close = True
+            self._leaving = True
             self._dirty = True
             self.flush()
         self.closed = True

@@ -10,18 +10,21 @@ on one column. `full` covers every byte of any batch.
 The flight record is the chain of a box's digests in the order of delivery (penstock.proto.position): equal chains at
 a step are equal streams up to it.
 
+It is computed once, by the runner, when the batch lies in its ring. From there on the frame carries it, and whoever
+hands the batch out compares it with the bytes: see penstock.client.lanes.
+
 xxh3 of the same bytes is the same on every machine of one byte order; Python's own hash() is not.
 """
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
 from xxhash import xxh3_64_intdigest
 
-__all__ = ["FULL_BELOW", "batch_digest"]
+__all__ = ["FULL_BELOW", "Layouts", "batch_digest", "layout", "region_digest"]
 
 FULL_BELOW: Final = 64 << 10
 """Bytes up to which a region is covered in full."""
@@ -33,18 +36,48 @@ WORDS: Final = 64
 """Of 8 bytes each, between the ends, at least."""
 
 _LAYOUTS_KEPT: Final = 1024
-_layouts: dict[tuple[int, int, tuple[int, ...]], int] = {}
-"""Seeds of the layouts seen last, for a stream has few of them."""
+_layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
+"""Those of the layouts seen last, for a stream has few of them."""
+_DIMS_KEPT: Final = 64 << 10
+"""Bytes of dims that a reader remembers; as shapes they take about six times as much."""
 
 
-def _layout_seed(structure_key: int, nbytes: int, shapes: Sequence[int]) -> int:
-    layout = structure_key, nbytes, tuple(shapes)
-    seed = _layouts.get(layout)
-    if seed is None:
+def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
+    """The seed of a batch's digest, and its shapes as they travel. structure_key: Structure.key."""
+    key = structure_key, nbytes, tuple(shapes)
+    found = _layouts.get(key)
+    if found is None:
         if len(_layouts) >= _LAYOUTS_KEPT:
             _layouts.clear()
-        seed = _layouts[layout] = xxh3_64_intdigest(array("Q", (nbytes, *shapes)).tobytes(), structure_key)
-    return seed
+        packed = struct.pack(f"<{1 + len(shapes)}Q", nbytes, *shapes)
+        found = _layouts[key] = xxh3_64_intdigest(packed, structure_key), packed[8:]
+    return found
+
+
+class Layouts:
+    """The same for who receives batches of one structure: from shapes as they travel."""
+
+    __slots__ = ("_held", "_key", "_known")
+
+    def __init__(self, structure_key: int) -> None:
+        self._key = structure_key
+        self._known: dict[tuple[int, bytes], tuple[list[int], int]] = {}
+        self._held = 0
+
+    def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int]:
+        """The shapes, not to be changed, and the seed of the digest. `dims` are whole numbers of 8 bytes."""
+        found = self._known.get((nbytes, dims))
+        if found is None:
+            shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))
+            found = shapes, xxh3_64_intdigest(nbytes.to_bytes(8, "little") + dims, self._key)
+            if len(dims) > _DIMS_KEPT:
+                return found
+            self._held += 64 + len(dims)
+            if self._held > _DIMS_KEPT:
+                self._known.clear()
+                self._held = 64 + len(dims)
+            self._known[nbytes, dims] = found
+        return found
 
 
 def batch_digest(
@@ -60,7 +93,11 @@ def batch_digest(
         memory = memory.cast("B")
     if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
         raise ValueError(f"a region of {nbytes} bytes at {offset} in a buffer of {len(memory)}")
-    seed = _layout_seed(structure_key, nbytes, shapes)
+    return region_digest(layout(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
+
+
+def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, full: bool) -> int:
+    """The digest of the batch at this place of `memory`, bytes that are known to be there. seed: that of its layout."""
     end = offset + nbytes
     if full or nbytes <= FULL_BELOW:
         return xxh3_64_intdigest(memory[offset:end], seed)

@@ -4,11 +4,14 @@
     ├── InvalidArgumentError (ValueError)      a value that cannot be meant
     │   └── UnsafeBindError                    listening beyond this machine without TLS
     ├── PortTakenError (OSError)               the address to listen on is in use
+    ├── ForkedProcessError (RuntimeError)      used in a forked child of the process that it belongs to
+    ├── AmbiguousContextError (RuntimeError)   several are open, and none of them around this thread
     ├── JournalError                           the coordinator's books cannot be read or written
     ├── batches
     │   ├── UnsupportedLeafError (TypeError)   a batch holds something that is no tensor, array or scalar
     │   ├── StructureChangedError              strict mode: the tree or a dtype changed between batches
     │   ├── BatchTooLargeError                 a batch above max_batch_bytes
+    │   ├── BatchCorruptError                  a batch that is not what was made, however often it is fetched
     │   └── EmptyInputError (RuntimeError)     an input without a single batch
     ├── DatasetError                           a dataset that cannot be read as it is: its index, columns or settings
     │   ├── ShardCorruptError                  a shard that is not what its index says, or not readable
@@ -58,7 +61,9 @@ from dataclasses import dataclass
 
 __all__ = [
     "CATALOGUE",
+    "AmbiguousContextError",
     "AuthenticationError",
+    "BatchCorruptError",
     "BatchTooLargeError",
     "BoxOutOfRangeError",
     "BoxTakenError",
@@ -69,6 +74,7 @@ __all__ = [
     "DatasetError",
     "DeadlineError",
     "EmptyInputError",
+    "ForkedProcessError",
     "InputFnError",
     "InputFnNotAllowedError",
     "InputFnNotFoundError",
@@ -134,6 +140,14 @@ class PortTakenError(PenstockError, OSError):
     """The address to listen on is in use."""
 
 
+class ForkedProcessError(PenstockError, RuntimeError):
+    """Something of a process is used in a child that it forked; names both processes."""
+
+
+class AmbiguousContextError(PenstockError, RuntimeError):
+    """Several appliances, or executors, are open, and none of them in this thread's context: name the one you mean."""
+
+
 class JournalError(PenstockError):
     """The coordinator's books cannot be read or written."""
 
@@ -148,6 +162,10 @@ class StructureChangedError(PenstockError):
 
 class BatchTooLargeError(PenstockError):
     """A batch is larger than max_batch_bytes."""
+
+
+class BatchCorruptError(PenstockError):
+    """What a lane brings is not what was sent, or a batch not what was made, however often it is fetched."""
 
 
 class EmptyInputError(PenstockError, RuntimeError):
@@ -316,10 +334,13 @@ CATALOGUE: dict[str, Entry] = {
         Entry(InvalidArgumentError, "INVALID_ARGUMENT"),
         Entry(UnsafeBindError, "FAILED_PRECONDITION"),
         Entry(PortTakenError, "UNAVAILABLE"),
+        Entry(ForkedProcessError, "FAILED_PRECONDITION"),
+        Entry(AmbiguousContextError, "FAILED_PRECONDITION"),
         Entry(JournalError, "INTERNAL"),
         Entry(UnsupportedLeafError, "INVALID_ARGUMENT"),
         Entry(StructureChangedError, "FAILED_PRECONDITION"),
         Entry(BatchTooLargeError, "RESOURCE_EXHAUSTED"),
+        Entry(BatchCorruptError, "DATA_LOSS"),
         Entry(EmptyInputError, "FAILED_PRECONDITION"),
         Entry(DatasetError, "FAILED_PRECONDITION"),
         Entry(ShardCorruptError, "DATA_LOSS"),

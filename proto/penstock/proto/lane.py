@@ -19,7 +19,7 @@ The parts live in frames.py, producer.py and consumer.py; the rest of Penstock t
 from __future__ import annotations
 
 from penstock.proto.consumer import Consumer
-from penstock.proto.frames import LANE_PROTOCOL, MAX_FRAME, check_peer, connect_local, long_shapes
+from penstock.proto.frames import LANE_PROTOCOL, MAX_FRAME, check_peer, connect_local, dims_of
 from penstock.proto.producer import Producer, Slab
 
-__all__ = ["LANE_PROTOCOL", "MAX_FRAME", "Consumer", "Producer", "Slab", "check_peer", "connect_local", "long_shapes"]
+__all__ = ["LANE_PROTOCOL", "MAX_FRAME", "Consumer", "Producer", "Slab", "check_peer", "connect_local", "dims_of"]

@@ -19,10 +19,26 @@ import ssl
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from penstock.proto.errors import TlsError
-from penstock.proto.tls import Tls, WrappedSocket
+from penstock.proto.errors import BatchCorruptError, TlsError
+from penstock.proto.tls import Tls, WrappedSocket, is_damage
 
-__all__ = ["TlsSocket", "accept_tls", "accept_tls_blocking", "connect_tls", "looks_like_tls", "when_readable"]
+__all__ = [
+    "TlsSocket",
+    "accept_tls",
+    "accept_tls_blocking",
+    "check_damage",
+    "connect_tls",
+    "looks_like_tls",
+    "when_readable",
+]
+
+
+def check_damage(error: OSError, *, heard: bool) -> None:
+    """Raises BatchCorruptError if TLS found damage. heard: something has come: whatever it cannot read is that."""
+    ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
+    if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
+        raise BatchCorruptError(f"what TLS carries was damaged on its way: {error}") from error
+
 
 JOINED = 16 << 10
 """Bytes up to which small buffers are sent together: one record."""

@@ -60,7 +60,11 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _coordinator("penstock_run_boxes", "gauge", "", ("run",), "Boxes that the run has in all."),
     _coordinator(
-        "penstock_run_recommended_workers_per_box", "gauge", "", ("run",), "Slots a box that would do; 0: not known."
+        "penstock_run_recommended_workers_per_box",
+        "gauge",
+        "",
+        ("run",),
+        "Slots a box that would do, at most as many as the cores carry; 0: not known.",
     ),
     _coordinator(
         "penstock_run_slots", "gauge", "", ("run", "phase"), "Slots of the open attempt's live boxes, by phase."
@@ -230,6 +234,9 @@ CATALOGUE: tuple[Metric, ...] = (
     _client("penstock_client_recoveries_total", "counter", "", _BOX, "Slots that moved while the loop was reading."),
     _client(
         "penstock_client_skipped_batches_total", "counter", "batches", _BOX, "Batches that were left out as poisonous."
+    ),
+    _client(
+        "penstock_client_corrupt_total", "counter", "", _BOX, "Times that damaged data came and were fetched again."
     ),
     _client("penstock_client_lanes", "gauge", "", ("run", "box", "lane"), "Lanes that are open, local or tcp."),
     _client("penstock_client_held_batches", "gauge", "batches", _BOX, "Batches of which the loop still holds views."),

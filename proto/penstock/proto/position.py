@@ -24,10 +24,13 @@ from xxhash import xxh3_64_intdigest
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["MOST", "Position", "advance", "chain_at"]
+__all__ = ["MOST", "PASSES_AHEAD", "Position", "advance", "chain_at"]
 
 MOST = 1 << 62
 """The highest step, epoch or count that a position may come with: what is added to it still fits 64 bits."""
+PASSES_AHEAD = 64
+"""Passes that workers may run ahead where passes follow each other. A ring has at most 32 slots, so only empty passes
+come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
 _pack_link = struct.Struct("<QQ").pack
 
 

@@ -21,17 +21,16 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError
+from penstock.proto.forks import silence
 from penstock.proto.frames import (
-    BATCH,
     CLOSE,
     END,
     ERROR,
+    FULL_DIGEST,
     HEAD,
     KNOWN_BYTES,
     KNOWN_STRUCTURES,
@@ -41,12 +40,16 @@ from penstock.proto.frames import (
     PIECE,
     RING,
     STRUCTURE,
+    Ack,
+    Frame,
     forget_oldest,
     framed,
-    pack_shapes,
+    framed_batch,
+    read_ack,
+    read_frame,
 )
 from penstock.proto.outbox import Outbox
-from penstock.proto.ring import BOX_BYTES, Ring, slots_for
+from penstock.proto.ring import BOX_BYTES, Ring, grown, slots_for
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 __all__ = ["Producer", "Slab"]
@@ -123,8 +126,8 @@ class Producer:
         """The consumer said that it goes away on purpose."""
         self.cuts = 0
         """Abandons seen; frames carry it, so that the consumer can tell a pass it left from the one that follows."""
-        self.on_ack: Callable[[lane_pb2.Ack], None] | None = None
-        """Called with each ack once it has been applied, for who passes them on; the message is reused afterwards."""
+        self.on_ack: Callable[[Ack], None] | None = None
+        """Called with each ack once it has been applied, for who passes them on."""
         self._sock: socket.socket | None = None
         self._met = False
         self._rings: dict[int, Ring] = {}
@@ -137,8 +140,6 @@ class Producer:
         self._unsent = Outbox()
         self._structures: dict[int, bytes] = {}
         self._announced: dict[int, bytes] = {}
-        self._frame = lane_pb2.Frame()
-        self._ack = lane_pb2.Ack()
         self._buffer = bytearray(MAX_FRAME)
         self._view = memoryview(self._buffer)
 
@@ -186,11 +187,8 @@ class Producer:
             if total <= self.delivered and (ring_id, slot) not in held
         ]:
             self._give_back(ring_id, slot)
-        ack = lane_pb2.Ack()
-        ack.CopyFrom(hello.ack)
-        ack.ClearField("abandon_epoch")  # its effect is in `cuts`
-        ack.ClearField("released")  # what is not held is back
-        self._apply(ack)
+        # The effect of `abandon_epoch` is in `cuts`.
+        self._apply(Ack(hello.delivered, hello.open_epochs, wanted=hello.wanted))
         self._announced.clear()
         for ring_id in self._rings:
             self._announce_ring(ring_id)
@@ -199,6 +197,13 @@ class Producer:
                 self._announce_structure(kept.structure)
             self._unsent.add(kept.message)
         self.flush()
+
+    def forked(self) -> None:
+        """See penstock.proto.forks: the child writes into rings of its own, and its consumer hears nothing."""
+        for ring in self._rings.values():
+            ring.forked()
+        silence(self.fileno())
+        self.detach()
 
     def detach(self) -> None:
         """Forget the consumer; everything it has not delivered is kept."""
@@ -209,7 +214,7 @@ class Producer:
 
     def take_acks(self) -> None:
         """Read what the consumer said; never blocks. A consumer that vanished or talks nonsense is detached."""
-        ack, tries = self._ack, 2
+        tries = 2
         while (sock := self._sock) is not None:
             try:
                 size = sock.recv_into(self._buffer, MAX_FRAME, socket.MSG_TRUNC)
@@ -226,9 +231,9 @@ class Producer:
             try:
                 if size > MAX_FRAME:
                     raise ProtocolError(f"an ack of {size} bytes")
-                ack.ParseFromString(self._view[:size])  # type: ignore[arg-type]  # upb reads any buffer
+                ack = read_ack(self._view, 0, size)
                 self._apply(ack)
-            except (DecodeError, ProtocolError) as error:
+            except ProtocolError as error:
                 # Not this end's failure: the batches are kept for a consumer that can be understood.
                 _log.warning("a lane was closed: its consumer sent what no consumer sends: %s", str(error))
                 self.detach()
@@ -332,43 +337,42 @@ class Producer:
         epoch: int,
         structure: int,
         nbytes: int,
-        shapes: Sequence[int],
+        dims: bytes,
         digest: int,
         more: bool = False,
+        full_digest: bool = False,
     ) -> None:
         """Send the batch that was written into `slab`, and keep it until it was delivered.
 
-        more: another one follows at once, or `flush` is called: it may go in one packet with the next.
+        dims: its shapes, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
+        go in one packet with the next. full_digest: `digest` covers every byte of it, whatever its size.
         """
-        frame = self._frame
-        frame.Clear()
-        frame.kind = BATCH
-        frame.total = total
-        frame.epoch = epoch
-        frame.structure = structure
-        frame.nbytes = nbytes
-        frame.digest = digest
-        frame.cut = self.cuts
-        if len(shapes) > LONG_SHAPES:
-            if nbytes + 8 * len(shapes) > slab.ring.slot_bytes:
-                raise InvalidArgumentError(f"{len(shapes)} dims do not fit behind {nbytes} bytes: reserve with `dims`")
-            frame.size = len(shapes)
+        count = len(dims) >> 3
+        if count > LONG_SHAPES:
+            if nbytes + len(dims) > slab.ring.slot_bytes:
+                raise InvalidArgumentError(f"{count} dims do not fit behind {nbytes} bytes: reserve with `dims`")
             start = slab.offset + nbytes
-            slab.ring.map[start : start + 8 * len(shapes)] = pack_shapes(shapes)
+            slab.ring.map[start : start + len(dims)] = dims
+            dims = b""
         else:
-            frame.shapes.extend(shapes)
-        self.forward(slab, frame, more)
+            count = 0
+        flags = FULL_DIGEST if full_digest else 0
+        ring, slot = slab.ring_id, slab.slot
+        message = framed_batch(flags, ring, slot, structure, self.cuts, count, total, epoch, nbytes, digest, dims)
+        self._keep_and_send(slab, total, epoch, structure, message, more)
 
-    def forward(self, slab: Slab, frame: lane_pb2.Frame, more: bool = False) -> None:
-        """Send a BATCH frame that another producer made; only its place is changed to `slab`. more: as in `publish`."""
-        frame.ring = slab.ring_id
-        frame.slot = slab.slot
-        total, structure = frame.total, frame.structure
-        message = framed(frame.SerializeToString())
+    def forward(self, slab: Slab, frame: Frame, more: bool = False) -> None:
+        """Send a BATCH frame that another producer made; only its place is changed to `slab`, where it lies as it is
+        and in no codec. more: as in `publish`."""
+        _, _, flags, _, _, structure, cut, size, total, epoch, nbytes, digest, _, dims = frame
+        message = framed_batch(flags, slab.ring_id, slab.slot, structure, cut, size, total, epoch, nbytes, digest, dims)
+        self._keep_and_send(slab, total, epoch, structure, message, more)
+
+    def _keep_and_send(self, slab: Slab, total: int, epoch: int, structure: int, message: bytes, more: bool) -> None:
         if structure not in self._announced:
             self._announce_structure(structure)
         self._lent[slab.ring_id][slab.slot] = total
-        self._kept.append(_Kept(total, frame.epoch, message, slab, structure))
+        self._kept.append(_Kept(total, epoch, message, slab, structure))
         self._send(message, more)
 
     def return_unused(self, slab: Slab) -> None:
@@ -377,15 +381,17 @@ class Producer:
 
     def end(self, epoch: int, total: int) -> None:
         """The pass `epoch` is over; `total` is the last batch so far."""
-        self.forward_end(lane_pb2.Frame(kind=END, epoch=epoch, total=total, cut=self.cuts))
+        self.forward_end(Frame(END, epoch=epoch, total=total, cut=self.cuts))
 
     def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
         """The input failed after batch `total`: the last frame."""
-        self.forward_end(lane_pb2.Frame(kind=ERROR, epoch=epoch, total=total, error=_that_fits(error), cut=self.cuts))
+        self.forward_end(
+            Frame(ERROR, epoch=epoch, total=total, cut=self.cuts, rest=_that_fits(error).SerializeToString())
+        )
 
-    def forward_end(self, frame: lane_pb2.Frame) -> None:
+    def forward_end(self, frame: Frame) -> None:
         """Send an END, ERROR or CLOSE frame; the first two are kept until a later batch was delivered."""
-        message = framed(frame.SerializeToString())
+        message = framed(frame.encode())
         if frame.kind != CLOSE:
             self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
         self._send(message)
@@ -394,7 +400,7 @@ class Producer:
         """Leave for good, and say that it is on purpose. Waits at most `timeout` seconds for a consumer that is slow to
         read. What it was sent stays readable to it."""
         if self._sock is not None and say_so:
-            self.forward_end(lane_pb2.Frame(kind=CLOSE))
+            self.forward_end(Frame(CLOSE))
             deadline = time.monotonic() + timeout
             poll = select.poll()
             poll.register(self._sock, select.POLLOUT)
@@ -419,7 +425,7 @@ class Producer:
             self.flush()
 
     def _start_ring(self, nbytes: int, previous: int) -> Ring:
-        size = min(max(nbytes, 2 * previous), max(self.max_batch_bytes, nbytes))
+        size = grown(nbytes, previous, self.max_batch_bytes)
         ring = Ring.create(size, slots_for(size, self.ring_bytes))
         old = self._current
         self._current = self._next_ring
@@ -436,8 +442,8 @@ class Producer:
 
     def _announce_ring(self, ring_id: int) -> None:
         ring = self._rings[ring_id]
-        frame = lane_pb2.Frame(kind=RING, ring=ring_id, slot_bytes=ring.slot_bytes, slots=ring.slots)
-        self._unsent.add(framed(frame.SerializeToString()))
+        frame = Frame(RING, ring=ring_id, slot=ring.slots, nbytes=ring.slot_bytes)
+        self._unsent.add(framed(frame.encode()))
         self._unsent.add(ring.fd)
 
     def _announce_structure(self, structure: int) -> None:
@@ -448,14 +454,14 @@ class Producer:
         forget_oldest(self._announced)
         for start in range(0, max(len(data), 1), PIECE):
             piece = data[start : start + PIECE]
-            frame = lane_pb2.Frame(kind=STRUCTURE, structure=structure, inline=piece, size=len(data))
-            self._unsent.add(framed(frame.SerializeToString()))
+            frame = Frame(STRUCTURE, structure=structure, size=len(data), rest=piece)
+            self._unsent.add(framed(frame.encode()))
 
     def _refuse(self, sock: socket.socket, why: str) -> None:
         _log.warning("a lane was refused: %s", why)
         error = records_pb2.ErrorDetail(name=ProtocolError.__name__, message=why)
         try:
-            sock.send(framed(lane_pb2.Frame(kind=ERROR, error=error).SerializeToString()))
+            sock.send(framed(Frame(ERROR, rest=error.SerializeToString()).encode()))
         except OSError:
             pass
         sock.close()
@@ -467,7 +473,7 @@ class Producer:
         from one. But a producer that meets its first consumer may have started behind all that, and then what it
         has made is wanted: it only has to say so.
         """
-        left = hello.ack.abandon_epoch - 1
+        left = hello.abandon_epoch - 1
         fresh = not self._met and all(kept.epoch > left for kept in self._kept)
         self.cuts = hello.cuts
         if left >= 0:
@@ -476,11 +482,10 @@ class Producer:
             self._drop_kept()
             return
         for kept in self._kept:
-            frame = lane_pb2.Frame.FromString(kept.message[HEAD.size :])
-            frame.cut = self.cuts
-            kept.message = framed(frame.SerializeToString())
+            frame = read_frame(memoryview(kept.message), HEAD.size, len(kept.message))
+            kept.message = framed(frame._replace(cut=self.cuts).encode())
 
-    def _apply(self, ack: lane_pb2.Ack) -> None:
+    def _apply(self, ack: Ack) -> None:
         if ack.delivered > self.delivered:
             self._deliver(ack.delivered)
         released = ack.released

@@ -1,7 +1,8 @@
 """The protocol that a restartable loader follows, and what it may ask while it is being saved.
 
 A loader's abilities are counted by its methods: four (`RestartableDataLoader`) resume on any number of workers through
-the user's own code; two (`state_dict` and `load_state_dict`) resume on the same shape; none can only be replayed.
+the user's own code, and load nothing but what it made for that; two (`state_dict` and `load_state_dict`) resume on the
+same shape; none can only be replayed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,18 @@ class RestartableDataLoader(Protocol):
     with all that counts and is random moved on as if it had been made; StopIteration if the pass is over. It is called
     for a batch that kills the process that makes it, where the job asks to leave such ones out
     (Appliance(poison="skip")).
+
+    Three more things it may have, as attributes of its class; none is needed:
+
+    loads_own_state = True: load_state_dict also takes what `state_dict` returned, on the worker that it came from. A
+    lost runner is then replaced from a state that was proven, and not by replay from where the launch began.
+
+    exact_states = True: each state leads to just the batches that follow it, over the ends of epochs too, and drawing
+    the same random numbers. Nothing is proven then, but once at the beginning of a run.
+
+    advance_state(state_dict, batches): a static method that returns the state so many batches further in the same
+    epoch. A state between two snapshots is then had without making a batch; the generators are taken to be unchanged,
+    so it is for loaders whose batches do not draw from those of the process.
     """
 
     def state_dict(self) -> Any:
@@ -61,13 +74,21 @@ class DataLoaderCheckpoint:
     wse_id: int
     """The worker's box, 0-based."""
     appliance_step: int
-    """Step of the box: batches that its training loop was handed over the whole life of the run."""
+    """Batches that the box's training loop was handed in this launch of the job, from 0. A runner that is replaced
+    goes on counting; a launch that resumes from a saved state counts from 0 again."""
     worker_step: int
-    """Batches of this worker in all."""
+    """Batches of this worker in this launch."""
     samples_streamed: int
-    """Samples (rows of the first dimension) in those batches."""
+    """Samples (rows of the first dimension) in those batches. A loader whose state counts all samples adds those of
+    the state that it was loaded with."""
     user_state_dict: Any = None
     """What the loader's state_dict() returned."""
+    lifetime_appliance_step: int = 0
+    """Batches that the box's training loop was handed in all launches: the step of `state_dict()`."""
+    lifetime_worker_step: int = 0
+    """Batches of this worker in all launches since the numbers of boxes and workers last changed."""
+    lifetime_samples_streamed: int = 0
+    """Samples in those batches."""
 
     @property
     def global_worker_id(self) -> int:

@@ -21,8 +21,9 @@ import mmap
 import os
 
 from penstock.proto.errors import LaneLostError, ProtocolError
+from penstock.proto.forks import silence, unshare
 
-__all__ = ["MAX_SLOTS", "Ring", "ring_bytes", "slots_for"]
+__all__ = ["MAX_SLOTS", "Ring", "grown", "ring_bytes", "slots_for"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
@@ -33,10 +34,20 @@ MIN_SLOTS = 4
 """One being filled, one on its way, two that the loop looks at."""
 FEWEST_SLOTS = 3
 """Where memory is short: with one less, a loop that still holds its last batch would leave none to be filled."""
+GIANT_BYTES = 512 << 20
+"""A batch from this size on has its ring for itself: one entry on each side, out of which the loop gets a copy. Three
+entries, and as many in the receiver, would take six times its size, all of it allocated whole."""
 RING_BYTES = 8 << 20
 """What a ring aims for: small enough to stay in the last-level cache, so that the reader finds the bytes there."""
 BOX_BYTES = 512 << 20
 """What all rings of a box aim for together: 64 worker slots with 8 MiB each."""
+
+
+def grown(nbytes: int, previous: int, most: int) -> int:
+    """Bytes of a slot for batches of `nbytes` where one of `previous` has become too small: twice that, lest each batch
+    that is a little larger starts another ring; a giant gets what it needs."""
+    doubled = min(2 * previous, GIANT_BYTES - PAGE)
+    return min(max(nbytes, doubled), max(most, nbytes))
 
 
 def ring_bytes(rings: int) -> int:
@@ -46,8 +57,10 @@ def ring_bytes(rings: int) -> int:
 
 def slots_for(slot_bytes: int, limit: int = BOX_BYTES) -> int:
     """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_SLOTS, MAX_SLOTS]; but no more than
-    `limit` bytes, down to FEWEST_SLOTS."""
+    `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
     size = max(slot_bytes, 1)
+    if size >= GIANT_BYTES:
+        return 1
     wanted = max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // size))
     return max(FEWEST_SLOTS, min(wanted, limit // size))
 
@@ -121,6 +134,12 @@ class Ring:
             raise ProtocolError(f"the ring that a peer passed cannot be mapped: {error}") from error
         except OSError as error:
             raise LaneLostError(f"a ring of {size} bytes cannot be mapped here: {error}") from error
+
+    def forked(self) -> None:
+        """See penstock.proto.forks. Does nothing for a ring that was opened: its descriptor is gone."""
+        if self.fd >= 0:
+            unshare(self.map, self.fd)
+            silence(self.fd)
 
     def close_fd(self) -> None:
         """Give up the descriptor; the mapping stays while anything looks at it."""

@@ -117,10 +117,15 @@ def _slot(slot: pb.SlotView) -> dict[str, Any]:
         "snapshot_age_s": round(slot.snapshot_age_s, 3) if slot.HasField("snapshot_age_s") else None,
         "restarts": slot.restarts,
         "note": slot.note or None,
-        "doing": slot.doing or None,
+        "doing": slot.doing or _start(slot) or None,
         "skipped": slot.skipped,
         "error": error if error is not None and error["name"] else None,
     }
+
+
+def _start(slot: pb.SlotView) -> str:
+    """Of a runner that waits to be started, what for."""
+    return f"number {slot.start_place} of {slot.start_queue} that wait to be started there" if slot.start_place else ""
 
 
 def _worker(worker: pb.WorkerStatus) -> dict[str, Any]:

@@ -225,6 +225,11 @@ def no_tls_here(what: str) -> TlsError:
     )
 
 
+_DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
+"""What OpenSSL says of damaged bytes, and its alerts when the other end has found some. Not DECRYPT_ERROR: that alert
+also comes for a certificate of a CA that was made anew under its old name."""
+
+
 def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
     """What went wrong in a handshake with `what` that this end began; None if it was not TLS that failed.
 
@@ -252,6 +257,12 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
         f"{what} does not speak TLS, which this end was told to use (tls_ca={tls.ca_file}): start it with --tls-cert "
         f"and --tls-key, or leave tls_ca out here ({_reason(error)})"
     )
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether TLS found that bytes of an established connection, or of a handshake, had been damaged on their way."""
+    reason = str(error.reason) if isinstance(error, ssl.SSLError) else ""
+    return any(sign in reason for sign in _DAMAGED)
 
 
 def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import layer_stacks
+import numpy as np
 import opaque_streams
 import pytest
 import stacked_sources
+import torch
 from listed import Counting, Listed
 from tests.datasets.sharded.contract import CURSOR_CHECKS, LOADER_CHECKS, Make
 
@@ -22,7 +26,35 @@ def nothing() -> Iterator[int]:
     yield from ()
 
 
+class Drawing:
+    """Records that draw from every generator, read along or by number."""
+
+    def __init__(self, records: int) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return self.records
+
+    def __getitem__(self, index: int) -> list[float]:
+        if index >= self.records:
+            raise IndexError(index)
+        return [index, random.random(), random.gauss(0, 1), np.random.normal(), float(torch.rand(()))]
+
+
+def drawing(records: int) -> Iterator[list[float]]:
+    order = random.sample(range(records), records)
+    yield from (Drawing(records)[index] for index in order)
+
+
+def drawing_table(records: int) -> list[float]:
+    """Opened in an order that is drawn."""
+    return [*random.sample(range(records), records), np.random.normal()]
+
+
 SOURCES: dict[str, Make] = {
+    "pieces that draw": lambda: LogicalShards([partial(drawing, 5), partial(drawing, 4)], shards=2),
+    "records that draw": lambda: LogicalShards([Drawing(7), [1, 2, 3], Drawing(5)], shards=3, shuffle=True),
+    "tables that draw": lambda: LogicalShards([partial(drawing_table, n) for n in (4, 6, 5)], shards=3, max_open=1),
     "lists": lambda: Listed([5, 5, 5]),
     "unequal lists": lambda: Listed([3, 0, 11, 1, 0]),
     "of unknown lengths": lambda: Listed([7, 0, 2, 4], known=False),

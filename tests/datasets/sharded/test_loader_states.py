@@ -408,7 +408,7 @@ def test_one_worker_s_state_is_not_taken_for_all_workers() -> None:
         loader_of(Listed(UNEQUAL), seed=11).deaggregate_state_dict(fleet.workers[0].state_dict())
 
 
-@pytest.mark.parametrize("source", [LogicalShards([partial(iter, range(40))], shards=2), Counting(4)])
+@pytest.mark.parametrize("source", [LogicalShards([partial(iter, range(40))] * 2, shards=2), Counting(4)])
 def test_a_loader_can_be_sent_to_another_process_in_the_middle_of_a_pass(source: Any) -> None:
     """Without what it has open; one batch is often looked at before worker processes are started."""
     loader = ShardLoader(Repeated(source) if not source.endless else source, batch_size=4, seed=1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import join_all
 from opaque_streams import Counter
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
@@ -136,6 +139,38 @@ def test_pieces_with_a_state_are_closed_for_others_without_a_word() -> None:
     assert in_turn(source) == [10 * number + index for index in range(4) for number in range(3)]
     assert sum(counter.closed for counter in made) >= len(made) - 1
     assert max(counter.made for counter in made) <= 2, "the one before is read again, and no more"
+
+
+def test_a_forked_child_opens_its_own(tmp_path: Path) -> None:
+    """What its parent opened has one position for both."""
+    path = tmp_path / "rows"
+    path.write_text("".join(f"{number}\n" for number in range(100)))
+
+    class Lines(Sequence[str]):
+        def __init__(self) -> None:
+            self.opener, self.file = os.getpid(), path.open("rb", buffering=0)
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: Any) -> Any:
+            assert self.opener == os.getpid()
+            self.file.seek(sum(len(f"{number}\n") for number in range(index)))
+            return self.file.read(3).split()[0]
+
+        def close(self) -> None:
+            self.file.close()
+
+    source = LogicalShards([Lines], shards=1)
+    cursor = source.open(0, 0, 0)
+    assert next(cursor) == b"0"
+
+    def work() -> None:
+        assert list(source.open(0, 0, 0)) == [b"%d" % number for number in range(100)]
+
+    join_all(work, work)
+    assert next(cursor) == b"1"
+    cursor.close()
 
 
 def test_what_a_lost_cursor_held_is_closed() -> None:

@@ -15,16 +15,31 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from lane_frames import a_frame, frame_of
 from targets.target import Target, pieces, script
 
 from penstock.client import lander
 from penstock.client.lanes import SlotLane
+from penstock.proto.digest import batch_digest
 from penstock.proto.errors import LaneLostError
-from penstock.proto.frames import BATCH, CLOSE, END, ERROR, LANE_PROTOCOL, MAX_DIMS, RING, STRUCTURE, framed
+from penstock.proto.frames import (
+    BATCH,
+    CLOSE,
+    END,
+    ERROR,
+    LANE_PROTOCOL,
+    MAX_DIMS,
+    RING,
+    STRUCTURE,
+    Ack,
+    Frame,
+    framed,
+    pack_shapes,
+)
 from penstock.proto.producer import MOST_WANTED, Producer
 from penstock.proto.ring import PAGE, Ring
 from penstock.proto.structure import MAX_LEAVES, MAX_RANK
-from penstock.proto.tcp import read_hello
+from penstock.proto.tcp import read_hello, sealed
 from penstock.proto.tensors import Flattener
 from penstock.proto.tls import host_of
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -36,8 +51,6 @@ __all__ = ["TARGETS"]
 DEADLINE_S = 10.0
 SLOTS = 4
 assert MAX_DIMS == MAX_LEAVES * MAX_RANK
-
-Frame = lane_pb2.Frame
 
 
 def _pair(kind: int) -> tuple[socket.socket, socket.socket]:
@@ -135,29 +148,25 @@ def _runner_frames() -> tuple[bytes, bytes, bytes, list[bytes]]:
     flat.write_to(ring.address)
     content = bytes(ring.view[: flat.nbytes])
     text = flat.structure.to_bytes()
-    structure = Frame(kind=STRUCTURE, structure=1, inline=text, size=len(text)).SerializeToString()
-    announced = Frame(kind=RING, ring=9, slot_bytes=PAGE, slots=SLOTS).SerializeToString()
+    structure = a_frame(STRUCTURE, structure=1, inline=text, size=len(text)).encode()
+    announced = a_frame(RING, ring=9, slot_bytes=PAGE, slots=SLOTS).encode()
     ring.close_fd()
-    batch = Frame(kind=BATCH, ring=9, structure=1, nbytes=flat.nbytes, total=1, digest=5)
-    inline, behind = Frame(), Frame()
-    inline.CopyFrom(batch)
-    inline.shapes.extend(flat.shapes)
-    behind.CopyFrom(batch)
-    behind.size, behind.total = len(flat.shapes), 2
-    shapes = b"".join(dim.to_bytes(8, "little") for dim in flat.shapes)
-    return structure, announced, content + shapes, [inline.SerializeToString(), behind.SerializeToString()]
+    digest = batch_digest(flat.structure.key, content, 0, flat.nbytes, flat.shapes)
+    behind = Frame(BATCH, ring=9, structure=1, nbytes=flat.nbytes, total=2, digest=digest, size=len(flat.shapes))
+    shapes = pack_shapes(flat.shapes)
+    inline = behind._replace(total=1, size=0, rest=shapes)
+    return structure, announced, content + shapes, [inline.encode(), behind.encode()]
 
 
 def _consumer_seeds() -> list[bytes]:
     structure, ring, content, batches = _runner_frames()
-    end = Frame(kind=END, total=2).SerializeToString()
-    error = Frame(kind=ERROR, error=records_pb2.ErrorDetail(name="InputFnError", message="m")).SerializeToString()
+    end = a_frame(END, total=2).encode()
+    error = a_frame(ERROR, error=records_pb2.ErrorDetail(name="InputFnError", message="m")).encode()
     opening = [(0, structure), (0, ring), (3, b"\0" + content)]
     halves = []
     for start, stop in ((0, 20), (20, 1000)):
-        piece = Frame.FromString(structure)
-        piece.inline = piece.inline[start:stop]
-        halves.append((0, piece.SerializeToString()))
+        piece = frame_of(structure)
+        halves.append((0, piece._replace(rest=piece.rest[start:stop]).encode()))
     return [
         script(*opening, *((0, batch) for batch in batches), (5, b""), (0, end), (0, error)),
         script(*halves, (0, ring), (3, b"\1" + content), (2, script(*((0, batch) for batch in batches))), (4, b"")),
@@ -190,7 +199,7 @@ def _producer(data: bytes) -> None:
                     slab = producer.reserve(1000)
                     if slab is not None:
                         total = max(total, producer.delivered) + 1
-                        producer.publish(slab, min(total, (1 << 64) - 1), 0, 1, 1000, [1, 2], 3)
+                        producer.publish(slab, min(total, (1 << 64) - 1), 0, 1, 1000, pack_shapes([1, 2]), 3)
                 case 4:
                     producer.end(0, min(total, (1 << 64) - 1))
                 case _ if peer is not None:
@@ -225,12 +234,12 @@ def _producer_seeds() -> list[bytes]:
         protocol=LANE_PROTOCOL, next_total=1, held=[lane_pb2.Slot(ring=1, slot=2)]
     ).SerializeToString()
     acks = [
-        lane_pb2.Ack(delivered=1, open_epochs=2, wanted=[3, 3, 4, 4]),
-        lane_pb2.Ack(delivered=2, released=[1, 2, 1, 3]),
-        lane_pb2.Ack(abandon_epoch=1),
-        lane_pb2.Ack(close=True),
+        Ack(delivered=1, open_epochs=2, wanted=[3, 3, 4, 4]),
+        Ack(delivered=2, released=[1, 2, 1, 3]),
+        Ack(abandon_epoch=1),
+        Ack(close=True),
     ]
-    said = [(0, ack.SerializeToString()) for ack in acks]
+    said = [(0, ack.encode()) for ack in acks]
     return [
         script((2, hello), (3, b""), (3, b""), *said[:2], (4, b""), *said[2:]),
         script((3, b""), (2, hello), (2, hello)),
@@ -269,7 +278,7 @@ def _pump(data: bytes) -> None:
                         finally:
                             os.close(fd)
                     case 3:
-                        far.send(framed(piece))
+                        far.send(sealed(piece))
                     case 4:
                         far.send(piece)
             except OSError:
@@ -281,8 +290,8 @@ def _pump(data: bytes) -> None:
 def _pump_seeds() -> list[bytes]:
     structure, ring, content, batches = _runner_frames()
     hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, next_total=1, codecs=[lane_pb2.LZ4]).SerializeToString()
-    acks = [lane_pb2.Ack(delivered=1, wanted=[4, 4]), lane_pb2.Ack(delivered=2), lane_pb2.Ack(abandon_epoch=1)]
-    said = [(3, ack.SerializeToString()) for ack in acks]
+    acks = [Ack(delivered=1, wanted=[4, 4]), Ack(delivered=2), Ack(abandon_epoch=1)]
+    said = [(3, ack.encode()) for ack in acks]
     opening = [(0, hello), (0, structure), (0, ring), (2, b"\0" + content)]
     return [script(*opening, *((0, batch) for batch in batches), *said)]
 
@@ -344,7 +353,7 @@ def _lander(data: bytes) -> None:
             try:
                 match what % 4:
                     case 0:
-                        far.send(framed(piece))
+                        far.send(sealed(piece))
                     case 1:
                         far.send(piece)
                     case 2:
@@ -383,12 +392,12 @@ def _lander_seeds() -> list[bytes]:
     hello = lane_pb2.Hello(
         protocol=LANE_PROTOCOL, next_total=1, target="127.0.0.1:1", codecs=[lane_pb2.ZSTD, lane_pb2.LZ4]
     )
-    payload = content[: Frame.FromString(batches[0]).nbytes]
-    ack = lane_pb2.Ack(delivered=1).SerializeToString()
+    payload = content[: frame_of(batches[0]).nbytes]
+    ack = Ack(delivered=1).encode()
     return [
         script(
             *((0, hello.SerializeToString()), (0, structure), (0, ring), (0, batches[0]), (1, payload), (3, b"")),
-            *((2, ack), (1, framed(batches[0]) + payload), (0, Frame(kind=END, total=1).SerializeToString())),
+            *((2, ack), (1, sealed(batches[0]) + payload), (0, a_frame(END, total=1).encode())),
         )
     ]
 
@@ -410,7 +419,7 @@ def _hello_seeds() -> list[bytes]:
     hello = lane_pb2.Hello(
         protocol=LANE_PROTOCOL, run="job/0", attempt=1, slot=2, generation=3, ticket="t" * 32, next_total=9
     )
-    return [framed(hello.SerializeToString())]
+    return [sealed(hello.SerializeToString())]
 
 
 TARGETS = [

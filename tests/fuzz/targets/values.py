@@ -22,7 +22,7 @@ from penstock.proto.state import decode_state, encode_state
 from penstock.proto.structure import Structure, required_nbytes
 from penstock.proto.tensors import Assembler, Flattener, wrap_buffer
 from penstock.proto.v1 import records_pb2
-from penstock.worker.source import Base, Place
+from penstock.worker.restart_points import Base, Past, Place
 
 __all__ = ["TARGETS"]
 
@@ -141,9 +141,8 @@ def _base(data: bytes) -> None:
 def _base_seeds() -> list[bytes]:
     snapshot = Base(Place(0, 3, 3, 12), {"at": 3}, b"rng", None, 77)
     origin = Base(Place(1, 0, 9, 36), None, b"after", b"before")
-    return [
-        base[:-8] for base in (snapshot.encode(), origin.encode(), origin.encode_at({}, Place(1, 2, 11, 44), b"r", 5))
-    ]
+    behind = Base(Place(1, 2, 11, 44), {}, b"r", digest=5, past=Past(left=((0, 3),), whole=True), behind=origin)
+    return [base.encode()[:-8] for base in (snapshot, origin, behind)]
 
 
 def _saved(data: bytes) -> None:

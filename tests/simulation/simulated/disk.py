@@ -15,6 +15,7 @@ from typing import Any
 
 from simulated.virtual import Crash
 
+from penstock.appliance.database import Marks, behind
 from penstock.appliance.journal import TABLES, Journal, Rows
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
 from penstock.appliance.model import SlotKey
@@ -45,6 +46,8 @@ class Disk:
         self.notes: dict[str, str] = {}
         self.secret = b"\x5a" * 32
         self.boots = 0
+        self.commits = self.recorded = 0
+        """The number of the journal's last commit: in it, and beside it."""
         self.snapshots: dict[tuple[SlotKey, int, int], tuple[bytes, bytes]] = {}
         """(slot, total, epoch) -> header and data."""
         self.blobs: dict[str, bytes] = {}
@@ -99,13 +102,25 @@ class SimulatedJournal(Journal):
         self._disk = disk
         self._changed = changed
         self._written = written
+        self.lost = None
+        if disk.commits < disk.recorded:
+            raise behind(self.name, disk.commits, disk.recorded, "as the file beside it says")
         disk.boots += 1
         self.boots = disk.boots
-        self.secret = disk.secret
+        self.secret, self.found = disk.secret, disk.commits
+        self.marks = Marks(disk.secret, disk.boots.to_bytes(8, "big"), self.found)
 
     @property
     def name(self) -> str:
         return "the simulated journal"
+
+    @property
+    def committed(self) -> int:
+        return self._disk.commits
+
+    def _missing(self, number: int, witness: str) -> JournalError:
+        self._disk.recorded = number
+        return behind(self.name, self.found, number, f"as {witness} was told")
 
     def rows(self, table: str) -> list[Mapping[str, Any]]:
         rows = self._disk.tables[table]
@@ -138,6 +153,8 @@ class SimulatedJournal(Journal):
             self._written()
 
     def _sync(self, rows: Rows) -> None:
+        self._disk.commits += 1
+        self._disk.recorded = self._disk.commits
         for what, values in rows.values():
             if what == "note":
                 self._disk.notes.update([values])

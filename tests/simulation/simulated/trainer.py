@@ -60,7 +60,10 @@ class Box:
         self._waited_s = [0.0] * job.plan.workers
         self._pass_ended = False
         self._lease_s = 0.0
+        self._commit_mark = b""
         self._views: dict[int, pb.SlotView] = {}
+        self._lost_lanes: dict[int, tuple[int, int]] = {}
+        """Slot -> generation and tries in vain, of workers that cannot be reached."""
         self._changed = asyncio.Event()
         self._telling: dict[int, asyncio.Task[None]] = {}
         """Slot -> the newest task that tells it of a pass."""
@@ -133,12 +136,15 @@ class Box:
         request.client_id, request.seen_version, request.hold_s = self.process.name, seen, hold_s
         if self._record is not None:
             request.delivered.CopyFrom(self._record.to_proto())
-        request.lease_s = self._lease_s
+        request.lease_s, request.commit_mark = self._lease_s, self._commit_mark
         request.waiting_for, request.pass_ended = self._waiting_for, self._pass_ended
         request.waited_s = sum(self._waited_s)
         request.waited_by_slot_s.extend(self._waited_s)
         for epoch, step in self._cuts:
             request.cuts.add(epoch=epoch, step=step)
+        for slot, (generation, tries) in self._lost_lanes.items():
+            if tries > 1:
+                request.unreachable.add(slot=slot, generation=generation, why="cut off")
         return request
 
     async def _watch(self) -> None:
@@ -155,6 +161,7 @@ class Box:
                 self.process.kill()
                 return
             backoff, hold_s, self._lease_s = 0.1, reply.beat_s, reply.lease_s
+            self._commit_mark = reply.commit_mark
             if seen != reply.version:
                 seen = reply.version
                 self.job.truth.viewed(self.job.plan.name, self.attempt, self.plan.number, reply.slots)
@@ -278,8 +285,12 @@ class Box:
             except PenstockError as error:
                 if view.phase == pb.FAILED:
                     raise PenstockError(f"slot {slot} failed: {view.error.message}") from error
+                if isinstance(error, AWAY):
+                    generation, tries = self._lost_lanes.get(slot, (0, 0))
+                    self._lost_lanes[slot] = view.generation, 1 + tries * (generation == view.generation)
                 await self._view_change()
                 continue
+            self._lost_lanes.pop(slot, None)
             job.truth.delivered(where, view.generation, self.plan, at.step + 1, batch)
             self._waiting_for = 0
             self._waited_s[slot] += job.world.now - since

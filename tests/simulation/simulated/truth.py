@@ -198,6 +198,9 @@ class Truth:
         elif method in ("WatchRun", "OpenRun"):
             run = request.run if method == "WatchRun" else f"{request.job}/{request.ordinal}"
             self.before.heard_box[run, request.box, request.client_id] = self.before.awake(self.world.now)
+        told = request if method == "WatchRun" else getattr(request, "progress", pb.WatchRunRequest())
+        for claim in told.unreachable:
+            self._lost.add((told.run, told.attempt, told.box, claim.slot, claim.generation))
 
     def replies(self, method: str, request: Any, reply: Any) -> None:
         """Just before a reply leaves: what it says must be on disk."""

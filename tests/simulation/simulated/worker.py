@@ -364,6 +364,7 @@ class Daemon:
         """Version of the newest reply that was obeyed: an older one was overtaken. And what heartbeats say of it: 0 to
         be told everything again."""
         self._hold_s, self._lease_s = HOLD_S, 0.0
+        self._commit_mark = b""
         self._registrations = 0
         self._answered: set[str] = set()
         self.process.spawn(self._run())
@@ -403,7 +404,7 @@ class Daemon:
     async def _register(self) -> None:
         request = pb.RegisterWorkerRequest(worker=self.name, session=self.session, host_id=self.host, slots=self.slots)
         request.local_address, request.tcp_address = f"@{self.name}", f"{self.name}:1"
-        request.draining = self.drains
+        request.draining, request.commit_mark = self.drains, self._commit_mark
         try:
             reply = await self.patiently("RegisterWorker", request)
             self._registrations += 1
@@ -448,7 +449,7 @@ class Daemon:
 
     def _take(self, reply: pb.HeartbeatReply, registration: int) -> None:
         self._hold_s, self._lease_s = reply.beat_s, reply.lease_s
-        self.drains = reply.draining
+        self.drains, self._commit_mark = reply.draining, reply.commit_mark
         stale = registration != self._registrations or reply.version < self._made
         if not (self.leaving or stale or reply.unchanged):
             self._made = self._seen = reply.version

@@ -13,6 +13,7 @@ import sys
 
 from penstock.proto.channel import load_tls, read_token
 from penstock.proto.errors import PenstockError, UnsafeBindError
+from penstock.worker.children import START_DEADLINE_S
 from penstock.worker.daemon import Settings, serve
 
 UNSAFE_BIND = 16
@@ -28,6 +29,8 @@ def main() -> int:
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--name", default="")
     parser.add_argument("--runner-memory", type=int, default=0)
+    parser.add_argument("--starts", type=int, default=0)
+    parser.add_argument("--start-timeout", type=float, default=START_DEADLINE_S)
     parser.add_argument("--drain-s", type=float, default=0.0)
     parser.add_argument("--lifeline-pid", type=int)
     parser.add_argument("--insecure", action="store_true")
@@ -58,6 +61,8 @@ def main() -> int:
             insecure=options.insecure,
             drain_s=options.drain_s,
             runner_memory=options.runner_memory,
+            starts=options.starts,
+            start_timeout_s=options.start_timeout,
         )
         asyncio.run(serve(settings, ready))
     except PenstockError as error:

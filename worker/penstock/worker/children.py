@@ -27,6 +27,7 @@ from penstock.worker.control import Channel, Message
 from penstock.worker.ledger import Ledger
 from penstock.worker.orphans import Orphans
 from penstock.worker.output import PAUSE_S, READ_BYTES, Lines
+from penstock.worker.processor import unless_it_stands_still
 from penstock.worker.stacks import StackFile
 from penstock.worker.tempdirs import TempDirs
 
@@ -34,10 +35,15 @@ __all__ = ["Child", "Zygote", "about_slot", "end_orphans"]
 
 _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
-START_DEADLINE_S = 60.0
-"""For a fresh interpreter to import torch on a busy machine."""
+START_DEADLINE_S = 600.0
+"""Seconds for a fresh interpreter to import torch from a cold network file system: the default of --start-timeout."""
+STANDS_STILL = 0.1
+"""Share of that deadline after which one that neither ran nor asked for a processor is given up."""
 FORK_DEADLINE_S = 15.0
-"""For a zygote to fork, which takes milliseconds: one that does not is stopped, and is not asked again."""
+"""Seconds in which a zygote that neither runs nor asks for a processor does not answer: it is stopped, and is not asked
+again. To fork takes milliseconds, and on a busy machine its turn."""
+FORK_MOST_S = 300.0
+"""Seconds for a fork however busy the machine is."""
 STATUS_S = 0.25
 """For the zygote to tell a child's exit status after the kernel told its end, before we look ourselves."""
 LAST_STATUS_S = 2.5
@@ -46,6 +52,8 @@ ORPHANS_LOOK_S = 0.03
 ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
 """For what a dead zygote had to end; at a daemon's end, too."""
+KILL_S = 5.0
+"""Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
 END_S = 5.0
 """For a zygote to end what is below it, and itself."""
 _NOT_FOR_CHILDREN = (
@@ -323,8 +331,38 @@ class Zygote:
         self._reaping: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    async def start(self, seed: int, *, main_script: bool) -> None:
-        """Start it; returns when it can fork. main_script: for an input_fn that is defined in the trainer's script."""
+    async def start(self, seed: int, *, main_script: bool, deadline_s: float = START_DEADLINE_S) -> None:
+        """Start it; returns when it can fork. One that takes too long, or is not wanted any more, is killed.
+
+        Args:
+            seed: of the run.
+            main_script: for an input_fn that is defined in the trainer's script.
+            deadline_s: seconds that it may take; a tenth of it without asking for a processor.
+        """
+        try:
+            await self._start(seed, main_script)
+            still_s = STANDS_STILL * deadline_s
+            await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
+        except BaseException as error:
+            await self._give_up()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise WorkerLostError(
+                f"a runner's interpreter did not start within {deadline_s:g} s, or stood still for {still_s:g} s: it "
+                "was killed. Is the file system that Python is imported from slow? penstock worker --start-timeout"
+            ) from None
+
+    async def _give_up(self) -> None:
+        """Kill one that is not up; wait until it has ended, or cannot be killed."""
+        self.dead = True
+        self._up.cancel()
+        self._kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), KILL_S)
+        if self.lives:
+            _log.error("process %d, which was to fork runners, was killed and does not end", self.pid)
+
+    async def _start(self, seed: int, main_script: bool) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
         _own.starting += 1
@@ -344,14 +382,13 @@ class Zygote:
                     process_group=0,
                 )
             _own.zygotes.add(self._process)
+        except BaseException:
+            self._channel.close()
+            raise
         finally:
             _own.starting -= 1
         self._reaping = asyncio.ensure_future(self._reaped(self._process))
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
-        try:
-            await asyncio.wait_for(asyncio.shield(self._up), START_DEADLINE_S)
-        except TimeoutError:
-            raise WorkerLostError(f"a runner's interpreter did not start within {START_DEADLINE_S:.0f} s") from None
 
     async def _reaped(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
@@ -385,7 +422,7 @@ class Zygote:
             theirs.close()
             os.close(write)
         try:
-            await asyncio.wait_for(asyncio.shield(child.forked), FORK_DEADLINE_S)
+            await unless_it_stands_still(asyncio.shield(child.forked), self.pid, FORK_DEADLINE_S, FORK_MOST_S)
         except TimeoutError:
             self.dead = True
             child.gone(None)
@@ -401,6 +438,11 @@ class Zygote:
     @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process is there."""
+        return self._process is not None and self._process.returncode is None
 
     def _let_go(self, number: int, tempdir: str) -> None:
         self._children.pop(number, None)
@@ -419,7 +461,7 @@ class Zygote:
         asyncio.get_running_loop().call_later(END_S, self._kill)
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and self.lives:
             self._process.kill()
 
     async def wait(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import json
+import mmap
 import os
 import socket
 import struct
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnsupportedStateError, format_remote
+from penstock.proto.forks import silence
+from penstock.proto.v1 import records_pb2
 
 __all__ = [
     "DESCRIPTORS_CLOSED",
@@ -22,8 +25,10 @@ __all__ = [
     "DescriptorsClosedError",
     "Inbox",
     "Message",
+    "assignment_of",
     "counts",
     "describe",
+    "payload_of",
     "plain_detail",
 ]
 
@@ -118,15 +123,22 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
+    def forked(self) -> None:
+        """See penstock.proto.forks."""
+        if self._is_own(self.sock.fileno()):
+            silence(self.sock.fileno())
+
     def _check_own(self) -> None:
         """Raises DescriptorsClosedError if this side was closed by someone else in this process."""
         fd = self.sock.fileno()
+        if fd >= 0 and not self._is_own(fd):
+            raise DescriptorsClosedError(f"descriptor {fd} was closed")
+
+    def _is_own(self, fd: int) -> bool:
         try:
-            if fd < 0 or os.fstat(fd).st_ino == self._inode:
-                return
+            return os.fstat(fd).st_ino == self._inode
         except OSError:
-            pass
-        raise DescriptorsClosedError(f"descriptor {fd} was closed")
+            return False
 
     def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
         """Raises UnsupportedStateError for a payload that the other side would not take, LaneLostError when that is
@@ -155,6 +167,15 @@ class Channel:
         if sent < len(head) + len(payload):
             self.sock.sendall(memoryview(payload)[max(0, sent - len(head)) :])
 
+    def hung_up(self) -> bool:
+        """Whether the other side is gone; nothing is taken."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Close the socket, and the descriptors that came for no message."""
         self.sock.close()
@@ -177,6 +198,27 @@ class Channel:
                 raise LaneLostError("the other end of the control socket is gone")
             self._inbox.feed(data, fds)
         return message
+
+
+def payload_of(message: Message) -> bytes:
+    """What a message to a child brings: its payload, or what is in the memory whose descriptor came along."""
+    if not message.fds:
+        return message.payload
+    (fd,) = message.fds
+    try:
+        # Not read: others have the same open file, and its offset.
+        with mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as memory:
+            return memory[:]
+    finally:
+        os.close(fd)
+
+
+def assignment_of(message: Message) -> records_pb2.WorkerAssignment:
+    """The assignment that a child is sent. Large arguments come as a descriptor beside it."""
+    assignment = records_pb2.WorkerAssignment.FromString(message.payload)
+    if message.fds:
+        assignment.loader.arguments = payload_of(message)
+    return assignment
 
 
 def counts(message: Message, *names: str) -> list[int]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.channel import VERSION, Tls, detail_of, host_id
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
@@ -33,13 +33,20 @@ from penstock.proto.errors import (
 from penstock.proto.pulse import PulseWriter
 from penstock.proto.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.worker.children import Zygote, end_orphans
+from penstock.worker.blobs import Blobs
+from penstock.worker.children import START_DEADLINE_S, Zygote, end_orphans
+from penstock.worker.heart import Heart
+from penstock.worker.helpers import Helpers
 from penstock.worker.lanes import LaneDoors, slot_of
 from penstock.worker.orphans import become_subreaper
 from penstock.worker.output import unblocked_logging
-from penstock.worker.slot import Share, Slot, SlotKey, Tally, Trust, key_of
+from penstock.worker.processor import cores
+from penstock.worker.proofs import Findings
+from penstock.worker.slot import Share, Slot, SlotKey, Tally, key_of
 from penstock.worker.tempdirs import TempDirs
+from penstock.worker.turn_queue import TurnQueue
 from penstock.worker.usercode import MAIN, check_allowed, check_plain
+from penstock.worker.zygotes import Zygotes
 
 __all__ = ["Settings", "own_name", "serve"]
 
@@ -54,10 +61,9 @@ AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """What passes, and says nothing against us: also a coordinator that cannot write for want of disk."""
 ATTACH_DEADLINE_S = 30.0
 SCRATCH_AT_ONCE = 2
-IDLE_ZYGOTE_S = 60.0
-"""That a zygote is kept for after its last slot: starting one takes seconds."""
-IDLE_ZYGOTES = 2
-"""So many are kept, the newest: of a trainer that is started again, its loaders for training and for evaluation."""
+"""Tasks beside the streams that are done at a time on a machine with one core; else as many as there are cores."""
+TURN_S = 0.5
+"""Seconds between two signs of the event loop's that it makes progress."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ class Settings:
     embedded: bool = False
     runner_memory: int = 0
     """Bytes that a runner may hold; 0 = any."""
+    starts: int = 0
+    """Runners that start at a time; 0 = as many as there are processors."""
+    start_timeout_s: float = START_DEADLINE_S
+    """Seconds that the interpreter of a run's runners may take to start."""
     tls: Tls | None = None
     """For the coordinator, and for lanes from other hosts."""
     insecure: bool = False
@@ -102,9 +112,18 @@ class Daemon:
         self.settings = settings
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
-        self.scratch_limit = asyncio.Semaphore(SCRATCH_AT_ONCE)
+        self.scratches = TurnQueue(max(SCRATCH_AT_ONCE, cores()))
+        self.helpers = Helpers(self.zygote)
+        self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
+        self.starts = TurnQueue(settings.starts or cores())
         self._tempdirs = TempDirs()
+        self._zygotes = Zygotes(self._tempdirs, self.starts, settings.start_timeout_s)
+        self._heart = Heart(
+            self._connect,
+            lambda: self._heartbeat(0.0, bare=True),
+            lambda: self._lease_s,
+        )
         self._session = secrets.token_hex(8)
         self._pulse = PulseWriter(settings.pulse_file)
         self._hold_s, self._lease_s = HOLD_S, 0.0
@@ -116,9 +135,7 @@ class Daemon:
         self.answered_at: float | None = None
         """When the coordinator last answered; None before it did."""
         self._slots: dict[SlotKey, Slot] = {}
-        self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
-        self._retiring: dict[int, asyncio.TimerHandle] = {}
-        self._trusts: dict[tuple[str, int], Trust] = {}
+        self._findings: dict[tuple[str, int], Findings] = {}
         self._answered: set[str] = set()
         self._made = self._seen = 0
         """The version of the reply that was made so last; the coordinator's rise over everything. And what heartbeats
@@ -135,6 +152,8 @@ class Daemon:
         """No new slots come, for the coordinator was told to drain this worker, or for it is to end."""
         self._stuck = 0
         """Slots of this worker's that nobody else has a place for, as the coordinator said while it drains."""
+        self._commit_mark = b""
+        """The coordinator's journal was at least as far, as the next coordinator on it is told."""
         self._told = asyncio.Event()
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -161,7 +180,8 @@ class Daemon:
             _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._doors.tcp_address)
             if ready is not None:
                 ready(self.name)
-            loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes())]
+            self._heart.start()
+            loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes(), self._turn())]
             handing = asyncio.ensure_future(self._hand_over())
             done, _ = await asyncio.wait([*loops, handing], return_when="FIRST_COMPLETED")
             for task in [*loops, handing, stop]:
@@ -188,7 +208,19 @@ class Daemon:
             told.cancel()
         at_once.cancel()
 
+    def _connect(self) -> CoordinatorClient:
+        """For threads: a client of their own."""
+        settings = self.settings
+        return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
+
+    async def _turn(self) -> None:
+        """Show that the event loop makes progress."""
+        while True:
+            self._heart.turned()
+            await asyncio.sleep(TURN_S)
+
     async def _leave(self) -> None:
+        self._heart.stop()
         with contextlib.suppress(PenstockError, TimeoutError):
             request = coordinator_pb2.DeregisterWorkerRequest(worker=self.name, session=self._session)
             await asyncio.wait_for(self.coordinator.deregister(request), 2.0)
@@ -198,12 +230,8 @@ class Daemon:
         for key in list(self._slots):
             self._stop_slot(key)
         await asyncio.gather(*self._tasks, *self._ending, return_exceptions=True)
-        for starting in self._zygotes.values():
-            if starting.done() and not starting.cancelled() and starting.exception() is None:
-                starting.result().close()
-                await starting.result().wait()
-            else:
-                starting.cancel()
+        await self._zygotes.close()
+        self.blobs.close()
         await end_orphans()
         self._tempdirs.close()
         await self.coordinator.close()
@@ -215,18 +243,19 @@ class Daemon:
             session=self._session,
             host_id=host_id(),
             slots=self.settings.slots,
+            cores=cores(),
             local_address=self._doors.local_address,
             tcp_address=self._doors.tcp_address,
             allow=self.settings.allow,
             draining=self._draining,
+            commit_mark=self._commit_mark,
         )
         while True:
             try:
                 reply = await self.coordinator.register(request)
                 self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
-                self.answered_at = time.monotonic()
+                self._heard()
                 self._made = self._seen = 0  # one that does not know us may be another, with versions of its own
-                self._pulse.heard()
                 return
             except OverloadedError as error:
                 self._pulse.turned()
@@ -244,7 +273,7 @@ class Daemon:
         while True:
             try:
                 reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
-                self._pulse.heard()
+                self._heard()
             except AWAY as error:
                 self._pulse.turned()
                 now = asyncio.get_running_loop().time()
@@ -275,16 +304,23 @@ class Daemon:
                 await asyncio.sleep(RETRY_S)
                 self._dirty.set()
                 continue
+            self._heard()
             if not reply.register_again:
                 self._take(reply)
 
+    def _heard(self) -> None:
+        """The coordinator has answered."""
+        self.answered_at = time.monotonic()
+        self._heart.heard()
+        self._pulse.heard()
+
     def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
-        self.answered_at = time.monotonic()
         self._coordinators_clock = reply.wall_s - time.monotonic()
         if reply.draining != self._draining:
             _log.info("worker %s: %s", self.name, "drains" if reply.draining else "takes slots again")
         self._draining, self._stuck = reply.draining, reply.stuck
+        self._commit_mark = reply.commit_mark
         if reply.snapshot_every_s:
             self.share = Share(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
         if not reply.unchanged and reply.version >= self._made:  # else overtaken by the reply to a later heartbeat
@@ -292,7 +328,8 @@ class Daemon:
             self._make_it_so(reply)
         self._told.set()
 
-    def _heartbeat(self, hold_s: float) -> coordinator_pb2.HeartbeatRequest:
+    def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
+        """`bare`: nothing of the slots, which belong to the event loop."""
         return coordinator_pb2.HeartbeatRequest(
             worker=self.name,
             session=self._session,
@@ -300,14 +337,17 @@ class Daemon:
             hold_s=hold_s,
             lease_s=self._lease_s,
             leaving=self._leaving,
-            slots=[slot.report() for slot in self._slots.values()],
+            slots=[] if bare else [slot.report() for slot in self._slots.values()],
         )
 
     # ---- assignments
 
     def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
         wanted = {key_of(assignment): assignment for assignment in reply.assignments}
+        why = {key_of(taken): taken.why for taken in reply.taken}
         for key in [key for key in self._slots if key not in wanted]:
+            slot = self._slots[key]
+            slot.log.info("%s: it is taken from worker %s: %s", slot.name, self.name, why.get(key, "no reason is told"))
             self._stop_slot(key)
         for key, assignment in wanted.items():
             if key in self._slots:
@@ -348,25 +388,12 @@ class Daemon:
     def _drop_unused(self) -> None:
         """Let go what belongs to runs that have no slot here any more; zygotes a little later, for the next attempt."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
-        for attempt in [attempt for attempt in self._trusts if attempt not in attempts]:
-            del self._trusts[attempt]
-        seeds = {slot.assignment.seed for slot in self._slots.values()}
-        for seed in self._zygotes:
-            if seed in seeds and seed in self._retiring:
-                self._retiring.pop(seed).cancel()
-            elif seed not in seeds and seed not in self._retiring:
-                self._retiring[seed] = asyncio.get_running_loop().call_later(IDLE_ZYGOTE_S, self._retire, seed)
-        for seed in list(self._retiring)[:-IDLE_ZYGOTES]:
-            self._retiring[seed].cancel()
-            self._retire(seed)
-
-    def _retire(self, seed: int) -> None:
-        self._retiring.pop(seed, None)
-        starting = self._zygotes.pop(seed)
-        if starting.done() and starting.exception() is None:
-            starting.result().close()
-        else:
-            starting.cancel()
+        for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
+            del self._findings[attempt]
+        self.helpers.forget(attempts)
+        needed = [slot.assignment for slot in self._slots.values()]
+        self.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
+        self._zygotes.keep_for({slot.assignment.seed for slot in self._slots.values()})
 
     async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)
@@ -395,20 +422,19 @@ class Daemon:
 
     async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
         """The one with the run's hash seed, started if need be, and again if it died."""
-        seed = assignment.seed
-        starting = self._zygotes.get(seed)
-        if starting is None or (starting.done() and (starting.exception() is not None or starting.result().dead)):
-            starting = self._zygotes[seed] = asyncio.ensure_future(_started(assignment, self._tempdirs))
-        return await asyncio.shield(starting)
+        return await self._zygotes.get(assignment)
 
-    def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust:
-        return self._trusts.setdefault(_attempt_of(assignment), Trust())
+    def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings:
+        return self._findings.setdefault(_attempt_of(assignment), Findings())
 
-    def trust_found(self, assignment: records_pb2.WorkerAssignment) -> None:
-        if self.trust(assignment).exact:
-            for slot in self._slots.values():
-                if _attempt_of(slot.assignment) == _attempt_of(assignment):
-                    self._spawn(slot.trusted())
+    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None:
+        self.findings(assignment).rewinds = rewinds
+        for slot in self._slots.values():
+            if _attempt_of(slot.assignment) == _attempt_of(assignment):
+                self._spawn(slot.learn_rewinds(rewinds))
+
+    def slots_here(self) -> int:
+        return len(self._slots)
 
     def slot_changed(self) -> None:
         self._dirty.set()
@@ -451,12 +477,6 @@ class Daemon:
 
 def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
     return assignment.run, assignment.attempt
-
-
-async def _started(assignment: records_pb2.WorkerAssignment, tempdirs: TempDirs) -> Zygote:
-    zygote = Zygote(tempdirs)
-    await zygote.start(assignment.seed, main_script=bool(assignment.loader.main_path))
-    return zygote
 
 
 async def serve(settings: Settings, ready: Callable[[str], None] | None = None) -> None:

@@ -36,7 +36,7 @@ from penstock.proto.errors import (
     TlsError,
     VersionSkewError,
 )
-from penstock.proto.frames import framed
+from penstock.proto.frames import CLOSE, ERROR, Frame, framed
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, check_peer
 from penstock.proto.lane_tls import PEEKED, accept_tls, looks_like_tls, when_readable
 from penstock.proto.tls import no_tls_here
@@ -201,7 +201,7 @@ class LaneDoors:
             await self._attach(connection, hello)
         except PenstockError as error:
             if connection.fileno() >= 0:
-                connection.send(_refusal(error))
+                connection.send(framed(_refusal(error)))
             raise
 
     async def _greet_tcp(self, connection: socket.socket) -> None:
@@ -221,7 +221,7 @@ class LaneDoors:
                 theirs.close()
                 raise
         except PenstockError as error:
-            _say(lane, _refusal(error))
+            _say(lane, tcp.sealed(_refusal(error)))
             lane.close()
             raise
         except BaseException:
@@ -291,6 +291,6 @@ def _parse(data: bytes) -> lane_pb2.Hello:
 
 
 def _refusal(error: PenstockError) -> bytes:
-    """The one frame that a refused consumer gets, as it travels; of an older generation's it says that, and no more."""
-    kind = lane_pb2.CLOSE if isinstance(error, SupersededError) else lane_pb2.ERROR
-    return framed(lane_pb2.Frame(kind=kind, error=detail_of(error)).SerializeToString())
+    """The one frame that a refused consumer gets; of an older generation's it says that, and no more."""
+    kind = CLOSE if isinstance(error, SupersededError) else ERROR
+    return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -17,6 +17,8 @@ import struct
 import time
 from dataclasses import dataclass
 
+from penstock.proto.forks import silence, unshare
+
 __all__ = ["ENTRIES", "Entry", "Ledger"]
 
 ENTRIES = 4096
@@ -73,6 +75,11 @@ class Ledger:
         os.ftruncate(fd, _SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd)
+
+    def forked(self) -> None:
+        """See penstock.proto.forks."""
+        unshare(self._map, self.fd)
+        silence(self.fd)
 
     def close(self) -> None:
         """Unmap and close."""

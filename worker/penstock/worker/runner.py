@@ -10,16 +10,24 @@ do.
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.proto import assignment as place_of
-from penstock.proto.digest import batch_digest
-from penstock.proto.errors import LaneLostError, ReplayMismatchError, StateMismatchError, UnsupportedStateError
+from penstock.proto import forks
+from penstock.proto.digest import layout, region_digest
+from penstock.proto.errors import (
+    InputFnError,
+    LaneLostError,
+    ReplayMismatchError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
 from penstock.proto.frames import KNOWN_STRUCTURES, LONG_SHAPES
 from penstock.proto.lane import Producer, Slab
 from penstock.proto.ring import ring_bytes
@@ -28,22 +36,25 @@ from penstock.proto.tensors import FlatBatch, Flattener, Structure
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.worker.building import lend
 from penstock.worker.cadence import Cadence
-from penstock.worker.control import Channel, DescriptorsClosedError, Message, plain_detail
+from penstock.worker.control import Channel, DescriptorsClosedError, Message, assignment_of, payload_of, plain_detail
+from penstock.worker.crossing import catch_up, travel
 from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
-from penstock.worker.source import END, Base, Source
+from penstock.worker.own_bases import Known, OwnBases
+from penstock.worker.restart_points import END, Base
+from penstock.worker.source import Source
 from penstock.worker.stacking import Builder
-from penstock.worker.starting import catch_up, leave, start
+from penstock.worker.starting import start
 
 __all__ = ["run_slot"]
+
+_log = logging.getLogger("penstock.worker")
 
 SLOW_BATCH_S = 0.001
 """A batch that took longer is followed by a look at the sockets; it costs 2 us."""
 LONGEST_DEAF_S = 0.1
 """Between two looks when neither of the others calls for one."""
-KEPT_BASES = 16
-"""Origins, and snapshots, that the runner itself remembers, to go back to where the loop left a pass."""
 KEPT_LEFT = 64
 """Passes left that it remembers; each has at least an origin of its own."""
 
@@ -55,8 +66,11 @@ class _StopError(Exception):
 def run_slot(channel: Channel, ledger: Ledger) -> None:
     """The life of a runner, from its assignment to its end."""
     message = cast(Message, channel.receive())
-    assignment = records_pb2.WorkerAssignment.FromString(message.payload)
+    assignment = assignment_of(message)
     runner = _Runner(assignment, channel, ledger)
+    forks.host_user_code()
+    for own in (channel, ledger, runner.producer):
+        forks.keep(own)
     try:
         runner.prepare()
         runner.stream()
@@ -65,15 +79,6 @@ def run_slot(channel: Channel, ledger: Ledger) -> None:
     finally:
         with contextlib.suppress(OSError):  # user code may have closed its descriptors
             runner.producer.close()
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A base, encoded."""
-
-    epoch: int
-    total: int
-    data: bytes
 
 
 @dataclass
@@ -100,16 +105,16 @@ class _Runner:
         self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
         self._structures = 0
         self._cadence = Cadence()
-        self._origins: deque[_Kept] = deque(maxlen=KEPT_BASES)
-        self._snapshots: deque[_Kept] = deque(maxlen=KEPT_BASES)
+        self._own = OwnBases()
         self._left: dict[int, int] = {}
         """Pass -> the slot's batches when the loop left it."""
-        self._trusted = False
         self._hello: lane_pb2.Hello | None = None
         self._bases: list[Base] = []
         """That came after the start: of a successor, whose predecessor has gone on meanwhile."""
         self._looked = False
         self._begun = False
+        self._generators_at = 0
+        """The batch after which the generators are told: the one behind the newest base, for its proof."""
         self._last_look = 0.0
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -131,9 +136,11 @@ class _Runner:
             source.build()
             if self.assignment.recovery:
                 self._say_ready()
+                if self.assignment.resume.blob and source.by_own_methods:
+                    source.resume = self._await_resume()
                 self._recover(sent.bases)
             else:
-                start(source, sent.resume, lambda base: self._keep(base, origin=True), self._seek)
+                start(source, sent.resume, lambda base: self._keep(base, origin=True, start=True), self._seek)
                 self._say_ready()
         except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
@@ -148,9 +155,11 @@ class _Runner:
         sent = _Start(None, [])
         while (message := cast(Message, self._channel.receive())).kind != "go":
             if message.kind == "resume":
-                sent.resume = cast(dict[str, Any], decode_state(message.payload))
+                sent.resume = cast(dict[str, Any], decode_state(payload_of(message)))
             elif message.kind == "base":
                 sent.bases.append(Base.decode(message.payload))
+            elif message.kind == "rewinds":
+                self.source.learn_rewinds(message.fields["rewinds"])
             elif message.kind == "stop":
                 raise _StopError
         return sent
@@ -171,29 +180,29 @@ class _Runner:
         # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
         # may not know that it is in the middle of a pass, and would go on with it when the next one is opened.
         usable = [base for base in usable if base.is_origin or base.place.total != left.get(base.place.epoch)] or usable
-        if self.source.traits.own_workers and not self._trusted:
-            usable = [base for base in usable if base.is_origin]
         # Strictly before the last delivered batch if there is one, so that at least that one is compared.
         before = [base for base in usable if base.place.total < delivered] or usable
         if not before:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
-        nearest = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
-        # A loader that begins a pass in its first next() could not say so in the pass's origin, and ends at once when
-        # it is restored from there: then from a base after a batch, or else from the origin of a pass before. The last
-        # delivered batch is compared anyway.
-        ways = nearest[:1]
-        if not ways[0].is_sure:
-            sure = [base for base in nearest if base.is_sure]
-            ways += (sure or [base for base in nearest if base.place.epoch < ways[0].place.epoch])[:1]
+        # Each was proven, but over a few batches; what is kept besides lies further back.
+        ways = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
         for base in ways:
             try:
                 self._replay(base, delivered, epoch, hello.last_digest)
                 break
-            except ReplayMismatchError:
+            except ReplayMismatchError as mismatch:
                 if base is ways[-1]:
                     raise
-        self._keep(base, origin=base.rng_before is not None)
+                _log.warning("%s; it is replayed from an older place instead", mismatch.message)
+        self._keep(base, origin=base.rng_before is not None, start=True)
         catch_up(self.source, epoch)
+
+    def _await_resume(self) -> dict[str, Any]:
+        """What the launch resumed from, which the daemon has fetched only for those that need it again."""
+        self._channel.send("wants_resume")
+        while (message := cast(Message, self._channel.receive())).kind != "resume":
+            self._heed(message)
+        return cast(dict[str, Any], decode_state(payload_of(message)))
 
     def _open_pass(self) -> None:
         """Open the next pass, and keep its origin."""
@@ -203,14 +212,14 @@ class _Runner:
     def _replay(self, base: Base, total: int, epoch: int, digest: int) -> None:
         """Go to the place after batch `total`, the way that the loop went."""
         self.source.restore(base)
-        for earlier in sorted(known for known in self._left if base.place.epoch <= known < epoch):
-            self._leave_again(earlier, self._left[earlier])
-        self._seek(total, epoch, digest)
+        self._travel(dict(base.past.left) | self._left, total, epoch, digest)
 
-    def _leave_again(self, epoch: int, total: int) -> None:
-        """Leave a pass where the loop left it, on the way from a base before that."""
-        self._seek(total, epoch, 0)
-        leave(self.source, epoch, total)
+    def _travel(self, left: dict[int, int], total: int, epoch: int, digest: int) -> None:
+
+        def seek(to: int, within: int) -> None:
+            self._seek(to, within, digest if (to, within) == (total, epoch) else 0)
+
+        travel(self.source, left, total, epoch, seek)
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
         source, offprint = self.source, Offprint(self._flattener, full_digest=self._full_digest)
@@ -219,6 +228,12 @@ class _Runner:
             source.digest, samples = offprint.take(batch)
             place = source.place
             place.samples += samples
+            known = self._ledger.entry(place.total) if self._begun else None
+            if known is not None and known.epoch == place.epoch and known.digest != source.digest:
+                raise ReplayMismatchError(
+                    f"{source.name}: brought back into pass {place.epoch}, it yields another batch {place.total} of "
+                    "the slot than before; the loader does not reproduce its batches"
+                )
             self._ledger.note(place.total, place.epoch, source.digest, place.samples)
             self._ledger.replayed()
             self._poll_now()
@@ -298,13 +313,16 @@ class _Runner:
             ring, offset = slab.ring, slab.offset
             flat.write_to(ring.address + offset)
             structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
-            digest = source.digest = batch_digest(structure.key, ring.map, offset, nbytes, shapes, full_digest)
+            seed, dims = layout(structure.key, nbytes, shapes)
+            digest = source.digest = region_digest(seed, ring.view, offset, nbytes, full_digest)
             place.samples += samples_in(flat)
             known = self._numbers.get(id(structure))
             number = self._learn(structure) if known is None else known[0]
             del flat
             total = place.total
             now = clock()
+            if total == self._generators_at:
+                self._channel.send("generators", total=total, hash=source.rng_hash())
             if total in producer.wanted or place.delivered == 1 or self._cadence.due(now):
                 self._snapshot()
                 self._doing("next")
@@ -312,7 +330,7 @@ class _Runner:
                 self._looked = True
                 ledger.saw_look()
             ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
-            producer.publish(slab, total, place.epoch, number, nbytes, shapes, digest)
+            producer.publish(slab, total, place.epoch, number, nbytes, dims, digest, full_digest=full_digest)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")
@@ -393,7 +411,7 @@ class _Runner:
                     self._cadence.stopped = True
                     self._channel.send("unsaved", error=plain_detail(error))
                     return
-                self._send_base(base, data, origin=False)
+                self._send_base(base, data, origin=False, wanted=steps is not None)
                 if not base.step:
                     break  # its state_dict() did not ask for the step: it is the same for all of them
         for stale in [known for known in producer.wanted if known <= producer.delivered]:
@@ -403,20 +421,23 @@ class _Runner:
         """The box's step that delivers this batch, as long as all slots live."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
-    def _keep(self, base: Base, *, origin: bool) -> None:
+    def _keep(self, base: Base, *, origin: bool, start: bool = False) -> None:
+        """`start`: the slot starts from it, so that what is delivered comes from there and it needs no proof."""
         error = self.source.unsaved
         if error is None:
             try:
-                self._send_base(base, self.source.marked(base).encode(), origin=origin)
+                data = self.source.marked(base, way_on=start).encode()
+                self._send_base(base, data, origin=origin, start=start)
                 return
             except UnsupportedStateError as refused:
                 error = refused
         self._cadence.stopped = True
         self._channel.send("unsaved", error=plain_detail(error))
 
-    def _send_base(self, base: Base, data: bytes, *, origin: bool) -> None:
+    def _send_base(self, base: Base, data: bytes, *, origin: bool, start: bool = False, wanted: bool = False) -> None:
         place = base.place
-        (self._origins if origin else self._snapshots).append(_Kept(place.epoch, place.total, data))
+        self._own.add(Known(place.epoch, place.total, data), origin=origin)
+        self._generators_at = place.total + 1
         self._channel.send(
             "base",
             data,
@@ -426,6 +447,8 @@ class _Runner:
             samples=place.samples,
             origin=origin,
             step=base.step,
+            start=start,
+            wanted=wanted,
         )
 
     def _go_back(self) -> None:
@@ -438,53 +461,44 @@ class _Runner:
             return
         if not source.saves_state:
             self._leave_unsaved(epoch, delivered)
-        elif place.epoch == epoch and not source.is_open:
-            # Left before it was opened here, by a loop that was quick to leave two passes. Others had opened it.
-            self._open_pass()
-        elif not (place.epoch == epoch and place.total == delivered and source.is_open):
-            self._return_to(epoch, delivered)
-        source.leave_pass()
+        else:
+            if (place.epoch, place.total) != (epoch, delivered) or source.is_ahead:
+                self._return_to(epoch, delivered)
+            catch_up(source, epoch)
+            if not source.is_open:  # left before it was opened here, by a loop that was quick to leave two passes
+                self._open_pass()
+        source.abandon_pass(delivered)
         self._left[epoch] = delivered
         if len(self._left) > KEPT_LEFT:
             del self._left[min(self._left)]
         self._lease.release()
-        for bases in (self._origins, self._snapshots):
-            while bases and bases[-1].epoch > epoch:
-                bases.pop()
+        self._own.forget_after(epoch)
         self._ledger.cut(epoch, delivered)
         self._ledger.place(delivered, epoch, source.place.samples)
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
-        """Restore the loader to the place after batch `total` in a pass that we ran ahead of.
-
-        Best from a snapshot before it: a loader that was just loaded and has yielded nothing may not know yet that it
-        is in the middle of a pass, and would go on with it when the next one is opened. Then from the pass's origin,
-        which does not do for a loader that begins a pass in its first next(); then from before the pass, and last from
-        just there.
-        """
+        """Restore the loader to the place after batch `total` in a pass that we ran ahead of."""
         source = self.source
-        snapshots = [] if source.traits.own_workers and not self._trusted else list(self._snapshots)
-        inside = [base for base in snapshots if base.epoch == epoch and base.total < total]
-        origins = [base for base in self._origins if base.epoch == epoch and base.total <= total]
-        earlier = [base for base in self._origins if base.epoch == 0 < epoch]
-        earlier += [base for base in snapshots if base.epoch < epoch and base.total < self._left.get(base.epoch, total)]
-        there = [base for base in snapshots if base.epoch == epoch and base.total == total]
+        known = self._own.ways_to(epoch, total, self._left, exact=source.traits.exact_states)
         delivered = self._ledger.entry(total)
+        digest = delivered.digest if delivered is not None else 0
         failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
-        ways = [*inside[-1:], *origins[-1:]]
-        if not inside and not self._begins_at(origins[-1:], total, epoch):
-            ways = [base for base in earlier if base.epoch or epoch == 1][-1:] + ways
-        for base in [*ways, *earlier[-1:], *there[-1:]]:
+        past = source.past
+        doubted = not known.inside and not self._begins_at(known.origins[-1:], total, epoch)
+        for base in known.in_order(epoch, origins_doubted=doubted):
             try:
-                digest = delivered.digest if delivered is not None else 0
                 self._replay(Base.decode(base.data), total, epoch, digest)
                 return
-            except ReplayMismatchError as mismatch:
+            except (ReplayMismatchError, InputFnError) as mismatch:  # some fail in iter() when they are restored
                 failure = StateMismatchError(mismatch.message)
-        raise failure
+        if not past.whole:
+            raise failure
+        source.past = past
+        source.begin()
+        self._travel(dict(past.left) | self._left, total, epoch, digest)
 
-    def _begins_at(self, origins: list[_Kept], total: int, epoch: int) -> bool:
+    def _begins_at(self, origins: list[Known], total: int, epoch: int) -> bool:
         """False if the loader, restored from the origin of a pass of which nothing was taken, does not go on with the
         batch that came next there: no other batch would show that it is elsewhere."""
         ahead = self._ledger.entry(total + 1)
@@ -494,7 +508,7 @@ class _Runner:
             return True
         try:
             self._replay(Base.decode(origins[-1].data), total + 1, epoch, ahead.digest)
-        except ReplayMismatchError:
+        except (ReplayMismatchError, InputFnError):
             return False
         return True
 
@@ -532,16 +546,19 @@ class _Runner:
 
     def _listen(self) -> None:
         while (message := self._channel.receive(wait=False)) is not None:
-            if message.kind == "stop":
-                raise _StopError
-            if message.kind == "trust":
-                self._trusted = True
-            elif message.kind == "base":
-                self._bases.append(Base.decode(message.payload))
-            elif message.kind == "attach":
-                hello = lane_pb2.Hello.FromString(message.payload)
-                self._hello = hello
-                self.producer.attach(socket.socket(fileno=message.fds[0]), hello)
+            self._heed(message)
+
+    def _heed(self, message: Message) -> None:
+        if message.kind == "stop":
+            raise _StopError
+        if message.kind == "rewinds":
+            self.source.learn_rewinds(message.fields["rewinds"])
+        elif message.kind == "base":
+            self._bases.append(Base.decode(message.payload))
+        elif message.kind == "attach":
+            hello = lane_pb2.Hello.FromString(message.payload)
+            self._hello = hello
+            self.producer.attach(socket.socket(fileno=message.fds[0]), hello)
 
     def _doing(self, activity: str) -> None:
         self._ledger.doing(activity, self.producer.delivered)

@@ -1,8 +1,8 @@
 """The child that restores a loader beside the one that streams, does one thing with it, and is gone.
 
-- `check`: restore early snapshots and compare the next batches with those that were delivered. A loader that counts
-  after its `yield`, or that prefetches in the background, restores to the wrong place, and nothing else would tell.
-- `state`: replay from the nearest base to a place, and save the loader there.
+- `prove`: restore a base and compare the next batches with those that were delivered: see proofs.py.
+- `state`: replay from the nearest proven base to a place, and take the loader's state there.
+- `advance`: move a state on by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
 - `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
 
 It sits in memory of its own, so whatever the user's code does here, the stream goes on.
@@ -11,61 +11,146 @@ It sits in memory of its own, so whatever the user's code does here, the stream 
 from __future__ import annotations
 
 import contextlib
+import sys
+import time
 from collections import deque
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Protocol, cast
 
+from penstock.proto import forks
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.control import Channel, Message, plain_detail
+from penstock.worker.control import Channel, Message, assignment_of, plain_detail
+from penstock.worker.crossing import leave
 from penstock.worker.ledger import ENTRIES
 from penstock.worker.offprint import Offprint
-from penstock.worker.source import END, Base, Source
-from penstock.worker.starting import leave
+from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, Base, Place
+from penstock.worker.source import Source
+from penstock.worker.usercode import MAIN, load_class
 
 __all__ = ["run_scratch"]
+
+MOST_MODULES = 8192
+"""Names of modules that are told."""
+
+
+class _Answer(Protocol):
+    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None: ...
+
+
+class _Told:
+    """An answer that tells, too, which modules were imported for it: for helpers (helper.py)."""
+
+    def __init__(self, channel: Channel, known: set[str]) -> None:
+        self._channel, self._known = channel, known
+
+    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+        modules = [name for name in list(sys.modules) if name not in self._known and name != MAIN][:MOST_MODULES]
+        self._channel.send(kind, payload, modules=modules, **fields)
 
 
 def run_scratch(channel: Channel) -> None:
     """One task: messages `assign`, `base` ..., then the task; the answer is `done` or `failed`."""
+    forks.host_user_code()
+    forks.keep(channel)
+    known = set(sys.modules)
     with contextlib.suppress(LaneLostError):
-        assignment = records_pb2.WorkerAssignment.FromString(cast(Message, channel.receive()).payload)
+        assignment = assignment_of(cast(Message, channel.receive()))
         values: list[bytes] = []
+        began = time.process_time()
         try:
             while (message := cast(Message, channel.receive())).kind == "base":
                 values.append(message.payload)
+            answer: _Answer = _Told(channel, known) if message.fields.get("learn") else channel
+            if message.kind == "advance":
+                answer.send("done", _advanced(Base.decode(values[0]), assignment, message.fields))
+                return
             source = Source(assignment)
             source.build()
             offprint = Offprint(full_digest=assignment.loader.options.full_digest)
-            if message.kind == "check":
-                _check(source, [Base.decode(value) for value in values], message.fields, offprint, channel)
-            elif message.kind == "state":
-                _state(source, Base.decode(values[0]), message.fields, offprint, channel)
-            else:
+            if message.kind == "aggregate":
                 states = cast(list[Any], decode_state(values[0]))
-                channel.send("done", encode_state(source.aggregate(states)))
+                answer.send("done", encode_state(source.aggregate(states)))
+                return
+            if len(values) > 1:
+                source.resume = cast(dict[str, Any], decode_state(values[1]))
+            if message.kind == "prove":
+                told = _prove(source, Base.decode(values[0]), message.fields, offprint)
+                answer.send("done", took=time.process_time() - began, **told)
+                return
+            _state(source, Base.decode(values[0]), message.fields, offprint, answer)
         except LaneLostError:
             raise
         except Exception as error:
             channel.send("failed", error=plain_detail(error))
 
 
-def _check(source: Source, bases: list[Base], fields: dict[str, Any], offprint: Offprint, channel: Channel) -> None:
-    """`digests`: total -> digest of what was delivered. Says whether each base reproduced it, and where one did not."""
-    delivered = {int(total): digest for total, digest in fields["digests"].items()}
-    for base in bases:
-        source.restore(base)
-        while (expected := delivered.get(source.place.total + 1)) is not None:
-            batch = source.next()
-            if batch is END:
-                differs, what = source.place.total + 1, "yields nothing more"
-            elif offprint.take(batch)[0] != expected:
-                differs, what = source.place.total, "yields another batch"
-            else:
-                continue
-            channel.send("done", same=False, base_total=base.place.total, differs=differs, what=what)
-            return
-    channel.send("done", same=True)
+def _prove(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint) -> dict[str, Any]:
+    """Whether the base leads to what was delivered, and if not, which batch differs.
+
+    `digests`: total -> [epoch, digest] of the batches behind it. Where they lie beyond the end of its epoch: also in
+    which way the loader gets there, see crossing.py. `generators`: see _compare. `early`: the same as `digests`, of the
+    slot's first batches, or none. If the base does not lead to its batches, whether a loader from the beginning makes
+    those at least.
+    """
+    delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
+    source.restore(base)
+    differs, what = _compare(source, delivered, offprint, base.place.epoch, fields["generators"])
+    beyond = {total: entry for total, entry in delivered.items() if entry[0] > base.place.epoch}
+    if not what and beyond and not fields["left"] and source.next() is not END:
+        differs, what = source.place.total, "goes on after the last batch of its pass"
+    if what:
+        early = {int(total): (epoch, digest) for total, (epoch, digest) in fields["early"].items()}
+        alike = True
+        if early and source.past.whole:
+            source.begin()
+            source.open_pass()
+            alike = not _compare(source, early, offprint, 0)[1]
+        return {"same": False, "differs": differs, "what": what, "alike": alike}
+    if beyond and fields["left"]:
+        source.abandon_pass(source.place.total)
+    rewinds = _way_over(source, beyond, offprint) if beyond and source.restored else ""
+    return {"same": True, "rewinds": rewinds}
+
+
+def _way_over(source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint) -> str:
+    """How the source, at the end of its epoch, gets to these batches of the next one."""
+    end, place = source.rng(), source.place.copy()
+    for way in (KEPT, FRESH):
+        source.place = place.copy()
+        if way == FRESH:
+            source.renew(end)
+        source.open()
+        if not _compare(source, beyond, offprint, place.epoch)[1]:
+            return way
+        source.abort()
+    return REPLAY
+
+
+def _compare(
+    source: Source, delivered: dict[int, tuple[int, int]], offprint: Offprint, epoch: int, generators: int = 0
+) -> tuple[int, str]:
+    """Which of the batches that come in this epoch is not as delivered, and what comes instead; or "". `generators`:
+    hash of the generators after the first of them, 0 if it is not known."""
+    while (expected := delivered.get(source.place.total + 1)) is not None and expected[0] == epoch:
+        batch = source.next()
+        if batch is END:
+            return source.place.total + 1, "yields nothing more"
+        if offprint.take(batch)[0] != expected[1]:
+            return source.place.total, "yields another batch"
+        if generators and source.rng_hash() != generators:
+            return source.place.total, "draws other random numbers"
+        generators = 0
+    return 0, ""
+
+
+def _advanced(base: Base, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
+    """The state after the base that the loader's class says, `batches` further in the epoch."""
+    loader = load_class(fields["loader"], assignment.loader)
+    place = Place(base.place.epoch, fields["delivered"], fields["total"], fields["samples"])
+    state = loader.advance_state(base.state, place.total - base.place.total)
+    return replace(base, place=place, state=state, digest=fields["digest"], rng_before=None, step=0).encode()
 
 
 def _all_over(source: Source, epoch: int) -> bool:
@@ -79,7 +164,7 @@ def _all_over(source: Source, epoch: int) -> bool:
     return True
 
 
-def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, channel: Channel) -> None:
+def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, channel: _Answer) -> None:
     """Replay to `total` in pass `epoch` and save there, as of the box's `step`."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
     source.restore(base)
@@ -97,19 +182,15 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
             )
 
     epoch, total = fields["epoch"], fields["total"]
-    left = {int(known): at for known, at in fields["left"].items() if base.place.epoch <= int(known) < epoch}
-    first, pass_of_base = base.place.total + 1, base.place.epoch
-    sure = left.get(pass_of_base, total)
-    if fields["doubting"] and first <= sure and not source.seek(first, pass_of_base, seen):
-        channel.send("done", at_once=True)
-        return
+    way = dict(base.past.left) | {int(known): at for known, at in fields["left"].items()}
+    left = {known: at for known, at in way.items() if base.place.epoch <= known < epoch}
+    pass_of_base = base.place.epoch
     for known in sorted(left):
         if not (source.seek(left[known], known, seen) and _all_over(source, known)):
             channel.send("done", elsewhere=True)
             return
         leave(source, known, left[known])
-    if left:
-        base = source.open_pass(step=fields["step"])
+    opened = source.open_pass(step=fields["step"]) if left else None
     if not source.seek(total, epoch, seen):
         channel.send("done", ended=True, epoch=epoch, total=source.place.total)
         return
@@ -118,23 +199,19 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
     if unheard or (place.epoch == epoch and place.delivered != fields["delivered"]):
         channel.send("done", elsewhere=True)
         return
-    if left and place == base.place:  # a pass that begins is saved by its origin
+    user, rng = None, b""
+    if source.traits.state_methods == 4:  # which is aggregated; for others what is saved is the base and the count
+        source.require_state()
         if source.unsaved is not None:
             raise source.unsaved
-        data = source.marked(base).encode()
-        channel.send("done", data, ended=False, samples=place.samples, digest=source.digest, replayed=list(replayed))
-        return
-    if source.traits.state_methods:
-        source.require_state()
-        user, _ = source.state(fields["step"])
-    else:
-        user = None
-    rng = source.rng()
-    if fields["from_origin"]:
-        data = source.marked(base).encode_at(user, place, rng, source.digest)
-    else:
-        data = source.marked(Base(place, user, rng, None, source.digest)).encode()
+        user = opened.state if opened is not None and opened.place == place else source.state(fields["step"])[0]
+        rng = source.rng()
+    data = source.marked(Base(place, user, rng, digest=source.digest, behind=base)).encode()
     if place.epoch < epoch and not _all_over(source, epoch):
         channel.send("done", elsewhere=True)
         return
-    channel.send("done", data, ended=False, samples=place.samples, digest=source.digest, replayed=list(replayed))
+    there = {"samples": place.samples, "digest": source.digest, "replayed": list(replayed)}
+    following = 0
+    if fields.get("following") and place.epoch == epoch and (batch := source.next()) is not END:
+        following = offprint.take(batch)[0]
+    channel.send("done", data, ended=False, following=following, **there)

@@ -2,7 +2,7 @@
 
 A slot is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never runs
 user code; what needs user code (checking a snapshot, a state between snapshots) is done by scratch children. States are
-answered in states.py, early snapshots checked in checks.py.
+answered in states.py, restart points proven in proofs.py, the runner's memory watched in memory_watch.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import random
 import socket
 import time
@@ -28,18 +29,21 @@ from penstock.proto.errors import (
     WorkerLostError,
 )
 from penstock.proto.logs import About
+from penstock.proto.position import PASSES_AHEAD
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.worker.checks import EARLY_SNAPSHOTS, Check
 from penstock.worker.children import Child, about_slot
 from penstock.worker.control import Message, counts
 from penstock.worker.endings import descriptors_closed, how_it_ended
 from penstock.worker.ledger import Ledger
-from penstock.worker.memory import held_by
+from penstock.worker.memory_watch import MemoryWatch
+from penstock.worker.processor import NOTHING, used_by
+from penstock.worker.proofs import Findings, Prover
 from penstock.worker.rates import Rates
-from penstock.worker.scratches import DEADLINE_S, ScratchHost, run_task
+from penstock.worker.scratches import DEADLINE_S, ScratchHost, run_task, send_assignment
 from penstock.worker.snapshots import Kept, SnapshotStore
 from penstock.worker.stacks import state_of
 from penstock.worker.states import States
+from penstock.worker.turn_queue import Turn, TurnQueue
 from penstock.worker.watch import LOOKS, Stall, hang_s
 
 __all__ = ["Host", "Share", "Slot", "Tally", "key_of"]
@@ -52,14 +56,6 @@ KILL_S = 10.0
 """For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
 """Errors of the coordinator that pass."""
-MEMORY_S = 1.0
-"""Between two looks at a runner's memory, where it is limited."""
-MEMORY_SHARE = 0.02
-"""Of a processor that these looks may take; those at a large runner near its limit are rarer."""
-HARD_LIMIT = 2
-"""Times the limit: killed at once."""
-GAIN_S = 0.05
-"""Between two looks at whether a runner that is to be recycled has got further than where it began."""
 _NO_ROOM = (
     "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
     "are over, or give this one a coordinator of its own"
@@ -68,18 +64,10 @@ _NO_ROOM = (
 SlotKey = tuple[str, int, int, int, int]
 
 
-def key_of(assignment: records_pb2.WorkerAssignment) -> SlotKey:
+def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
     """(run, attempt, box, slot, generation)."""
     a = assignment
     return a.run, a.attempt, a.box, a.slot, a.generation
-
-
-@dataclass
-class Trust:
-    """What a run's check on this worker found: do restored snapshots reproduce what was delivered?"""
-
-    started: bool = False
-    exact: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -119,9 +107,11 @@ class Host(ScratchHost, Protocol):
     """Bytes that a runner may hold; 0 = any."""
     share: Share
     tally: Tally
+    starts: TurnQueue
 
-    def trust(self, assignment: records_pb2.WorkerAssignment) -> Trust: ...
-    def trust_found(self, assignment: records_pb2.WorkerAssignment) -> None: ...
+    def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings: ...
+    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None: ...
+    def slots_here(self) -> int: ...
     def slot_changed(self) -> None: ...
 
 
@@ -138,25 +128,28 @@ class Slot:
         self.name = f"{assignment.run} box {assignment.box} slot {assignment.slot}"
         self.log = About(_log, **about_slot(assignment), worker=host.name)
         self.host = host
-        self.store = SnapshotStore()
-        self.early: list[Kept] = []
-        """The first snapshots, whatever the store has let go since: for the check."""
-        self._from_before: set[tuple[int, int, int, bool, int]] = set()
+        self.store = SnapshotStore(self.usable)
+        self.prover = Prover(self)
+        self.left: dict[int, int] = {}
+        """Epoch -> the slot's total where the loop left it by `break`, as the runner has said."""
+        self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Places of the bases that a runner before this one made."""
         self.states = States(self)
         self._child: Child | None = None
         self._stall = Stall(since=time.monotonic())
         self._doing = ""
         self._stack = ""
-        self._recycle = self._outgrown = False
+        self.recycle = self.outgrown = False
+        """Its runner held too much memory; before its second batch."""
         self._making: records_pb2.Skip | None = None
         self.unsaved: records_pb2.ErrorDetail | None = None
         self.ready = asyncio.Event()
+        self._turn: Turn | None = None
         self._stopping = False
         self._refused = ""
         """Why the coordinator has not kept the last snapshot."""
         self.attached = False
-        self._begun = asyncio.Event()
+        self.begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rates = Rates(time.monotonic())
@@ -177,18 +170,18 @@ class Slot:
         try:
             await self._start()
             assert self._child is not None
-            self._spawn(self._upload())
-            self._spawn(Check(self).run())
-            self._spawn(self._watch())
+            self.spawn(self._upload())
+            self.spawn(self.prover.run())
+            self.spawn(self._watch())
             if self.host.runner_memory:
-                self._spawn(self._watch_memory(self.host.runner_memory))
+                self.spawn(MemoryWatch(self).run(self._child.pid, self.host.runner_memory))
             status = await asyncio.shield(self._child.exited)
             if not self._stopping and self.phase != coordinator_pb2.FAILED:
                 closed = descriptors_closed(status, self.name)
                 if closed is not None:
                     self.fail(detail_of(closed), lost=False)
                 else:
-                    self._lose(how_it_ended(status, self.name, self.ledger), self._child.last_stack)
+                    self.lose(how_it_ended(status, self.name, self.ledger), self._child.last_stack)
         except asyncio.CancelledError:
             raise
         except PenstockError as error:
@@ -199,17 +192,25 @@ class Slot:
 
     async def _start(self) -> None:
         host, a = self.host, self.assignment
-        blob = await host.coordinator.get_blob(a.resume.blob) if a.resume.blob else b""
-        a.loader.arguments = await host.coordinator.loader_arguments(a.loader)
-        zygote = await host.zygote(a)
-        child = self._child = await zygote.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
-        await child.send("assign", a.SerializeToString())
-        if blob and not a.recovery:
-            await child.send("resume", blob)
+        for name in filter(None, (a.resume.blob, a.loader.arguments_blob)):
+            os.close(await host.blobs.descriptor(name))  # it is there when its turn comes
+        self._turn = turn = host.starts.join(urgent=a.recovery)
+        try:
+            await turn.came
+            zygote = await host.zygote(a)
+            child = self._child = await zygote.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
+        except BaseException:
+            turn.end()
+            raise
+        child.exited.add_done_callback(lambda _: turn.end())
+        self.spawn(turn.end_when_idle(child.pid))
+        await send_assignment(host.blobs, child, a)
+        if a.resume.blob and not a.recovery:
+            await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
         if a.recovery:
             await self._fetch_bases(child)
-        if host.trust(a).exact:
-            await child.send("trust")
+        if self.findings.rewinds:
+            await child.send("rewinds", rewinds=self.findings.rewinds)
         await child.send("go")
 
     async def _fetch_bases(self, child: Child) -> None:
@@ -233,8 +234,9 @@ class Slot:
                 data,
                 durable=True,
                 inherited=True,
+                proven=True,
             )
-            self._from_before.add(base.place)
+            self.from_before.add(base.place)
             self.store.add(base, 0)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
@@ -242,10 +244,10 @@ class Slot:
         if not assignment.hand_over:  # any more: the next successor needs what is newest then
             self._handing_over, self._handed_over = None, False
         elif self._handing_over is None:
-            self._handing_over = self._spawn(self._make_room_for_successor())
+            self._handing_over = self.spawn(self._make_room_for_successor())
 
     async def _make_room_for_successor(self) -> None:
-        await self._hand_over()
+        await self.hand_over()
         if self._handing_over is asyncio.current_task():
             self._handed_over = True
             self.host.slot_changed()
@@ -253,6 +255,7 @@ class Slot:
     async def stop(self) -> None:
         """End it: the runner, its process group, and whatever is under way here."""
         self._stopping = True
+        self._end_turn()
         under_way = [*self._tasks, *([self._life] if self._life is not None else [])]
         for task in under_way:
             task.cancel()
@@ -270,13 +273,19 @@ class Slot:
         if self._stopping or self.phase == coordinator_pb2.FAILED:
             return
         self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
+        self._end_turn()
         self.host.tally.losses += lost
         self.log.warning("%s: %.4000s", self.name, error.message)
         if self._child is not None:
             self._child.kill()
         self.host.slot_changed()
 
-    def _lose(self, why: str, stack: str = "") -> None:
+    def _end_turn(self) -> None:
+        """The runner's start is over, in whatever way."""
+        if self._turn is not None:
+            self._turn.end()
+
+    def lose(self, why: str, stack: str = "") -> None:
         """The runner is gone, or to be: another is to go on. `stack`: of the moment at which it crashed."""
         making = self.ledger.making
         if making is not None:
@@ -314,43 +323,16 @@ class Slot:
             self._doing, self._stack = doing, stack
             self.host.slot_changed()
 
-    async def _watch_memory(self, limit: int) -> None:
-        """A runner that holds too much ends at a snapshot, and another one goes on from there."""
-        assert self._child is not None
-        took, most, begun, young = 0.0, 0, False, True
-        handing: asyncio.Task[None] | None = None
-        while self.phase != coordinator_pb2.FAILED:
-            period = max(MEMORY_S, took / MEMORY_SHARE)
-            if handing is not None:  # which lasts while the coordinator is away, and the runner grows on meanwhile
-                await asyncio.wait((handing,), timeout=period)
-            elif begun:
-                await asyncio.sleep(period)
-            else:  # one look is right behind the first batch
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._begun.wait(), period)
-            if handing is None:
-                young = not begun
-            begun = self._begun.is_set()
-            held, took = await asyncio.to_thread(_looked_at, self._child.pid, limit)
-            most = max(most, held)
-            what = f"it held {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
-            far = held > HARD_LIMIT * limit
-            if far and not (young and begun):
-                # The loader, or a batch: a loss, with the batch that it was making.
-                self._lose(f"the runner of {self.name} was killed at batch {self.ledger.total}, for {what}")
-            elif far or (handing is not None and handing.done()):
-                self._recycle, self._outgrown = True, young
-                self._lose(f"the runner of {self.name} was recycled at batch {self.ledger.total}, for {what}")
-            elif handing is None and held > limit and self.ready.is_set():
-                handing = self._spawn(self._hand_over_what_it_gained())
-
     def report(self) -> coordinator_pb2.SlotReport:
         """For the heartbeat."""
         self.ledger.refresh()
-        self._rates.look(time.monotonic(), self.ledger.total, self.ledger.working_s)
+        if self._rates.due(now := time.monotonic()):
+            spent = used_by(self._child.pid) if self._child is not None else NOTHING
+            self._rates.look(now, self.ledger.total, self.ledger.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
-        self.traits.looked_at_assignment = bool(self.ledger.looked) or not self._begun.is_set()
+        place = self._turn.place if self._turn is not None else 0
+        self.traits.looked_at_assignment = bool(self.ledger.looked) or not self.begun.is_set()
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,
@@ -365,12 +347,16 @@ class Slot:
             delivered=self.ledger.delivered,
             batches_per_s=self._rates.batches_per_s,
             batch_s=self._rates.batch_s,
+            batch_cpu_s=self._rates.batch_cpu_s,
+            batch_delay_s=self._rates.batch_delay_s,
             handed_over=self._handed_over,
             doing=self._doing,
             stack=self._stack,
-            recycle=self._recycle,
-            outgrown=self._outgrown,
+            recycle=self.recycle,
+            outgrown=self.outgrown,
             making=self._making,
+            start_place=place,
+            start_queue=len(self.host.starts) if place else 0,
         )
 
     # ---- what the runner says
@@ -382,38 +368,54 @@ class Slot:
         if message.kind == "base":
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
             base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
+            base.proven, base.wanted = bool(fields["start"]), bool(fields["wanted"])
             self.host.tally.snapshots += 1
-            self.store.add(base, self._oldest_wanted())
-            if not base.origin and len(self.early) < EARLY_SNAPSHOTS:
-                self.early.append(base)
+            self.store.add(base, *self._oldest_wanted())
             return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
+        if message.kind == "generators":
+            total, generators = counts(message, "total", "hash")
+            for base in self.store:
+                if base.total == total - 1:
+                    base.generators = generators
+            return
         if message.kind == "ready":
             self.traits.ParseFromString(message.payload)
-            self._spawn(self._become_ready())
+            self.spawn(self._become_ready())
         elif message.kind == "unsaved":
             self.unsaved = records_pb2.ErrorDetail(**fields["error"])
             self.log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
         elif message.kind == "begun":
-            self._begun.set()
+            self.begun.set()
         elif message.kind == "left":
             epoch, total = counts(message, "epoch", "total")
             self.store.forget_after(epoch, total)
+            self.left[epoch] = total
+        elif message.kind == "wants_resume":
+            self.spawn(self._send_resume())
         elif message.kind == "broken":
             self.log.warning("%s: %.4000s", self.name, fields["error"]["message"])
         elif message.kind == "failed":
             self.fail(records_pb2.ErrorDetail(**fields["error"]), lost=False)
         self.host.slot_changed()
 
+    async def _send_resume(self) -> None:
+        assert self._child is not None
+        await self._child.send("resume", fds=[await self.host.blobs.descriptor(self.assignment.resume.blob)])
+
+    async def _resume_blob(self) -> bytes:
+        return await self.host.blobs.read(self.assignment.resume.blob)
+
     async def _become_ready(self) -> None:
         """The first snapshot is durable before any batch can be fetched: none is out that could not be recovered."""
         for base in list(self.store):
-            if not base.durable:
+            if not base.durable and base.proven:
                 await self._make_durable(base)
             if self._refused and not self.assignment.recovery:  # else an older one of the slot is there
                 self.fail(detail_of(JournalError(_NO_ROOM.format(name=self.name, why=self._refused))), lost=False)
         if self.phase == coordinator_pb2.STARTING:
             self.phase = coordinator_pb2.READY
             self.ready.set()
+            self._end_turn()
             self.host.slot_changed()
 
     # ---- lanes
@@ -448,35 +450,16 @@ class Slot:
             await asyncio.sleep(self.host.share.pause_s(size))
 
     def _newest(self, below: int | None = None) -> list[Kept]:
-        """What a successor needs, of fewer batches than `below`: the newest base that it may rely on and, if that is
-        not a sure one, the newest that is."""
-        usable = [base for base in self.store if self.usable(base) and (below is None or base.total < below)]
-        sure = [base for base in usable if base.is_sure]
-        return usable[-1:] if usable[-1:] == sure[-1:] else sure[-1:] + usable[-1:]
+        """What a successor needs, of fewer batches than `below`: the newest base that it may rely on."""
+        return [base for base in self.store if self.usable(base) and (below is None or base.total < below)][-1:]
 
-    async def _hand_over(self) -> None:
+    async def hand_over(self) -> None:
         """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
         loop took, which is somewhere between what the runner has heard of and all that it has made."""
         self.ledger.refresh()
         for base in self._newest(self.ledger.delivered) + self._newest():
             if not base.durable:
                 await self._make_durable(base)
-
-    async def _hand_over_what_it_gained(self) -> None:
-        """A runner that leaks and would leave its successor nothing newer than what it began from itself would have it
-        replay as much, and leak as much. Its first batch has a snapshot, which counts once the loop has taken a batch
-        more. Where nothing is saved there is nothing to wait for."""
-        await self._begun.wait()
-        while own := [
-            base.total
-            for base in self.store
-            if not base.origin and self.usable(base) and base.place not in self._from_before
-        ]:
-            self.ledger.refresh()
-            if own[0] < self.ledger.delivered:
-                break
-            await asyncio.sleep(GAIN_S)
-        await self._hand_over()
 
     async def _make_durable(self, base: Kept) -> None:
         run, attempt, box, slot, generation = key_of(self.assignment)
@@ -520,17 +503,34 @@ class Slot:
         base.durable = True
 
     def usable(self, base: Kept) -> bool:
-        """May a restart rely on it? Snapshots of loaders with worker processes only once they were shown exact."""
-        return base.origin or not self.origins_only()
+        """May a loader be restored from it? Only if that was proven, or needs no proof."""
+        return (
+            base.proven
+            or not self.is_savable
+            or (self.traits.exact_states and not (base.refuted or self.findings.inexact))
+        )
 
-    def origins_only(self) -> bool:
-        return self.traits.own_workers > 0 and not self.host.trust(self.assignment).exact
+    @property
+    def is_savable(self) -> bool:
+        """Its loader was said to yield the same again: it has state methods, or `replay=True` was asked for. What else
+        it may be (a reader of a queue, say) must not be called for beside its stream."""
+        return self.traits.state_methods > 0 or self.assignment.loader.options.replay_without_state
 
-    def _oldest_wanted(self) -> int:
-        """The smallest total that a state may be asked for: the slot's share of the retention window back."""
-        self.ledger.refresh()
+    @property
+    def findings(self) -> Findings:
+        """What is known of the run's loader."""
+        return self.host.findings(self.assignment)
+
+    def _oldest_wanted(self) -> tuple[int, int]:
+        """The smallest total that a state may be asked for, the slot's share of the retention window back; and the
+        first epoch: that of this batch, or as many as steps back, for the loop takes one at least in each epoch."""
+        ledger = self.ledger
+        ledger.refresh()
         steps = self.assignment.loader.options.retention_steps
-        return max(0, self.ledger.delivered - math.ceil(steps / self.assignment.num_workers_per_box) - 1)
+        total = max(0, ledger.delivered - math.ceil(steps / self.assignment.num_workers_per_box) - 1)
+        entry = ledger.entry(total)
+        epoch = self.assignment.base.epoch if entry is None else entry.epoch
+        return total, max(epoch, ledger.begun - PASSES_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
         """The box's step that delivered this batch, as long as all slots live."""
@@ -565,14 +565,17 @@ class Slot:
 
     async def scratch(self, bases: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any) -> Message:
         """Have a scratch child do something with the loader; see run_task."""
+        traits = self.traits
+        if task == "state" and traits.state_methods == 4 and not traits.loads_own_state and self.assignment.resume.blob:
+            bases = [*bases, await self._resume_blob()]
         return await run_task(self.host, self.assignment, self.name, self.ledger, bases, task, deadline_s, **fields)
 
-    async def trusted(self) -> None:
-        """The check has shown that snapshots are exact."""
+    async def learn_rewinds(self, rewinds: str) -> None:
+        """How the loader gets into its next epoch after it was restored within one is known."""
         if self._child is not None:
-            await self._child.send("trust")
+            await self._child.send("rewinds", rewinds=rewinds)
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+    def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(_logged(work, self))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -584,14 +587,3 @@ async def _logged(work: Awaitable[None], slot: Slot) -> None:
         await work
     except Exception:
         slot.log.exception("%s: a background task failed", slot.name)
-
-
-def _looked_at(pid: int, limit: int) -> tuple[int, float]:
-    """What a runner holds, and the processor's seconds that it took to know."""
-    began = time.thread_time()
-    held = held_by(pid, limit)
-    return held, time.thread_time() - began
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.0f} MiB"

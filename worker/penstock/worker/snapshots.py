@@ -1,15 +1,17 @@
 """What a daemon keeps of a slot's snapshots and origins: pure bookkeeping over opaque bytes.
 
-A state may be asked for at any step of the retention window, so the newest base at or before its far edge stays, and
-everything after that as long as there is room. When room is short, every other snapshot goes: a state between two of
-them is then a longer replay, not an error.
+A state may be asked for at any step of the retention window, so the newest base at or before its far edge that a loader
+may be restored from stays, and everything after that as long as there is room. When room is short, every other snapshot
+goes: a state between two of them is then a longer replay, not an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from penstock.proto import position
 
 __all__ = ["Kept", "SnapshotStore"]
 
@@ -33,27 +35,31 @@ class Kept:
     durable: bool = False
     inherited: bool = False
     """From the slot's runner before this one."""
-    left: bool = False
-    """The loop left the pass right behind it: not where to go on from, see `_recover` in runner.py."""
+    proven: bool = False
+    """It leads to the batches that were delivered; needs no proof, or was proven. See proofs.py."""
+    refuted: bool = False
+    """It does not."""
+    generators: int = 0
+    """Hash of the random generators after the next batch, 0 if it is not known: for the proof."""
+    crossed: bool = False
+    """It was looked at how the loader gets over the end of the epoch from here."""
+    wanted: bool = False
+    """Taken because a checkpoint at this step was announced."""
 
     @property
     def place(self) -> tuple[int, int, int, bool, int]:
         """What it describes."""
         return self.epoch, self.delivered, self.total, self.origin, self.step
 
-    @property
-    def is_sure(self) -> bool:
-        """Any loader goes on from here. One that begins a pass in its first next() has not begun it in the pass's
-        origin, and ends at once when it is restored from there; only the first pass has nothing before it."""
-        return (not self.origin or self.epoch == 0) and not self.left
-
 
 class SnapshotStore:
     """The bases of one slot and generation, in the order they were taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, usable: Callable[[Kept], bool] = lambda kept: kept.proven) -> None:
+        """`usable`: whether a loader may be restored from a base."""
         self._kept: list[Kept] = []
         self._bytes = 0
+        self._usable = usable
 
     def __iter__(self) -> Iterator[Kept]:
         return iter(self._kept)
@@ -61,18 +67,18 @@ class SnapshotStore:
     def __reversed__(self) -> Iterator[Kept]:
         return reversed(self._kept)
 
-    def add(self, base: Kept, oldest_wanted: int) -> None:
+    def add(self, base: Kept, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
         """Keep a base, instead of one that says the same: a runner that took over may know of batches to leave out.
-        `oldest_wanted`: the smallest total that may still be asked for."""
+        `oldest_wanted`: the smallest total that may still be asked for; `oldest_epoch`: the first epoch. A slot without
+        batches has one total in all epochs, and makes their origins as far ahead of the loop as it may."""
         self._keep_only([*(kept for kept in self._kept if kept.place != base.place), base])
-        before = [kept for kept in self._kept if kept.total <= oldest_wanted]
-        # An origin too, for loaders whose snapshots are not trusted, and one from which any loader goes on.
-        from_origins, sure = [kept for kept in before if kept.origin], [kept for kept in before if kept.is_sure]
-        needed = {id(kept) for kept in (*before[-1:], *from_origins[-1:], *sure[-1:])}
-        self._keep_only([kept for kept in self._kept if kept.total > oldest_wanted or id(kept) in needed])
-        for share, origins in ((1, False), (MOST, True)):
+        before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
+        usable = [kept for kept in before if self._usable(kept)]
+        past = {id(kept) for kept in before} - {id(kept) for kept in (*before[-1:], *usable[-1:])}
+        self._keep_only([kept for kept in self._kept if id(kept) not in past])
+        for share, last in ((1, False), (MOST, True)):
             if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
-                inner = [kept for kept in self._kept[1:-1] if origins or not kept.origin]
+                inner = [kept for kept in self._kept[1:-1] if last or not (kept.origin or kept.proven)]
                 dropped = {id(kept) for kept in inner[::2]}
                 self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
 
@@ -81,8 +87,6 @@ class SnapshotStore:
         self._keep_only(
             [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
         )
-        for kept in self._kept:
-            kept.left |= not kept.origin and (kept.epoch, kept.total) == (epoch, total)
 
     def exactly(self, epoch: int, delivered: int, total: int, step: int) -> Kept | None:
         """A base of just this place, whose state speaks of this step. Newest first: an origin of the place counts."""
@@ -91,10 +95,8 @@ class SnapshotStore:
                 return kept
         return None
 
-    def nearest(
-        self, epoch: int, total: int, *, origins_only: bool, left: Mapping[int, int] = MappingProxyType({})
-    ) -> Kept | None:
-        """The base to replay from: the latest at or before a place, in the latest pass.
+    def nearest(self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})) -> Kept | None:
+        """The base to replay from: the latest usable one at or before a place, in the latest pass.
 
         `left`: epoch -> total where the loop left that pass. What was taken ahead of such a place is not on the way,
         and what was taken just there only the last resort, as in `_recover` in runner.py.
@@ -104,7 +106,7 @@ class SnapshotStore:
             for kept in self._kept
             if kept.epoch <= epoch
             and kept.total <= total
-            and (kept.origin or not origins_only)
+            and self._usable(kept)
             and kept.total - kept.delivered <= left.get(kept.epoch - 1, kept.total)
             and all(kept.total <= there for number, there in left.items() if number >= kept.epoch)
         ]

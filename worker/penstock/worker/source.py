@@ -11,7 +11,10 @@ trying them all on shuffled torch DataLoaders and StatefulDataLoaders with and w
 
 RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished pass is
 (snapshot or origin, all of its batches). A loader that is its own iterator (a generator) is made anew by input_fn for
-each pass.
+each pass. A state is loaded into a loader that input_fn has just made: what a used one holds besides, nobody knows.
+
+A loader of four methods is only ever given what its `deaggregate_state_dict` returned, as the protocol says, unless it
+declares `loads_own_state`. So it starts from the beginning, or from the state that the launch resumed from.
 """
 
 from __future__ import annotations
@@ -21,149 +24,38 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.utils.data
+import xxhash
 
 from penstock.proto import assignment as place_of
+from penstock.proto import forks
 from penstock.proto.errors import (
     InputFnError,
     NotRestartableError,
     PenstockError,
     ReplayMismatchError,
-    StateCorruptError,
     StateMismatchError,
     format_remote,
 )
 from penstock.proto.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
 from penstock.proto.rng import capture_rng, derive_seed, restore_rng, seed_rng
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
+from penstock.worker.crossing import cross
+from penstock.worker.restart_points import END, KEPT, Base, Past, Place
 from penstock.worker.skipping import CannotSkipError, skip_batch
 from penstock.worker.usercode import load_input_fn
 
-__all__ = ["END", "Base", "Place", "Source"]
+__all__ = ["Source"]
 
 
 _COUNT = struct.Struct("<I")
 _TORCH_COLLATE = "torch.utils.data._utils.collate"
-
-
-class _End:
-    """The type of END."""
-
-
-END = _End()
-"""What `Source.next` returns when the pass is over."""
-
-
-@dataclass
-class Place:
-    """Where a slot stands: batches in this pass, in all, and the samples in all of those."""
-
-    epoch: int
-    delivered: int
-    total: int
-    samples: int
-
-    @property
-    def began(self) -> int:
-        """Batches in all when the pass was opened."""
-        return self.total - self.delivered
-
-    def copy(self) -> Place:
-        return Place(self.epoch, self.delivered, self.total, self.samples)
-
-    def as_list(self) -> list[int]:
-        return [self.epoch, self.delivered, self.total, self.samples]
-
-
-@dataclass(frozen=True)
-class Base:
-    """What a loader can be restored from: a snapshot, or the origin of a pass (then `rng_before` is set)."""
-
-    place: Place
-    state: Any
-    """What state_dict() returned; None for a loader without methods."""
-    rng: bytes
-    rng_before: bytes | None = None
-    digest: int = 0
-    """Of the batch that `place.total` counts; 0 if unknown."""
-    step: int = 0
-    """The box's step that the state speaks of, if state_dict() asked for it; 0 if it did not."""
-    skips: tuple[tuple[int, int, int], ...] = ()
-    """(epoch, total, count): batches that are left out, see records.proto; those known when it was taken."""
-
-    @property
-    def is_origin(self) -> bool:
-        """Taken where a pass begins, and not after a batch."""
-        return self.rng_before is not None
-
-    @property
-    def is_sure(self) -> bool:
-        """See Kept.is_sure in snapshots.py."""
-        return not self.is_origin or self.place.epoch == 0
-
-    def encode(self) -> bytes:
-        """As a slot's restart (docs/ARCHITECTURE.md)."""
-        origin = None if self.rng_before is None else {"rng_before": self.rng_before}
-        return self._encode(self.state, self.place, self.rng, self.digest, origin, self.skips)
-
-    def encode_at(self, user: Any, place: Place, rng: bytes, digest: int) -> bytes:
-        """This origin as the restart of a later place, beside the user's state there."""
-        origin = {
-            "at": self.place.as_list(),
-            "state": self.state,
-            "rng_before": self.rng_before,
-            "rng": self.rng,
-            "digest": self.digest,
-        }
-        return self._encode(user, place, rng, digest, origin, self.skips)
-
-    @staticmethod
-    def _encode(
-        user: Any,
-        at: Place,
-        rng: bytes,
-        digest: int,
-        origin: dict[str, Any] | None,
-        skips: tuple[tuple[int, int, int], ...],
-    ) -> bytes:
-        restart: dict[str, Any] = {"at": at.as_list(), "rng": rng, "digest": digest, "origin": origin}
-        if skips:
-            restart["skips"] = [list(skip) for skip in skips]
-        return encode_state({"user": user, "restart": restart})
-
-    @classmethod
-    def decode(cls, data: bytes) -> Base:
-        return cls.of(cast(dict[str, Any], decode_state(data)))
-
-    @classmethod
-    def of(cls, value: dict[str, Any]) -> Base:
-        """From the decoded form; an origin is preferred to the snapshot that it comes with.
-
-        Raises StateCorruptError for what `encode` did not write.
-        """
-        try:
-            return cls._of(value)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateCorruptError(f"a saved state that cannot be: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def _of(cls, value: dict[str, Any]) -> Base:
-        restart = value["restart"]
-        origin = restart["origin"]
-        skips = tuple((epoch, total, count) for epoch, total, count in restart.get("skips", ()))
-        if origin is None:
-            return cls(Place(*restart["at"]), value["user"], restart["rng"], None, restart["digest"], skips=skips)
-        if "state" in origin:
-            at, state, rng, digest = origin["at"], origin["state"], origin["rng"], origin["digest"]
-        else:
-            at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
-        return cls(Place(*at), state, rng, origin["rng_before"], digest, skips=skips)
 
 
 class Source:
@@ -184,11 +76,25 @@ class Source:
         """Of the last batch, told by whoever flattens it."""
         self.unsaved: Exception | None = None
         """Why the state of the pass's origin could not be taken."""
+        self.past = Past(whole=assignment.base.step == 0 and not assignment.resume.blob)
+        self.resume: dict[str, Any] | None = None
+        """What the launch resumed from, decoded; needed to start again from there by the loader's own methods."""
+        self.restored = False
+        """The loader was brought to the middle of its epoch by a state, and not by its batches."""
+        self.strays = False
+        """Restored at an epoch's start, it drew otherwise there than the loader that streamed: at the epoch's end the
+        generators are not what they were then."""
+        self._restored_at = 0
         self._doing = doing
         self._left_out = left_out
         self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+        """The batch that `peek` has taken."""
+        self._rng_at_peek = b""
+        self._start: Base | None = None
+        """Where a loader starts from that is restored by its own methods only."""
         self._unused = False
         self._rng_before_call = b""
         self._strict = False
@@ -206,8 +112,24 @@ class Source:
         return self._iterator is not None
 
     @property
+    def is_untouched(self) -> bool:
+        """It was restored and has yielded nothing since: it may not know yet that it is in the middle of an epoch, and
+        go on with that when the next one is opened."""
+        return self.restored and self.place.total == self._restored_at
+
+    @property
+    def is_ahead(self) -> bool:
+        """The loader has made a batch more than `next` has returned."""
+        return bool(self._ahead)
+
+    @property
     def saves_state(self) -> bool:
         return self.traits.state_methods > 0 and not self.traits.not_restartable
+
+    @property
+    def by_own_methods(self) -> bool:
+        """Its load_state_dict takes only what its deaggregate_state_dict returns."""
+        return self.traits.state_methods == 4 and not self.traits.loads_own_state
 
     # ---- building
 
@@ -215,18 +137,21 @@ class Source:
         """Seed, tell the user's code who it is, call input_fn, and find out what came back."""
         a = self.assignment
         self._seed()
-        place_of.set_assignment(
-            place_of.Assignment(a.box, a.num_boxes, a.slot, a.num_workers_per_box, a.seed, a.base.step + 1)
-        )
+        self._introduce(a.base.step + 1)
         _offer_worker_info(a)
         self._doing("input_fn")  # its module is the user's too
-        self._fn = load_input_fn(a.loader)
+        with self._user("its module"):
+            self._fn = load_input_fn(a.loader)
         self._call()
         loader, traits = self._loader, self.traits
         with self._user("its loader's methods"):
             traits.state_methods = state_methods(loader)
             traits.takes_strict = self._strict = takes_strict(loader)
             traits.is_iterator = hasattr(type(loader), "__next__")
+            traits.loads_own_state = getattr(loader, "loads_own_state", False) is True
+            traits.exact_states = getattr(loader, "exact_states", False) is True
+            if callable(getattr(type(loader), "advance_state", None)):
+                traits.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
             traits.own_workers = int(getattr(loader, "num_workers", 0) or 0)
             if traits.own_workers and getattr(loader, "persistent_workers", False):
                 traits.not_restartable = (
@@ -237,6 +162,11 @@ class Source:
                 traits.length = len(loader)
             except (TypeError, NotImplementedError):
                 traits.length = -1
+
+    def _introduce(self, step: int) -> None:
+        """Tell the user's code who it is, in a launch that begins with this step of the box."""
+        a = self.assignment
+        place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, a.slot, a.num_workers_per_box, a.seed, step))
 
     def _seed(self) -> None:
         """As before input_fn is called: the same whenever the slot starts over; after a change of shape another way, or
@@ -250,6 +180,7 @@ class Source:
         a = self.assignment
         arguments = cast(dict[str, Any], decode_state(a.loader.arguments)) if a.loader.arguments else {}
         self._rng_before_call = self.rng()
+        self._loader = None  # it may hold what there can be only one of, an open database, say
         with self._user("input_fn", activity="input_fn"):
             loader = self._fn(*arguments.get("args", ()), **arguments.get("kwargs", {}))
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
@@ -261,8 +192,16 @@ class Source:
 
     # ---- passes
 
-    def open_pass(self, *, step: int = 0, rng_after: bytes | None = None) -> Base:
-        """Open the pass `place.epoch` and take its origin, as of the box's `step`.
+    def open_pass(self, *, step: int = 0) -> Base:
+        """Open the pass `place.epoch` and take its origin, as of the box's `step`."""
+        crosses = self.restored and not (self.traits.is_iterator or self.traits.exact_states)
+        kept = self.past.rewinds == KEPT and not self.is_untouched
+        opened = cross(self, step) if crosses else self.open(step=step)
+        self.restored &= kept  # any other way comes to a loader that runs all of its epoch
+        return opened
+
+    def open(self, *, step: int = 0, rng_after: bytes | None = None) -> Base:
+        """The same with the loader that is there, whatever it has been through.
 
         `rng_after`: RNG states to go on with, on a resume.
         """
@@ -275,7 +214,27 @@ class Source:
                 state, asked = self.state(step)
             except PenstockError as error:
                 self.unsaved = error  # the stream goes on; the save will say so
-        return self.marked(Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
+        origin = self.marked(Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
+        if self.by_own_methods and self._start is None:
+            self._start = replace(origin, state=None)
+        return self._behind_start(origin)
+
+    def _behind_start(self, base: Base) -> Base:
+        """The same base, come to from the start, if only that is a restart point."""
+        if self._start is None or base.place == self._start.place:
+            return base
+        return replace(base, behind=self._start)
+
+    def abort(self) -> None:
+        """Give up a pass that was opened and of which at most one batch was looked at, as if it had not been opened."""
+        self._iterator, self._ahead = None, []
+
+    def peek(self) -> Any:
+        """The next batch, or END; `next` will return it. Only for digests: the loader's state is a batch ahead."""
+        place, iterator, self._rng_at_peek = self.place.copy(), self._iterator, self.rng()
+        self._ahead = [self.next()]
+        self.place, self._iterator = place, iterator
+        return self._ahead[0]
 
     def _begin(self) -> bytes:
         """Start iterating; returns the RNG that a replay must set before it does the same."""
@@ -297,9 +256,12 @@ class Source:
         """The next batch, or END; the place moves on with it, but for samples, which the caller counts."""
         assert self._iterator is not None
         try:
-            if self._skips:
-                self._leave_out()
-            batch = next(self._iterator)
+            if self._ahead:
+                batch = self._ahead.pop()
+                if batch is END:
+                    raise StopIteration
+            else:
+                batch = self._fetch()
         except StopIteration:
             self.leave_pass()
             return END
@@ -308,6 +270,16 @@ class Source:
         self.place.delivered += 1
         self.place.total += 1
         return batch
+
+    def _fetch(self) -> Any:
+        assert self._iterator is not None
+        try:
+            if self._skips:
+                self._leave_out()
+            return next(self._iterator)
+        finally:
+            if forks.strayed:
+                forks.leave()
 
     def _leave_out(self) -> None:
         """Pass over the batches that are quarantined at this place."""
@@ -323,28 +295,56 @@ class Source:
             ) from None
         self._left_out(place.epoch, count)
 
+    def learn(self, base: Base) -> None:
+        """Go on with what is known at this base, and leave out what was left out when it was taken, too."""
+        self.past = base.past.before(base.place.epoch).knowing(self.past.rewinds)
+        self.learn_skips(base)
+
     def learn_skips(self, base: Base) -> None:
         """Leave out what was left out when this base was taken, too."""
         for epoch, total, count in base.skips:
             self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
 
-    def marked(self, base: Base) -> Base:
-        """The same base with all that is left out by now."""
-        return replace(base, skips=tuple((epoch, total, count) for (epoch, total), count in self._skips.items()))
+    def learn_rewinds(self, rewinds: str) -> None:
+        """How it gets into an epoch behind one in which it was restored: see crossing.py."""
+        self.past = replace(self.past, rewinds=rewinds)
+
+    def marked(self, base: Base, *, way_on: bool = False) -> Base:
+        """The same base with what is known by now, and all that is left out. `way_on`: also which passes were left
+        from there to where the source stands, in former launches, of which this one's training loop knows nothing."""
+        skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
+        return replace(base, skips=skips, past=self.past if way_on else self.past.before(base.place.epoch))
 
     def leave_pass(self) -> None:
         """The pass is over or is given up: the next one is to be opened."""
-        self._iterator = None
+        self._iterator, self._ahead = None, []
         self.place.epoch += 1
         self.place.delivered = 0
+
+    def abandon_pass(self, total: int) -> None:
+        """The loop left the pass after batch `total`."""
+        if self._ahead and self.saves_state:  # the generators of others were seeded by whoever leaves it
+            self._restore_rng(self._rng_at_peek)
+        self.past = self.past.leaving(self.place.epoch, total)
+        self.leave_pass()
 
     # ---- states
 
     def state(self, step: int) -> tuple[Any, bool]:
         """The loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
-        a, place = self.assignment, self.place
+        a, place, base = self.assignment, self.place, self.assignment.base
+        began = base.slots[a.slot].total if len(base.slots) > a.slot else 0
         checkpoint = DataLoaderCheckpoint(
-            a.slot, a.num_workers_per_box, a.num_boxes, a.box, step, place.total, place.samples
+            a.slot,
+            a.num_workers_per_box,
+            a.num_boxes,
+            a.box,
+            max(0, step - base.step),
+            place.total - began,
+            place.samples - self.past.samples,
+            lifetime_appliance_step=step,
+            lifetime_worker_step=place.total,
+            lifetime_samples_streamed=place.samples,
         )
         with self._user("state_dict()", activity="state_dict"), worker_state(checkpoint) as context:
             state = self._loader.state_dict()
@@ -353,41 +353,76 @@ class Source:
     def snapshot(self, step: int) -> Base:
         """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
         state, asked = self.state(step)
-        return self.marked(Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0))
+        taken = self.marked(Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0))
+        return self._behind_start(taken)
 
     def restore(self, base: Base) -> None:
         """Go to the place of a base, also in the middle of a life.
 
-        Where the attempt began with a new loader it is made anew, and the state not loaded: a loader that begins a pass
+        Where the stream began with a new loader it is made anew, and the state not loaded: a loader that begins a pass
         in its first next() could not say in it that it had been asked to.
         """
-        self.learn_skips(base)
-        self._iterator = None
-        as_made = base.rng_before is not None and self._began_at(base.place)
-        if as_made and not self._unused and not self.traits.is_iterator:
-            self._seed()
-            self._call()
+        self.learn(base)
+        self.abort()
+        as_made = base.is_origin and base.place.total == base.place.epoch == 0 and self.past.whole
+        if not self._unused and not self.traits.is_iterator and (as_made or not self.traits.exact_states):
+            self._make_anew(1 if as_made else self.assignment.base.step + 1)
         if base.rng_before is not None:
             self._restore_rng(base.rng_before)
         if self.traits.is_iterator:
             self._call()
-        if base.state is not None and not as_made:
-            if self.traits.state_methods == 0:
-                raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
-            self._load(base.state, True)
+        if not as_made:
+            self._load_base(base)
         # A snapshot has no RNG from before its pass; any will do, but the same one whenever it is restored, for worker
         # processes of the loader are seeded from it.
         if base.rng_before is None or not self.traits.is_iterator:
             self._restore_rng(base.rng if base.rng_before is None else base.rng_before)
         self._iterate()
+        self.strays = base.is_origin and not as_made and self.past.whole and self.rng() != base.rng
         self._restore_rng(base.rng)
         self.place, self.digest = base.place.copy(), base.digest
+        if not as_made and self.traits.state_methods:
+            self.mark_restored()
+        else:
+            self.restored = False
+        if self.by_own_methods:
+            self._start = replace(base, state=None)
 
-    def _began_at(self, place: Place) -> bool:
-        """The attempt began here, with a loader as input_fn made it."""
-        start = self.assignment.base
-        total = start.slots[self.assignment.slot].total if len(start.slots) > self.assignment.slot else 0
-        return not self.assignment.resume.blob and (place.epoch, place.total) == (start.epoch, total)
+    def _load_base(self, base: Base) -> None:
+        """Load the state of a base, as this loader can be given it."""
+        if self.by_own_methods:
+            if self.resume is None:
+                raise StateMismatchError(
+                    f"{self.name}: it has four state methods now and does not declare loads_own_state, and a state "
+                    "that its state_dict returned cannot be loaded; resume from a saved state instead"
+                )
+            self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
+        elif base.state is not None:
+            if self.traits.state_methods == 0:
+                raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
+            self._load(base.state, True)
+
+    def mark_restored(self) -> None:
+        """A state has just brought it to where it stands."""
+        self.restored, self._restored_at = True, self.place.total
+
+    def begin(self) -> None:
+        """Be as the slot was when its counts began: input_fn anew, nothing loaded, no pass opened."""
+        self.abort()
+        self._make_anew(1)
+        self.place, self.digest, self.restored, self._start = Place(0, 0, 0, 0), 0, False, None
+        self.strays = False
+        self.past = replace(self.past, left=())
+
+    def renew(self, rng: bytes) -> None:
+        """Have input_fn make the loader anew, with the generators as they were captured."""
+        self._make_anew(self.assignment.base.step + 1)
+        self._restore_rng(rng)
+
+    def _make_anew(self, step: int) -> None:
+        self._introduce(step)
+        self._seed()
+        self._call()
 
     def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
         """A four-method loader takes its part of an aggregated state; the pass is opened after."""
@@ -438,6 +473,10 @@ class Source:
         states = [generator.get_state().numpy().tobytes() for generator in self._generators()]
         return b"".join([_COUNT.pack(len(states)), *(_COUNT.pack(len(s)) + s for s in states), capture_rng()])
 
+    def rng_hash(self) -> int:
+        """The same as a number."""
+        return xxhash.xxh3_64_intdigest(self.rng())
+
     def _restore_rng(self, data: bytes) -> None:
         (count,) = _COUNT.unpack_from(data)
         at = _COUNT.size
@@ -471,7 +510,11 @@ class Source:
         if activity:
             self._doing(activity)
         try:
-            yield
+            try:
+                yield
+            finally:
+                if forks.strayed:
+                    forks.leave()
         except PenstockError:
             raise
         except BaseException as error:

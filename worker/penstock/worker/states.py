@@ -21,8 +21,29 @@ __all__ = ["POLL_S", "States"]
 
 POLL_S = 0.005
 """How often the ledger is read while somebody waits for a batch to be produced."""
+POLLERS = 8
+"""That many look so often; of more each looks more rarely, or hundreds of states would take the whole event loop."""
+NEXT_S = 0.5
+"""That a state waits for the batch behind it to be made, where a resume is compared with that."""
 SCRATCH_SHARE = 0.7
 """Of the time that the asker still has, for a scratch child: its stack must reach the asker before he gives up."""
+
+
+class _Pauses:
+    """Between two looks at a ledger, of all answers that wait for a batch."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+
+    async def next(self) -> None:
+        self._waiting += 1
+        try:
+            await asyncio.sleep(POLL_S * max(1.0, self._waiting / POLLERS))
+        finally:
+            self._waiting -= 1
+
+
+_pauses = _Pauses()
 
 
 def _share(until: float) -> float:
@@ -87,15 +108,55 @@ class States:
             answer.samples_streamed, answer.digest = entry.samples, entry.digest
         if self._slot.unsaved is not None and not self._slot.traits.state_methods == 0:
             raise error_of(self._slot.unsaved)
-        base = self._slot.store.exactly(epoch, delivered, total, request.step)
-        if self._slot.traits.state_methods == 0:
-            base = self._slot.store.nearest(epoch, total, origins_only=True)
-        known = base is not None and base.epoch == epoch  # else whether nothing was left between is to be found out
-        if base is not None and known and self._slot.usable(base) and not self._lacks(base, request):
+        await self._note_next(request, answer, until)
+        slot, aggregated = self._slot, self._slot.traits.state_methods == 4
+        # A loader whose states are aggregated must give one of just this place. Of others a place before will do, and
+        # the count from there; but in this epoch, else whether nothing was left between is to be found out.
+        base = slot.store.exactly(epoch, delivered, total, request.step) if aggregated else await self._nearest(request)
+        lacks = base is not None and (self._lacks(base, request) or self._lacks_next(request, answer))
+        if base is not None and base.epoch == epoch and not lacks:
             if entry is None and base.total == total:
                 answer.samples_streamed = base.samples
             return base.data
-        return await self._materialise(request, answer, until)
+        return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
+
+    async def _nearest(self, request: coordinator_pb2.StateRequest) -> Kept | None:
+        """The nearest restart point before a place, of its epoch if one of that can be proven now."""
+        store, left = self._slot.store, _left(request)
+        base = store.nearest(request.epoch, request.position.total, left=left)
+        if base is not None and base.epoch == request.epoch:
+            return base
+        inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
+        for candidate in (*inside[-1:], *inside[:1]):
+            if not candidate.refuted and await self._slot.prover.prove_now(candidate):
+                return candidate
+        return base
+
+    async def _note_next(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> None:
+        """Note the digest of the batch behind the place, with which a loader that resumes is compared. For one that
+        resumes by methods of its own it is waited for a little: nothing else shows that they do what they should."""
+        slot, total = self._slot, request.position.total
+        patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
+        while True:
+            following = slot.ledger.entry(total + 1)
+            if following is not None and following.epoch == request.epoch:
+                answer.next_digest = following.digest
+                return
+            slot.ledger.refresh()
+            if time.monotonic() >= patience or request.epoch in slot.ledger.ends():
+                return
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _by_own(self) -> bool:
+        """It resumes by methods of its own, which are proven by the batch behind the place alone."""
+        return self._slot.traits.state_methods == 4 and not self._slot.traits.exact_states
+
+    def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
+        """The batch behind the place is not known here, and is needed: a helper makes it."""
+        return self._by_own and not answer.next_digest and request.epoch not in self._slot.ledger.ends()
 
     @property
     def _waits_for_loop(self) -> bool:
@@ -114,18 +175,13 @@ class States:
 
     def _start(self, request: coordinator_pb2.StateRequest) -> Kept | None:
         """The base to replay from: the nearest, or one of its pass from which all digests asked for are seen."""
-        store, origins_only = self._slot.store, self._origins_only
-        left = _left(request)
-        base = store.nearest(request.epoch, request.position.total, origins_only=origins_only, left=left)
+        store, left = self._slot.store, _left(request)
+        base = store.nearest(request.epoch, request.position.total, left=left)
         if base is not None and self._waits_for_loop:
-            before = store.nearest(base.epoch, request.digests_after, origins_only=origins_only, left=left)
+            before = store.nearest(base.epoch, request.digests_after, left=left)
             if before is not None and before.epoch == base.epoch:
                 return before
         return base
-
-    @property
-    def _origins_only(self) -> bool:
-        return self._slot.traits.state_methods == 0 or self._slot.origins_only()
 
     def _digests(self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], Entry | None]) -> list[int]:
         """Of the batches that lead to the place; empty if one is not known here, or is of a pass that was left."""
@@ -143,7 +199,9 @@ class States:
         where = f"{self._slot.assignment.loader.input_fn} ({self._slot.name})"
         if self._slot.traits.not_restartable:
             raise NotRestartableError(f"{where} cannot be saved: {self._slot.traits.not_restartable}")
-        if self._slot.traits.state_methods == 0 and not self._slot.assignment.loader.options.replay_without_state:
+        if self._slot.findings.unrepeatable is not None:
+            raise self._slot.findings.unrepeatable
+        if not self._slot.is_savable:
             raise NotRestartableError(
                 f"{where} has no state_dict and load_state_dict, so its state cannot be saved; give it the methods of "
                 "RestartableDataLoader, or ask for saving by replay: Appliance(replay=True)"
@@ -167,7 +225,7 @@ class States:
             if unheard:
                 if self._slot.phase == coordinator_pb2.FAILED:
                     raise StateUnavailableError(f"{self._slot.name}: it failed before pass {epoch}")
-                await asyncio.sleep(POLL_S)
+                await _pauses.next()
                 continue
             if ends.get(epoch, total) < total:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
@@ -181,7 +239,7 @@ class States:
                 return True
             if self._slot.phase == coordinator_pb2.FAILED:
                 raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
-            await asyncio.sleep(POLL_S)
+            await _pauses.next()
 
     async def _begun(self, request: coordinator_pb2.StateRequest, tried: Kept) -> None:
         """Wait until the runner begins the pass, behind one that the loop left: it saves itself there then. `tried`:
@@ -191,7 +249,7 @@ class States:
         while waits and slot.ledger.begun < epoch:
             if slot.phase == coordinator_pb2.FAILED:
                 raise StateUnavailableError(f"{slot.name}: it failed before pass {epoch}")
-            await asyncio.sleep(POLL_S)
+            await _pauses.next()
         slot.drain()
         if not waits or self._start(request) is tried:
             raise StateUnavailableError(
@@ -201,45 +259,56 @@ class States:
                 "worker"
             )
 
+    async def _advance(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> bytes:
+        """The state by arithmetic from one before it in its epoch, if the loader's class can: no user code runs then.
+        b"" if it cannot be had so."""
+        slot, total = self._slot, request.position.total
+        base, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.ledger.entry(total)
+        if not slot.traits.advances_state or base is None or base.epoch != request.epoch or entry is None:
+            return b""
+        if base.total - base.delivered != total - request.position.delivered or base.step or slot.assignment.skips:
+            return b""
+        done = await slot.scratch(
+            [base.data],
+            "advance",
+            _share(until),
+            loader=slot.traits.advances_state,
+            delivered=request.position.delivered,
+            total=total,
+            samples=entry.samples,
+            digest=entry.digest,
+        )
+        return done.payload
+
     async def _materialise(
         self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
     ) -> bytes:
         epoch, total = request.epoch, request.position.total
-        origins_only = self._origins_only
         base = self._start(request)
-        doubting = True
-        left = _left(request)
-        while True:
-            if base is None:
-                raise StateUnavailableError(
-                    f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
-                )
-            digests = {
-                str(count): entry.digest
-                for count in range(base.total + 1, total + 1)
-                if (entry := self._slot.ledger.entry(count)) is not None
-            }
-            done = await self._slot.scratch(
-                [base.data],
-                "state",
-                _share(until),
-                epoch=epoch,
-                delivered=request.position.delivered,
-                total=total,
-                step=request.step,
-                from_origin=origins_only,
-                digests=digests,
-                doubting=doubting and base.origin,
-                left={str(epoch): there for epoch, there in left.items()},
-                left_from=request.left_from,
+        if base is None:
+            raise StateUnavailableError(
+                f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
             )
-            # A loader that begins a pass in its first next() could not say in the pass's origin that it had been asked
-            # to: restored from there it ends the pass before, at once, and whatever it yields then is a pass too early.
-            # From a base of that one it goes the right way. If there is none, the pass is taken to be empty.
-            if "at_once" not in done.fields:
-                break
-            older = self._slot.store.nearest(base.epoch - 1, base.total, origins_only=origins_only, left=left)
-            base, doubting = older or base, older is not None
+        digests = {
+            str(count): entry.digest
+            for count in range(base.total + 1, total + 1)
+            if (entry := self._slot.ledger.entry(count)) is not None
+        }
+        done = await self._slot.scratch(
+            [base.data],
+            "state",
+            _share(until),
+            epoch=epoch,
+            delivered=request.position.delivered,
+            total=total,
+            step=request.step,
+            digests=digests,
+            left={str(epoch): there for epoch, there in _left(request).items()},
+            left_from=request.left_from,
+            following=self._lacks_next(request, answer),
+        )
         if "elsewhere" in done.fields:
             await self._begun(request, base)
             return await self._state(request, answer, until)
@@ -247,6 +316,7 @@ class States:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
             return b""
         answer.samples_streamed, answer.digest = done.fields["samples"], done.fields["digest"]
+        answer.next_digest = answer.next_digest or done.fields["following"]
         seen = done.fields["replayed"]
         replayed = {count: Entry(count, *at) for count, at in enumerate(seen, total + 1 - len(seen))}
         answer.digests.extend(self._digests(request, replayed.get))

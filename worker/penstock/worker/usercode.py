@@ -20,7 +20,7 @@ from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnN
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
 
-__all__ = ["MAIN", "check_allowed", "check_plain", "load_input_fn"]
+__all__ = ["MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn"]
 
 MAIN = "penstock_main"
 
@@ -90,6 +90,16 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
     if spec.allow and module_name != MAIN:
         _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
     return target  # type: ignore[no-any-return]
+
+
+def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
+    """The class "module:qualname" of a loader that the spec's input_fn returned on this worker, or of ours.
+
+    Raises as load_input_fn does, for a module that may not be run also where input_fn has imported it.
+    """
+    if not module_of(name).startswith("penstock.") and spec.allow:
+        check_allowed(name, spec.allow)
+    return load_input_fn(records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path))
 
 
 def _defined_in(target: Any) -> str:

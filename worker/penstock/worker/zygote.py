@@ -59,7 +59,7 @@ def main() -> None:
     import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
     import torch
 
-    from penstock.worker import datasets, runner, scratch  # noqa: F401  # what children need, loaded once
+    from penstock.worker import datasets, helper, runner, scratch  # noqa: F401  # what children need, loaded once
 
     if "main" in sys.argv[3:]:
         # Each runner will load the trainer's main script, that penstock.client, and that pydantic: 0.15 s, once here.
@@ -161,12 +161,14 @@ def _child(parent: int, role: str, control: int, output: int, ledger: int, stack
         os.dup2(output, 2)
         os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        from penstock.worker import runner, scratch
+        from penstock.worker import helper, runner, scratch
         from penstock.worker.ledger import Ledger
 
         channel = Channel(socket.socket(fileno=control))
         if role == "runner":
             runner.run_slot(channel, Ledger(ledger))
+        elif role == "helper":
+            helper.run_helper(channel)
         else:
             scratch.run_scratch(channel)
         code = 0

@@ -6,6 +6,7 @@ by every rank for itself, from the same answers: so all go on, or all raise.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -13,13 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.client.checkpoint.collect import Collected, ObjectBytes, collect
+from penstock.client.checkpoint.collect import Collected, collect, object_bytes
+from penstock.client.checkpoint.objects import load_object
 from penstock.client.checkpoint.planning import GlobalPlan, Key, LocalItem, agree, decode_items, encode_items
 from penstock.client.checkpoint.ranks import Ranks
 from penstock.client.checkpoint.replicas import compare, digests, summary
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
 
 __all__ = ["Agreed", "Agreement"]
+
+
+_log = logging.getLogger("penstock.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,14 @@ class Agreement:
         self._ranks = ranks
         self._threads, self._hint = threads, hint
         self._checked = check_replicas and ranks.size > 1
-        self._objects = ObjectBytes()
         self._signature: list[Any] | None = None
         self._items: list[LocalItem] = []
         """Of this rank."""
         self._everybody: list[list[LocalItem]] = []
         self._plan: GlobalPlan | None = None
         self._warned: set[str] = set()
+        self._tried: set[str] = set()
+        """Objects that were tried to be loaded."""
 
     def on(
         self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
@@ -79,7 +85,8 @@ class Agreement:
             collected = collect(state, self._ranks.rank, self._ranks.size)
             if collected.signature != self._signature:
                 self._plan, self._items, self._signature = None, collected.items(), collected.signature
-            objects = self._objects.all_of(collected, self._items)
+            objects = object_bytes(collected, self._items)
+            self._tell_opaque(collected, objects)
             if self._checked and self._plan is not None:
                 known = digests(collected, self._items, objects, self._plan.shared)
             return {
@@ -113,6 +120,19 @@ class Agreement:
         assert self._plan is not None
         everywhere = sorted({save for answer in answers for save in answer["flying"]})
         return Agreed(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
+
+    def _tell_opaque(self, collected: Collected, objects: dict[Key, bytes]) -> None:
+        """Say once, at the save, what a restore will not load unasked."""
+        for name, kind in collected.opaque.items():
+            if name in self._tried or (name, None) not in objects:
+                continue
+            self._tried.add(name)
+            try:
+                load_object(objects[name, None], name, "", unsafe=False)
+            except CheckpointError:
+                _log.warning(
+                    "%r of the state to save holds %s: restore loads that only with allow_unsafe_types=True", name, kind
+                )
 
     def _replan(self, collected: Collected) -> GlobalPlan:
         self._plan = None

@@ -11,12 +11,14 @@ ended is known to each rank by its writer, and told to all at the next save: so 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +28,15 @@ import torch.distributed as dist
 
 from penstock.client import watched
 from penstock.client.checkpoint.agreement import Agreed, Agreement
+from penstock.client.checkpoint.calls import Calls, SignalWatch
 from penstock.client.checkpoint.process import Pending, WriterProcess, wait_all
 from penstock.client.checkpoint.ranks import Ranks
-from penstock.client.checkpoint.restoring import choose, restore
+from penstock.client.checkpoint.restoring import TRIES, Loaded, chosen, load
 from penstock.client.checkpoint.staging import Buffer, Staged
 from penstock.client.checkpoint.torch_private import find_state_dict_object
 from penstock.proto.checkpoints import checkpoints, newest, step_name
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
+from penstock.proto.forks import Owner
 
 __all__ = ["AsyncCheckpointer", "Progress"]
 
@@ -69,6 +73,8 @@ class AsyncCheckpointer:
         fsync: False: a checkpoint may be lost or torn if the machine stops, and not only the process.
         buffers: 1: a save waits until the one before is written; 2: until the one before that is, for twice the memory.
         timeout_s: seconds after which a save that is not on the disk has failed, and that ranks wait for each other.
+        on_signal: signals (`signal.SIGTERM`, or several) that are noted, for `signalled` to tell; a second one acts as
+            it would have without.
         on_exit: when the training process ends with a save in flight, by itself or killed: "finish" it, or "abandon"
             it.
         check_replicas: compare what several ranks have under one name, of which one copy is saved: an object that
@@ -89,6 +95,7 @@ class AsyncCheckpointer:
         fsync: bool = True,
         buffers: int = 1,
         timeout_s: float = 1800.0,
+        on_signal: int | Iterable[int] = (),
         on_exit: OnExit = "finish",
         check_replicas: bool = True,
         group: dist.ProcessGroup | None = None,
@@ -124,10 +131,13 @@ class AsyncCheckpointer:
         """Failures of saves that nobody was told of."""
         self._last: Pending | None = None
         self._closed = False
-        self._pid = os.getpid()
+        self._calls = Calls()
+        self._owner = Owner()
         self._writer = WriterProcess(self._ranks.rank)
         self._finalizer = weakref.finalize(self, _leave, self._writer, self._pending, on_exit, timeout_s, os.getpid())
         self._writer.start()
+        self._signals = SignalWatch(on_signal)
+        weakref.finalize(self, self._signals.close)
 
     # ---- saving
 
@@ -147,11 +157,37 @@ class AsyncCheckpointer:
         self._check_open()
         began = time.monotonic()
         try:
-            self._make_room()
-            self._look()
-            self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard, self._flying))
+            while not self._save(step, state):
+                pass
         finally:
             watched.saves.stalled(time.monotonic() - began)
+
+    def _save(self, step: int, state: Mapping[str, Any]) -> bool:
+        """False if there was no room after all: another thread's save, or a signal handler's, has taken it."""
+        self._make_room()
+        with self._calls.one("save"), _no_collection():
+            self._check_open()
+            if len(self._in_flight) >= len(self._buffers):
+                return False
+            self._look()
+            flying = [one.request["save"] for one in self._in_flight]
+            self._hand_over(step, self._agreement.on(step, self.folder, state, self._unheard, flying))
+        return True
+
+    def signalled(self) -> bool:
+        """Whether a signal of `on_signal` has come, to any rank.
+
+        All ranks call it together, so all of them stop after the same step. With several ranks that is a small
+        exchange, of some 0.3 ms: ask every few steps where they are short.
+        """
+        self._check_open()
+        if self._ranks.size == 1:
+            return bool(self._signals.received)
+        with self._calls.one("signalled"):
+            answers = self._ranks.together(
+                "signalled", "nobody knows who was signalled", lambda: {"signal": self._signals.received}
+            )
+        return any(answer["signal"] for answer in answers)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Do beforehand what the first save of such a state would do first: plan it, and have memory for it.
@@ -160,15 +196,21 @@ class AsyncCheckpointer:
         Waits for the saves in flight. Raises as `save` does.
         """
         self._check_open()
-        wait_all(self._writer, list(self._pending), None)
-        self._look()
-        agreed = self._agreement.on(0, self.folder, state, self._unheard, [])
-        for buffer in self._buffers:
-            self._stage(agreed, buffer)
+        while True:
+            wait_all(self._writer, list(self._pending), None)
+            with self._calls.one("prepare"):
+                self._check_open()
+                if self._in_flight:
+                    continue
+                self._look()
+                agreed = self._agreement.on(0, self.folder, state, self._unheard, [])
+                for buffer in self._buffers:
+                    self._stage(agreed, buffer)
+                return
 
     def _hand_over(self, step: int, agreed: Agreed) -> None:
         ranks = self._ranks
-        flying = [one.buffer for one in self._pending]
+        flying = [one.buffer for one in self._in_flight]
         buffer = next(one for one in self._buffers if one not in flying)
         request: dict[str, Any] = {
             "save": agreed.save,
@@ -216,14 +258,13 @@ class AsyncCheckpointer:
 
     def _make_room(self) -> None:
         """Wait for a buffer: with all of them in flight, for the oldest save."""
-        flying = [one for one in self._pending if not one.ended.is_set()]
+        flying = self._in_flight
         if len(flying) >= len(self._buffers):
             wait_all(self._writer, flying[: len(flying) - len(self._buffers) + 1], None)
 
     @property
-    def _flying(self) -> list[str]:
-        """Ids of the saves in flight."""
-        return [one.request["save"] for one in self._pending if not one.ended.is_set()]
+    def _in_flight(self) -> list[Pending]:
+        return [one for one in list(self._pending) if not one.ended.is_set()]
 
     def _look(self) -> None:
         """Which saves have ended since the last look."""
@@ -237,7 +278,7 @@ class AsyncCheckpointer:
     @property
     def progress(self) -> Progress:
         """Of the saves in flight."""
-        flying = [one for one in self._pending if not one.ended.is_set()]
+        flying = self._in_flight
         step = flying[0].step if flying else None
         return Progress(step, sum(one.written for one in flying), sum(one.total for one in flying))
 
@@ -248,10 +289,13 @@ class AsyncCheckpointer:
             CheckpointError: one failed; says on which rank and why.
             DeadlineError: `timeout_s` was over; they go on.
         """
+        self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
         wait_all(self._writer, list(self._pending), timeout_s)
-        self._look()
-        if self._unheard:
-            errors, self._unheard = self._unheard, []
+        with self._calls.one("wait"):
+            self._look()
+            errors = [*self._unheard]
+            self._unheard.clear()
+        if errors:
             raise errors[0]
 
     def result(self, timeout_s: float | None = None) -> Path:
@@ -302,28 +346,56 @@ class AsyncCheckpointer:
         """
         self._check_open()
         wait_all(self._writer, list(self._pending), None)
+        # Signals get through: it is long, and touches nothing before all has been read.
+        with self._calls.one("restore", hold=False), _no_collection():
+            return self._restore(state, step, verify, allow_unsafe_types)
+
+    def _restore(
+        self, state: Mapping[str, Any], step: int | None, verify: bool, allow_unsafe_types: bool
+    ) -> int | None:
         ranks = self._ranks
+        for _ in range(TRIES):
+            with ExitStack() as held:  # rank 0 sees to it that nobody deletes it meanwhile
 
-        def choosing() -> dict[str, Any]:
-            found = None if ranks.rank else choose(self.folder, step, self._timeout_s, verify)
-            return {"path": None if found is None else str(found.path), "step": None if found is None else found.step}
+                def choosing(held: ExitStack = held) -> dict[str, Any]:
+                    if ranks.rank:
+                        return {}
+                    found = held.enter_context(chosen(self.folder, step, self._timeout_s, verify))
+                    return {} if found is None else {"path": str(found.path), "step": found.step, "save": found.save}
 
-        chosen = ranks.together("restore", "nothing was restored", choosing)[0]
-        if chosen["path"] is None:
-            return None
+                choice = ranks.together("restore", "nothing was restored", choosing)[0]
+                if not choice:
+                    return None
+                if self._load(choice, state, allow_unsafe_types):
+                    return int(choice["step"])
+        raise CheckpointError(f"{self.folder}: each checkpoint that was chosen was replaced before all ranks had it")
 
-        def restoring() -> dict[str, Any]:
-            restore(Path(chosen["path"]), state, ranks.rank, allow_unsafe_types)
+    def _load(self, choice: dict[str, Any], state: Mapping[str, Any], unsafe: bool) -> bool:
+        """False if the checkpoint was replaced before this rank, or another one, had opened it."""
+        loaded: Loaded | None = None
+
+        def loading() -> dict[str, Any]:
+            nonlocal loaded
+            path, ranks = Path(choice["path"]), self._ranks
+            loaded = load(path, choice["save"], state, ranks.rank, self._threads, unsafe)
+            return {"there": loaded is not None}
+
+        def putting() -> dict[str, Any]:
+            assert loaded is not None
+            loaded.put()
             return {}
 
-        ranks.together("restore", f"{chosen['path']} was not restored", restoring)
-        return int(chosen["step"])
+        what = f"{choice['path']} was not restored"
+        if not all(answer["there"] for answer in self._ranks.together("restore", what, loading)):
+            return False
+        self._ranks.together("restore", what, putting)
+        return True
 
     # ---- the end
 
     def close(self, *, abandon: bool = False) -> None:
         """Wait for the saves in flight, or drop them, and end the writer. Raises as `wait` does."""
-        if self._closed or self._pid != os.getpid():  # a forked child has neither writer nor saves
+        if self._closed or not self._owner.is_here:  # a forked child has neither writer nor saves
             return
         self._closed = True
         try:
@@ -333,7 +405,9 @@ class AsyncCheckpointer:
                 self.wait()
         finally:
             self._finalizer.detach()
-            self._writer.stop()
+            # Not done if the wait was interrupted: that need not cost what can still be finished.
+            self._writer.stop(finish=bool(self._in_flight) and self._on_exit == "finish")
+            self._signals.close()
             self._ranks.close()
             for buffer in self._buffers:
                 buffer.close()
@@ -355,8 +429,20 @@ class AsyncCheckpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this AsyncCheckpointer is closed: make another one")
-        if self._pid != os.getpid():
-            raise RuntimeError("this AsyncCheckpointer is another process's, which forked this one: make another one")
+        self._owner.check(f"AsyncCheckpointer({str(self.folder)!r})")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python looks for garbage whenever many objects were made, and takes longer than all of a save with thousands of
+    small entries."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _leave(writer: WriterProcess, pending: list[Pending], on_exit: OnExit, timeout_s: float, pid: int) -> None:

@@ -1,13 +1,13 @@
 """What the user gave to be saved -> named values: a flat dict as torch.distributed.checkpoint would name them.
 
-Modules and optimizers are taken by names that fit any number of ranks: those of DistributedDataParallel and
-torch.compile are left out, and an optimizer's states go by the names of the parameters and not by their numbers. A
-loader's state is one object, whatever is in it (loaders.py).
+Modules and optimizers are taken by names that fit any number of ranks (names.py, optimizers.py). A loader's state is
+one object, whatever is in it (loaders.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import pickle
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,21 +17,26 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from penstock.client.checkpoint.frames import is_plain, saved_bytes
 from penstock.client.checkpoint.loaders import Loader, loader_leaves
+from penstock.client.checkpoint.names import clean_keys, parameter_names, unwrapped
+from penstock.client.checkpoint.objects import plain_bytes
+from penstock.client.checkpoint.optimizers import named_state
+from penstock.client.checkpoint.plain import FACTORIES, PLAIN, decode, encode
 from penstock.client.checkpoint.planning import Key, LocalItem
 from penstock.client.checkpoint.torch_private import find_state_dict_object, flatten_state_dict
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["OURS", "Collected", "ObjectBytes", "collect", "names_of", "unwrapped", "with_containers"]
+__all__ = ["OURS", "RECIPES", "Collected", "collect", "module_state", "object_bytes", "with_containers"]
 
 OURS = "__penstock__"
 """Under it, at the top: what is needed to restore a state as it was."""
+CONTAINERS, RECIPES = "containers", "recipes"
+"""What is kept there by each rank: how dicts were, and values that are saved as what they are made of."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mappings that are restored as what they were; others as dicts."""
-PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass
@@ -45,6 +50,10 @@ class Collected:
     """As long as it is the same, so is the plan."""
     loaders: dict[str, tuple[int, int]]
     """Of each loader: its box and the number of boxes of its run."""
+    recipes: dict[str, Any]
+    """Of what is saved as something plainer than it is: how to make it again (plain.py)."""
+    opaque: dict[str, str]
+    """Of objects that are not: what stands in them."""
 
     def items(self) -> list[LocalItem]:
         """All of it as write items."""
@@ -73,7 +82,7 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
             if leaves := loader_leaves(value, rank, ranks):
                 nested[key] = leaves
         else:
-            nested[key] = _state_of(value, state)
+            nested[key] = _state_of(key, value, state)
     try:
         values, paths = flatten_state_dict(nested)
     except ValueError as error:
@@ -89,11 +98,44 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
         if name in values:
             raise InvalidArgumentError(f"the state to save has two values under one name: {name}")
         values[name], paths[name] = {}, path
-    if containers := dict(_containers(nested, ())):
-        path = OURS, f"containers-{rank}"
-        values[".".join(path)], paths[".".join(path)] = containers, path
+    recipes, opaque = _made_plain(values)
+    for table, content in ((CONTAINERS, dict(_containers(nested, ()))), (RECIPES, recipes)):
+        if content:
+            path = OURS, f"{table}-{rank}"
+            values[".".join(path)], paths[".".join(path)] = content, path
     loaders = {key: value.place for key, value in state.items() if isinstance(value, Loader)}
-    return Collected(values, paths, [list(paths.items()), [_kind(value) for value in values.values()]], loaders)
+    signature = [list(paths.items()), [_kind(value) for value in values.values()]]
+    return Collected(values, paths, signature, loaders, recipes, opaque)
+
+
+def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Replace objects by what is saved for them: the recipes by name, and what could not be replaced.
+
+    Raises InvalidArgumentError for tensors that nobody could restore.
+    """
+    recipes, opaque = {}, {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            if why := _unrestorable(value):
+                raise InvalidArgumentError(f"{name!r} of the state to save {why}")
+        elif type(value) not in PLAIN:
+            values[name], recipe, kind = encode(value)
+            if recipe is not None:
+                recipes[name] = recipe
+            if kind:
+                opaque[name] = kind
+    return recipes, opaque
+
+
+def _unrestorable(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "has no values yet: call its module once, or leave it out"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"is a {kind} tensor, which no checkpoint can restore: save the plain tensors that it is made of"
+    if tensor.is_meta:
+        return "is on the meta device, and has no values"
+    return ""
 
 
 def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -112,14 +154,32 @@ def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[s
     """Dicts that are not as flattening takes them, with string keys and of no special kind: place -> how they were."""
     if isinstance(value, Mapping):
         keys = {str(key): key for key in value if _is_plain(key)}
-        kind = type(value).__name__ if type(value) in KINDS.values() else ""
-        if keys or kind:
-            yield ".".join(map(str, path)), {"keys": keys, "kind": kind}
+        coded = {str(key): _coded(key, path) for key in value if type(key) is not str and not _is_plain(key)}
+        kind = _container(value)
+        if keys or coded or kind:
+            yield ".".join(map(str, path)), {"keys": keys, "kind": kind, **({"coded": coded} if coded else {})}
         for key, inner in value.items():
             yield from _containers(inner, (*path, str(key)))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _containers(inner, (*path, number))
+
+
+def _container(value: Mapping[Any, Any]) -> str:
+    if type(value) is defaultdict:
+        return next((name for name, kind in FACTORIES.items() if kind is value.default_factory), "")
+    return type(value).__name__ if type(value) in KINDS.values() else ""
+
+
+def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
+    """A key as what it is made of, and the recipe. Raises InvalidArgumentError for one that would become a text."""
+    encoded = encode(key)
+    if encoded.opaque:
+        raise InvalidArgumentError(
+            f"{'.'.join(map(str, path))!r} of the state to save has the key {key!r} of {type(key).__qualname__}, which "
+            "would come back as a text: give it numbers, texts or tuples of such"
+        )
+    return [encoded.value, encoded.recipe]
 
 
 def _is_plain(key: Any) -> bool:
@@ -135,58 +195,32 @@ def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tup
         return value
     if isinstance(value, dict):
         was = containers.get(".".join(map(str, path)), {"keys": {}, "kind": ""})
-        inside = {
-            was["keys"].get(key, key): with_containers(inner, containers, (*path, key)) for key, inner in value.items()
-        }
+        keys = {**was["keys"], **{key: decode(*coded) for key, coded in was.get("coded", {}).items()}}
+        inside = {keys.get(key, key): with_containers(inner, containers, (*path, key)) for key, inner in value.items()}
+        if was["kind"] in FACTORIES:
+            return defaultdict(FACTORIES[was["kind"]], inside)
         return KINDS[was["kind"]](inside) if was["kind"] else inside
     if isinstance(value, list):
         return [with_containers(inner, containers, (*path, number)) for number, inner in enumerate(value)]
     return value
 
 
-def _state_of(value: Any, state: Mapping[str, Any]) -> Any:
+def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
     """The state of one entry of the dict to save."""
     if isinstance(value, torch.optim.Optimizer):
-        return _optimizer_state(value, names_of(value, state))
+        return named_state(value, parameter_names(value, state, key))
+    if isinstance(value, nn.Module):
+        return module_state(unwrapped(value))
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return unwrapped(value).state_dict()
+        return value.state_dict()
     return value
 
 
-def unwrapped(value: Any) -> Any:
-    """A module without what wraps it whole: its parameters have the same names on any number of ranks."""
-    while True:
-        if isinstance(value, DistributedDataParallel):
-            value = value.module
-        elif isinstance(value, nn.Module) and isinstance(inner := getattr(value, "_orig_mod", None), nn.Module):
-            value = inner  # torch.compile's
-        else:
-            return value
-
-
-def names_of(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[str]:
-    """The names of an optimizer's parameters, in its order: the module's that is saved with it, or else numbers."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for value in state.values():
-        if isinstance(value, nn.Module):
-            names = {id(parameter): name for name, parameter in unwrapped(value).named_parameters()}
-            if all(id(parameter) in names for parameter in parameters):
-                return [names[id(parameter)] for parameter in parameters]
-    return [str(number) for number in range(len(parameters))]
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Its state_dict with names in the place of numbers."""
-    plain = optimizer.state_dict()
-    return {
-        **plain,
-        "state": {
-            names[number] if isinstance(number, int) else number: value for number, value in plain["state"].items()
-        },
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]} for group in plain["param_groups"]
-        ],
-    }
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """A module's state_dict, by names without those of what wraps modules inside it."""
+    plain = module.state_dict()
+    clean = clean_keys(module, list(plain))
+    return type(plain)((clean[name], value) for name, value in plain.items())
 
 
 def _kind(value: Any) -> Any:
@@ -197,30 +231,25 @@ def _kind(value: Any) -> Any:
     return None
 
 
-class ObjectBytes:
-    """What torch.save writes for objects. That takes 0.3 ms each, so those of short plain values are kept."""
+def object_bytes(collected: Collected, items: list[LocalItem]) -> dict[Key, bytes]:
+    """What torch.save writes for everything that is not a plain tensor.
 
-    MOST = 4096
-    SHORT = 200
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[type, str], bytes] = {}
-
-    def of(self, value: Any) -> bytes:
-        kind = type(value)
-        if kind not in PLAIN or (kind is str and len(value) > self.SHORT):
-            return saved_bytes(value.detach() if isinstance(value, torch.Tensor) else value)
-        key = kind, repr(value)  # not the value: 0.0 and -0.0 are equal
-        if key not in self._kept:
-            if len(self._kept) >= self.MOST:
-                self._kept.clear()
-            self._kept[key] = saved_bytes(value)
-        return self._kept[key]
-
-    def all_of(self, collected: Collected, items: list[LocalItem]) -> dict[Key, bytes]:
-        """Of everything that is not a plain tensor."""
-        return {
-            one.key: self.of(find_state_dict_object(collected.values, one.item.index))
-            for one in items
-            if not one.framed
-        }
+    Raises InvalidArgumentError, with the name, for what cannot be saved.
+    """
+    found = {}
+    for one in items:
+        if one.framed:
+            continue
+        name = one.item.index.fqn
+        try:
+            if one.item.type is not WriteItemType.BYTE_IO:
+                found[one.key] = saved_bytes(find_state_dict_object(collected.values, one.item.index).detach())
+            elif name in collected.opaque:
+                found[one.key] = saved_bytes(collected.values[name])
+            else:
+                found[one.key] = plain_bytes(collected.values[name])
+        except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
+            raise InvalidArgumentError(
+                f"{name!r} of the state to save cannot be saved: {type(error).__name__}: {error}"
+            ) from error
+    return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class LocalItem:
     framed: bool
     """A plain tensor, whose archive is its frame and its values; else torch.save's bytes, as long as they are."""
 
-    @property
+    @cached_property
     def key(self) -> Key:
         return key_of(self.item.index)
 

@@ -65,7 +65,7 @@ class Pending:
     @property
     def total(self) -> int:
         """Bytes that this rank writes."""
-        return sum(size for _, _, size in self.request["files"])
+        return sum(size for _, _, size, _ in self.request["files"])
 
     def end(self, causes: dict[int, str]) -> None:
         """causes: rank -> why; empty if the checkpoint is there."""
@@ -88,7 +88,7 @@ class WriterProcess:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in between
         self._running: _Running | None = None
 
     @property
@@ -113,15 +113,21 @@ class WriterProcess:
                 self._start().submit(pending, image, {one.number for one in images})
             except CheckpointError as error:
                 _give_up(pending, self.rank, error.message)
+            except BaseException as error:
+                # Interrupted: nobody knows how much of the request the writer has got, if there is one.
+                why = f"interrupted by {type(error).__name__} before its writer had it"
+                self.kill(why)
+                _give_up(pending, self.rank, why)
+                raise
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> bool:
         """Until a save has ended; kills a writer that lets the save's deadline pass. False if `timeout_s` was over."""
-        if pending.ended.wait(_left(pending.deadline, timeout_s)):
+        if _ended(pending, _left(pending.deadline, timeout_s)):
             return True
         if time.monotonic() < pending.deadline:
             return False
         self.kill(f"its writer did not answer within {pending.request['timeout_s'] + GRACE_S:g} s, and was killed")
-        return pending.ended.wait(LEAVE_S)
+        return _ended(pending, LEAVE_S)
 
     def kill(self, why: str) -> None:
         """End the writer at once, and with it what it has not saved yet; the next save starts another."""
@@ -130,12 +136,15 @@ class WriterProcess:
         if running is not None:
             running.kill(why)
 
-    def stop(self) -> None:
-        """End a writer that has nothing to do any more. It is killed if it does not leave."""
+    def stop(self, *, finish: bool = False) -> None:
+        """End a writer that has nothing to do any more. It is killed if it does not leave; or, to `finish`, leaves when
+        it has done what it has to do."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
-            running.stop()
+            running.leave()
+            if not finish:
+                running.stop()
 
     def _start(self) -> _Running:
         if self._running is None or not self._running.alive:
@@ -148,7 +157,7 @@ class _Running:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queue: list[Pending] = []
         """Handed over and not ended, in the order in which they are written."""
         self._ended = False
@@ -173,14 +182,21 @@ class _Running:
                 env=_environment(),
                 start_new_session=True,  # whoever ends the training job's processes lets a save be finished
             )
-        except OSError as error:
+        except BaseException as error:
             self._sock.close()
+            if not isinstance(error, OSError):  # interrupted
+                raise
             raise CheckpointError(f"rank {rank}: no writer process could be started: {error}") from error
         finally:
             theirs.close()
         ready = threading.Event()
         threading.Thread(target=self._listen, args=(ready,), name="penstock-checkpoint", daemon=True).start()
-        if not ready.wait(START_S) or not self.alive:
+        try:
+            started = ready.wait(START_S) and self.alive
+        except BaseException:  # interrupted: nobody will have it
+            self.process.kill()
+            raise
+        if not started:
             self.process.kill()
             raise CheckpointError(
                 f"rank {rank}: the writer process did not start{_how(self.process)}; see its standard error"
@@ -218,9 +234,11 @@ class _Running:
             self.process.wait(LEAVE_S)
         self._fail_all()
 
-    def stop(self) -> None:
+    def leave(self) -> None:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
+
+    def stop(self) -> None:
         try:
             self.process.wait(LEAVE_S)
         except subprocess.TimeoutExpired:
@@ -315,6 +333,17 @@ def wait_all(writer: WriterProcess, pendings: list[Pending], timeout_s: float | 
                 f"waited {timeout_s or 0:g} s for the writer of rank {writer.rank} to save step {pending.step}: "
                 f"{pending.written:,} of {pending.total:,} bytes are written"
             )
+
+
+def _ended(pending: Pending, timeout_s: float) -> bool:
+    """Wait for it. Not by the event's own wait, which holds a lock that a signal handler may want too."""
+    until, pause = time.monotonic() + timeout_s, 0.0005
+    while not pending.ended.is_set():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.3, 0.01)
+    return True
 
 
 def _left(deadline: float, timeout_s: float | None) -> float:

@@ -1,7 +1,7 @@
 """What several ranks have under one name, of which a checkpoint holds one copy: is it the same?
 
 torch.distributed.checkpoint takes it for granted and keeps one, whichever: a random state or a counter that differs by
-rank is lost without a word. Objects are compared whole, by what torch.save writes, and so are small tensors, such as a
+rank is lost without a word. Objects are compared whole, by value, and so are small tensors, such as a
 generator's state. Of larger ones 16 values are, spread over them: weights that have drifted apart differ nearly
 everywhere, and comparing all of them would take as long as saving.
 """
@@ -17,6 +17,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from penstock.client.checkpoint.collect import Collected
+from penstock.client.checkpoint.plain import PLAIN, value_digest
 from penstock.client.checkpoint.planning import Key, LocalItem
 from penstock.client.checkpoint.torch_private import find_state_dict_object
 
@@ -38,14 +39,12 @@ def digests(
         if one.key not in shared:
             continue
         if not one.framed:
-            found[one.key] = OBJECT, xxhash.xxh3_64_hexdigest(objects[one.key])
+            found[one.key] = OBJECT, _object_digest(collected, one, objects)
             continue
         tensor = find_state_dict_object(collected.values, one.item.index).detach()
-        if isinstance(tensor, DTensor) or not tensor.is_contiguous() or not tensor.numel():
-            continue
-        flat = tensor.view(-1)
-        sample = flat if tensor.nbytes <= WHOLE else flat[:: flat.numel() // SAMPLES][:SAMPLES]
-        groups[tensor.device, tensor.dtype].append((one.key, sample))
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if tensor.numel():
+            groups[tensor.device, tensor.dtype].append((one.key, _sample(tensor)))
     for group in groups.values():  # one copy from the device for each dtype
         values = torch.cat([sample for _, sample in group]).cpu()
         data = values.view(torch.uint8).numpy().tobytes()
@@ -55,6 +54,26 @@ def digests(
             found[key] = TENSOR, xxhash.xxh3_64_hexdigest(data[begin:end])
             begin = end
     return found
+
+
+def _object_digest(collected: Collected, one: LocalItem, objects: dict[Key, bytes]) -> str:
+    """By value: one text that is held twice is written otherwise than two that are equal."""
+    name = one.item.index.fqn
+    value = collected.values.get(name)
+    if isinstance(value, torch.Tensor) or type(value) in PLAIN:
+        return xxhash.xxh3_64_hexdigest(objects[one.key])
+    return value_digest((value, collected.recipes.get(name)))
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """All values of a small tensor, and of a large one those at some places, in order; wherever they lie in memory."""
+    if tensor.nbytes <= WHOLE:
+        return tensor.reshape(-1)
+    step = tensor.numel() // SAMPLES
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step][:SAMPLES]
+    places = torch.arange(SAMPLES, device=tensor.device) * step
+    return tensor[torch.unravel_index(places, tensor.shape)]
 
 
 def summary(known: dict[Key, tuple[str, str]]) -> str:

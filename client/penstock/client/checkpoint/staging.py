@@ -23,8 +23,9 @@ SLACK = 16 * PAGE
 """Bytes that a region has at least for its objects to grow into, before all of it has to be laid out anew: else as much
 again as they have now, so that steady growth costs a constant share."""
 
-Staged = tuple[list[tuple[str, int, int]], tuple[int, int]]
-"""(name, offset, bytes) of each file in the image, and offset and bytes of the metadata."""
+Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
+"""Of each file in the image: name, offset, bytes, and where in it its archives begin; and offset and bytes of the
+metadata."""
 
 
 class Buffer:
@@ -53,7 +54,9 @@ class Buffer:
             tensor_of: MetadataIndex -> the tensor to be saved there.
         """
         lengths = {key: len(data) for key, data in objects.items()}
-        sizes = [file.places(lengths)[1] for file in layout.files] + [len(metadata)]
+        placed = [file.places(lengths) for file in layout.files]
+        others = [places for places, _ in placed]
+        sizes = [*(size for _, size in placed), len(metadata)]
         with torch.inference_mode(False), torch.no_grad():  # a later save may come from another mode
             if layout is not self._layout or any(size > room for size, room in zip(sizes, self._rooms, strict=True)):
                 self._lay_out(layout, sizes)
@@ -61,12 +64,13 @@ class Buffer:
             assert image is not None
             sources = [tensor_of(one.item.index).detach() for file in layout.files for one, _ in file.framed]
             self._copy(image, sources)
-            for file, start in zip(layout.files, self._starts, strict=False):
-                for one, offset, _ in file.places(lengths)[0]:
+            for places, start in zip(others, self._starts, strict=False):
+                for one, offset, _ in places:
                     image.put(start + offset, objects[one.key])
             image.put(self._starts[-1], metadata)
             files = [
-                (file.name, start, size) for file, start, size in zip(layout.files, self._starts, sizes, strict=False)
+                (file.name, start, size, [offset for _, offset in file.framed] + [at for _, at, _ in places])
+                for file, start, size, places in zip(layout.files, self._starts, sizes, others, strict=False)
             ]
             return files, (self._starts[-1], len(metadata))
 

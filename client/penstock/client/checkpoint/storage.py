@@ -111,7 +111,8 @@ class AsyncFileSystemWriter(FileSystemWriter):
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
         folder = Path(self.path)
-        name = METADATA if self.use_collectives or self.rank is None else f"__{self.rank}{METADATA}"
+        alone = not getattr(self, "use_collectives", True)  # torch 2.9 and newer: an index for each rank
+        name = f"__{self.rank}{METADATA}" if alone and self.rank is not None else METADATA
         if self.sync_files:
             write_whole(folder / name, pickle.dumps(metadata))
             with suppress(OSError):  # not ours to write, perhaps; its entry for the folder is as durable as it was

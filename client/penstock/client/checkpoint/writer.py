@@ -21,6 +21,9 @@ share anyway.
 
 **Ends.** When the training process is gone the writer finishes the save under way, or drops it at once, as that save
 asked; and then leaves. A save has a deadline, and a writer whose training process is gone ends with it at the latest.
+It may have gone because a machine did, with a rank whose writer will never be done, and a job that is started again
+waits for the folder. So a writer without a training process gives a save up once a rank that it waits for gives no sign
+of life.
 """
 
 from __future__ import annotations
@@ -39,35 +42,46 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from penstock.proto.checkpoints import (
+    ASKED,
     FAILED,
     LATEST,
+    LOCK,
     MANIFEST,
     METADATA,
     File,
     Manifest,
     checkpoints,
+    claimed,
+    last_sign,
     leftovers,
     locked,
     old_name,
     put_back,
     report_name,
+    sign_name,
+    sign_of_life,
     step_name,
     surplus,
     temporary_name,
 )
 from penstock.proto.errors import PenstockError
+from penstock.proto.part_hashes import PartHasher
 from penstock.proto.whole_files import sync_folder, write_whole
 
 CHUNK = 16 << 20
 """Bytes that are hashed and then written: they are still in the cache the second time, and few calls are made."""
 PROGRESS_S = 0.2
+SIGN_S = 1.0
+"""Seconds between signs of life, once they were asked for."""
+SILENCE_S = 5.0
+"""Seconds without one after which a writer that has lost its training process gives up."""
 PROBE_S = 0.5
 """Seconds without a folder to write into, after which a rank looks whether there could be one."""
 LENGTH = 8
@@ -87,7 +101,13 @@ class Failed(Exception):
 class Save:
     """One rank's part in one save; `request` is what process.py sends."""
 
-    def __init__(self, request: dict[str, Any], image: memoryview, tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        request: dict[str, Any],
+        image: memoryview,
+        tell: Callable[[dict[str, Any]], None],
+        orphaned: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.request = request
         self.image = image
         self.save: str = request["save"]
@@ -100,6 +120,11 @@ class Save:
         self.written = 0
         self.cancelled = False
         self._begun = False
+        self._orphaned = orphaned
+        """Whether the training process is gone."""
+        self._signs: dict[int, tuple[int, float]] = {}
+        """Rank -> its last sign of life, and when it was seen."""
+        self._signed_at = 0.0
         self._tell = tell
         self._told_at = time.monotonic()
 
@@ -112,13 +137,15 @@ class Save:
         try:
             os.makedirs(self.folder, exist_ok=True)
             _sync_name(self.folder)
-            with locked(self.folder, self._left()):
+            with locked(self.folder, self._left(), beats=True):
                 self._check_place()
                 put_back(self.folder)
                 if left := leftovers(self.folder, besides=[self.save, *self.request["flying"]]):
                     sync_folder(self.folder)  # the names by which they are no longer needed, before they go
                     for path in left:
-                        _remove(path)
+                        with claimed(path) as free:
+                            if free:
+                                _remove(path)
                 self._commit(self._report(self._write))
         except (OSError, PenstockError) as error:
             self._give_up({0: _explain(error, self.folder)})
@@ -141,9 +168,9 @@ class Save:
             else:
                 os.makedirs(self.temporary, exist_ok=True)
             if not report["error"]:
-                report["files"] = [[file.name, file.nbytes, file.xxh3] for file in write()]
+                report["files"] = [file.row() for file in write()]
         except OSError as error:
-            report["error"] = _explain(error, self.temporary, sum(size for _, _, size in self.request["files"]))
+            report["error"] = _explain(error, self.temporary, sum(size for _, _, size, _ in self.request["files"]))
         if self.rank:
             try:
                 write_whole(self.temporary / report_name(self.rank), json.dumps(report).encode())
@@ -154,7 +181,7 @@ class Save:
         return report
 
     def _write(self) -> list[File]:
-        files = [(name, self.image[start:], size) for name, start, size in self.request["files"]]
+        files = [(name, self.image[start:], size, parts) for name, start, size, parts in self.request["files"]]
         if not files:
             return []
         with ThreadPoolExecutor(self.request["threads"]) as pool:
@@ -168,8 +195,8 @@ class Save:
             finally:
                 self.cancelled = True
 
-    def _write_one(self, name: str, region: memoryview, size: int) -> File:
-        path, hasher, durable = self.temporary / name, xxhash.xxh3_128(), self.request["fsync"]
+    def _write_one(self, name: str, region: memoryview, size: int, parts: list[int]) -> File:
+        path, hasher, durable = self.temporary / name, PartHasher(parts), self.request["fsync"]
         handle = _open(path, direct=durable)
         try:
             for start in range(0, size, CHUNK):
@@ -185,7 +212,7 @@ class Save:
                 os.fsync(handle)
         finally:
             os.close(handle)
-        return File(name, size, hasher.hexdigest())
+        return File(name, size, *hasher.digests())
 
     # ---- rank 0: all ranks' files become a checkpoint
 
@@ -197,12 +224,13 @@ class Save:
         causes = {rank: report["error"] for rank, report in reports.items() if report["error"]}
         for rank, report in sorted(reports.items()):
             if rank not in causes and [file[:2] for file in report["files"]] != plan[str(rank)]:
-                causes[rank] = f"wrote {report['files']}, where the plan has {plan[str(rank)]}"
+                wrote = [file[:2] for file in report["files"]]
+                causes[rank] = f"wrote {wrote}, where the plan has {plan[str(rank)]}"
         if causes:
             raise Failed(causes)
         start, size = self.request["commit"]["metadata"]
         metadata = self.image[start : start + size]
-        files = [File(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
+        files = [File.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
         files.append(File(METADATA, size, xxhash.xxh3_128_hexdigest(metadata)))
         before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
         sequence = 1 + max((one.manifest.sequence for one in before if one.manifest), default=0)
@@ -222,14 +250,20 @@ class Save:
                 os.unlink(self.final / name)  # what a rank said that has lost its writer since its part was written
         with suppress(OSError):
             write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
-        shutil.rmtree(replaced, ignore_errors=True)
+        with claimed(replaced) as free:
+            if free:
+                shutil.rmtree(replaced, ignore_errors=True)
         older = [one.step for one in before if not one.damage and one.path != self.final]
         self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
 
     def _delete(self, steps: list[int]) -> None:
-        """First the names, and these on the disk: a deletion that is stopped half way leaves no half checkpoint."""
-        doomed = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in steps]
-        with suppress(OSError):
+        """First the names, and these on the disk: a deletion that is stopped half way leaves no half checkpoint.
+
+        One that somebody reads stays until another save finds it surplus.
+        """
+        with suppress(OSError), ExitStack() as claims:
+            free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
+            doomed = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
             for path, aside in doomed:
                 os.rename(path, aside)
             if doomed:
@@ -245,12 +279,30 @@ class Save:
             for rank in range(1, self.ranks):
                 if rank not in reports and (report := self._read(self.temporary / report_name(rank))) is not None:
                     reports[rank] = report
-            return len(reports) == self.ranks - 1 or any(report["error"] for report in reports.values())
+            if len(reports) == self.ranks - 1 or any(report["error"] for report in reports.values()):
+                return True
+            if self._orphaned():
+                self._expect_signs([rank for rank in range(1, self.ranks) if rank not in reports])
+            return False
 
         if not self._wait_until(all_there):
             late = [rank for rank in range(1, self.ranks) if rank not in reports]
             raise Failed(dict.fromkeys(late, f"had not written its part after {self.request['timeout_s']:g} s"))
         return reports
+
+    def _expect_signs(self, late: list[int]) -> None:
+        """Raises Failed, naming ranks whose writers are not at work any more."""
+        now = time.monotonic()
+        if not self._signs:
+            sign_of_life(self.temporary / ASKED)
+        for rank in late:
+            sign = last_sign(self.temporary / sign_name(rank))
+            if rank not in self._signs or self._signs[rank][0] != sign:
+                self._signs[rank] = sign, now
+        if lost := [rank for rank in late if now - self._signs[rank][1] > SILENCE_S]:
+            raise Failed(
+                dict.fromkeys(lost, f"its writer gave no sign of life for {SILENCE_S:g} s after the training had ended")
+            )
 
     def _give_up(self, causes: dict[int, str]) -> None:
         """Tell the other ranks why, free the disk, and raise Failed."""
@@ -326,6 +378,8 @@ class Save:
         while not true():
             if self._left() <= 0:
                 return False
+            if self.rank and self._orphaned():
+                self._expect_first_rank()
             time.sleep(min(pause, max(self._left(), 0)))
             pause = min(pause * 1.5, 0.5)
             self._progress()
@@ -334,8 +388,20 @@ class Save:
     def _left(self) -> float:
         return self.deadline - time.monotonic()
 
+    def _expect_first_rank(self) -> None:
+        """Raises Failed if the lock that rank 0's writer holds, or waits for, is nobody's who lives."""
+        sign, now = last_sign(self.folder / LOCK), time.monotonic()
+        if self._signs.setdefault(0, (sign, now))[0] != sign:
+            self._signs[0] = sign, now
+        elif now - self._signs[0][1] > 2 * SILENCE_S:
+            raise Failed({0: "its writer gave no sign of life after the training had ended"})
+
     def _progress(self) -> None:
         now = time.monotonic()
+        if self.rank and now - self._signed_at >= SIGN_S:
+            self._signed_at = now
+            if (self.temporary / ASKED).exists():
+                sign_of_life(self.temporary / sign_name(self.rank))
         if now - self._told_at >= PROGRESS_S:
             self._told_at = now
             self._tell({"save": self.save, "kind": "progress", "written": self.written})
@@ -420,6 +486,8 @@ class Parent:
         self._lock = threading.Lock()
         self.images: dict[int, memoryview] = {}
         """By their number in the training process."""
+        self.gone = threading.Event()
+        """Set when the training process is gone."""
 
     def receive(self) -> dict[str, Any] | None:
         """The next request; None if the training process, or its checkpointer, has gone."""
@@ -464,6 +532,7 @@ def attend(parent: Parent, watched: list[Save], lifeline: int) -> None:
     except OSError:  # it has gone already; or this kernel has no pidfds, or lets nobody have them
         while os.getppid() == lifeline:
             time.sleep(1)
+    parent.gone.set()
     parent.end()
     while True:
         if watched and not (watched[0].request["finish"] and time.monotonic() < watched[0].deadline):
@@ -479,7 +548,7 @@ def serve(parent: Parent, lifeline: int) -> None:
     while (request := parent.receive()) is not None:
         if os.getppid() != lifeline and not request["finish"]:
             return
-        save = Save(request, parent.images.get(request["image"], memoryview(b"")), parent.tell)
+        save = Save(request, parent.images.get(request["image"], memoryview(b"")), parent.tell, parent.gone.is_set)
         watched[:] = [save]
         try:
             save.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.deploy.commands.base import quiet_grpc, tls_flags
 from penstock.deploy.options import (
     BalanceAfter,
+    Budget,
     ClientLease,
     CoordinatorHttp,
     CoordinatorInsecure,
@@ -39,6 +40,7 @@ def coordinator(
     log_format: LogFormat = None,
     otel: Otel = None,
     balance_after: BalanceAfter = None,
+    budget: Budget = None,
     ready_file: ReadyFile = None,
     lifeline_pid: LifelinePid = None,
     debug: Debug = False,
@@ -65,6 +67,7 @@ def coordinator(
         "insecure": insecure,
         "lease": lease,
         "client_lease": client_lease,
+        "budget": budget,
         "balance_after": balance_after,
     }
     telemetry = {"log_format": log_format, "otel": otel}

@@ -1,7 +1,7 @@
 """Kubernetes: a coordinator with a volume and a Deployment of workers, handed to kubectl.
 
 What is rendered is the least that runs safely: one coordinator, TLS from a Secret, no root, nothing writable but what
-must be. The repository's deploy/kubernetes has more: autoscalers, job-scoped fleets. The manifests are JSON, which
+must be. The repository's deploy/kubernetes has more: an autoscaler, job-scoped fleets. The manifests are JSON, which
 kubectl takes as well as YAML, so that nothing is needed to write them.
 """
 
@@ -182,15 +182,15 @@ def _container(plan: Plan, component: str, environment: dict[str, str], port: in
 def _probes(component: str) -> dict[str, Any]:
     """By a command, for gRPC's own probes speak no TLS. Both daemons take a while to start: long books, a new image."""
 
-    def probe(what: str, period_s: int, failures: int) -> dict[str, Any]:
+    def probe(what: str, period_s: int, failures: int, timeout_s: int = 20) -> dict[str, Any]:
         command = ["python", "-m", "penstock.deploy.probe", component, what]
-        rhythm = {"periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
+        rhythm = {"periodSeconds": period_s, "timeoutSeconds": timeout_s, "failureThreshold": failures}
         return {"exec": {"command": command}, **rhythm}
 
     return {
         "startupProbe": probe("live", 2, 150),
-        "livenessProbe": probe("live", 20, 3),
-        "readinessProbe": probe("ready", 10, 3),
+        "livenessProbe": probe("live", 30, 10),  # one that hangs; a machine that is busy is no reason to kill it
+        "readinessProbe": probe("ready", 10, 3, 5),
     }
 
 

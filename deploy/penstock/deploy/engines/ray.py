@@ -91,11 +91,11 @@ class RayEngine:
                     if name not in started:
                         options = worker_options(plan) | {"name": name}
                         started[name] = _remote(ray, options, asdict(plan), name, address, token)
-                about |= _ready(ray, {name: started[name] for name in wanted}, plan, deadline)
+                about |= _ready(ray, {name: started[name] for name in wanted}, plan, deadline, some=True)
             except BaseException:
                 _stop(ray, {name: actor for name, actor in started.items() if name not in there}, GIVE_UP_S)
                 raise
-            _stop(ray, {name: actor for name, actor in started.items() if name not in about})
+            _stop(ray, {name: actor for name, actor in started.items() if name not in (*wanted, *about)})
             where.save_plan(asked)
             return Fleet(
                 engine="ray",
@@ -214,8 +214,11 @@ def _with_token_on_nodes(plan: Plan) -> Plan:
     return Plan(**{**asdict(plan), "token_file": str(node_folder(plan) / "token")})
 
 
-def _ready(ray: Any, actors: Mapping[str, Any], plan: Plan, deadline: float) -> dict[str, dict[str, Any]]:
-    """What each says of itself once it is ready."""
+def _ready(
+    ray: Any, actors: Mapping[str, Any], plan: Plan, deadline: float, *, some: bool = False
+) -> dict[str, dict[str, Any]]:
+    """What each says of itself once it is ready. `some`: those that Ray finds no room for in time are no error as long
+    as others are ready; Ray goes on trying, and they join when a node comes back."""
     waits = {actor.ready.remote(): name for name, actor in actors.items()}
     done, _ = ray.wait(list(waits), num_returns=len(waits), timeout=max(0.1, deadline - time.monotonic()))
     found: dict[str, dict[str, Any]] = {}
@@ -236,10 +239,10 @@ def _ready(ray: Any, actors: Mapping[str, Any], plan: Plan, deadline: float) -> 
             raise DeadlineError(f"{text} (--timeout; `ray status` says more)")
         near = f" on nodes with {plan.options['near']}" if plan.options["near"] else ""
         free = ray.available_resources().get("CPU", 0)
-        raise DeadlineError(
-            f"{text}: a worker asks for {plan.slots} CPUs{near}; the cluster has {free:g} free now "
-            "(--slots, --workers, --near; `ray status` says more)"
-        )
+        text += f": a worker asks for {plan.slots} CPUs{near}; the cluster has {free:g} free now"
+        if not (some and found):
+            raise DeadlineError(f"{text} (--slots, --workers, --near; `ray status` says more)")
+        _log.warning("%s. The fleet is up with %d workers; Ray starts the others when there is room", text, len(found))
     return found
 
 

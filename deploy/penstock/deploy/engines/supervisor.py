@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.ending import ending
 from penstock.deploy.engines.base import Fleet, Plan, worker_name
 from penstock.deploy.engines.folder import Folder, Identity
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
@@ -126,7 +127,7 @@ class _Supervisor:
                 loop.add_reader(os.pidfd_open(lifeline_pid), stop.set)
             except ProcessLookupError:
                 return
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGINT, *ending()):
             loop.add_signal_handler(number, stop.set)
         loop.add_signal_handler(signal.SIGUSR1, self._tell.set)
         stopped = asyncio.ensure_future(stop.wait())

@@ -191,6 +191,8 @@ class SlotView(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     SUCCESSOR_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
+    START_PLACE_FIELD_NUMBER: _builtins.int
+    START_QUEUE_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     BATCHES_PER_S_FIELD_NUMBER: _builtins.int
     SNAPSHOT_AGE_S_FIELD_NUMBER: _builtins.int
@@ -221,6 +223,10 @@ class SlotView(_message.Message):
     """the worker that is getting ready to take it over; "" = none"""
     handed_over: _builtins.bool
     """it moved last in good order, and `note` is no reason to warn"""
+    start_place: _builtins.int
+    """of its runner in the worker's queue of starts, from 1; 0 = it does not wait there"""
+    start_queue: _builtins.int
+    """with `start_place`: runners that wait to be started on the worker"""
     queued: _builtins.int
     """In a status only:
     batches produced and not yet delivered
@@ -256,6 +262,8 @@ class SlotView(_message.Message):
         skipped: _builtins.int = ...,
         successor: _builtins.str = ...,
         handed_over: _builtins.bool = ...,
+        start_place: _builtins.int = ...,
+        start_queue: _builtins.int = ...,
         queued: _builtins.int = ...,
         batches_per_s: _builtins.float = ...,
         snapshot_age_s: _builtins.float | None = ...,
@@ -264,7 +272,7 @@ class SlotView(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "error", b"error", "snapshot_age_s", b"snapshot_age_s", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "queued", b"queued", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "snapshot_age_s", b"snapshot_age_s", "stack", b"stack", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "host_id", b"host_id", "local_address", b"local_address", "note", b"note", "phase", b"phase", "queued", b"queued", "restarts", b"restarts", "skipped", b"skipped", "slot", b"slot", "snapshot_age_s", b"snapshot_age_s", "stack", b"stack", "start_place", b"start_place", "start_queue", b"start_queue", "successor", b"successor", "tcp_address", b"tcp_address", "ticket", b"ticket", "traits", b"traits", "wait_share", b"wait_share", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__snapshot_age_s: _TypeAlias = _typing.Literal["snapshot_age_s"]  # noqa: Y015
     _WhichOneofArgType__snapshot_age_s: _TypeAlias = _typing.Literal["_snapshot_age_s", b"_snapshot_age_s"]  # noqa: Y015
@@ -288,6 +296,8 @@ class WatchRunRequest(_message.Message):
     PASS_ENDED_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    COMMIT_MARK_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
     WAITED_BY_SLOT_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
@@ -305,6 +315,8 @@ class WatchRunRequest(_message.Message):
     """the executor's one pass is over: this box takes no further step for now"""
     lease_s: _builtins.float
     """that the box was last told"""
+    commit_mark: _builtins.bytes
+    """as the last WatchRunReply had it: see there"""
     @_builtins.property
     def delivered(self) -> _records_pb2.BoxPosition:
         """what the training loop was handed; empty before the first step. As it stood right"""
@@ -312,6 +324,10 @@ class WatchRunRequest(_message.Message):
     @_builtins.property
     def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cut]:
         """passes that the loop left by `break`, all of this attempt"""
+
+    @_builtins.property
+    def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneTrouble]:
+        """slots whose workers this host cannot reach, though it hears the coordinator"""
 
     @_builtins.property
     def waited_by_slot_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -332,15 +348,44 @@ class WatchRunRequest(_message.Message):
         pass_ended: _builtins.bool = ...,
         cuts: _abc.Iterable[Global___Cut] | None = ...,
         lease_s: _builtins.float = ...,
+        commit_mark: _builtins.bytes = ...,
+        unreachable: _abc.Iterable[Global___LaneTrouble] | None = ...,
         waited_by_slot_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "client_id", b"client_id", "commit_mark", b"commit_mark", "cuts", b"cuts", "delivered", b"delivered", "hold_s", b"hold_s", "lease_s", b"lease_s", "pass_ended", b"pass_ended", "run", b"run", "seen_version", b"seen_version", "unreachable", b"unreachable", "waited_by_slot_s", b"waited_by_slot_s", "waited_s", b"waited_s", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
+
+@_typing.final
+class LaneTrouble(_message.Message):
+    """A lane that could not be opened, or kept, again and again: the slot may go to a worker that can be reached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    generation: _builtins.int
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "slot", b"slot", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneTrouble: _TypeAlias = LaneTrouble  # noqa: Y015
 
 @_typing.final
 class Cut(_message.Message):
@@ -403,6 +448,7 @@ class WatchRunReply(_message.Message):
     WALL_S_FIELD_NUMBER: _builtins.int
     BEAT_S_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     missing_slots: _builtins.int
     """slots of this box that no worker has"""
@@ -410,6 +456,8 @@ class WatchRunReply(_message.Message):
     beat_s: _builtins.float
     """hold of the next watch"""
     lease_s: _builtins.float
+    commit_mark: _builtins.bytes
+    """the number of the journal's last commit, signed: a coordinator that is shown one"""
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotView]: ...
     @_builtins.property
@@ -426,10 +474,11 @@ class WatchRunReply(_message.Message):
         wall_s: _builtins.float = ...,
         beat_s: _builtins.float = ...,
         lease_s: _builtins.float = ...,
+        commit_mark: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "ended", b"ended", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "commit_mark", b"commit_mark", "ended", b"ended", "lease_s", b"lease_s", "missing_slots", b"missing_slots", "slots", b"slots", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -548,6 +597,7 @@ class WorkerRecord(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     TRAITS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    NEXT_DIGEST_FIELD_NUMBER: _builtins.int
     local_worker_id: _builtins.int
     num_workers_per_box: _builtins.int
     num_boxes: _builtins.int
@@ -560,6 +610,8 @@ class WorkerRecord(_message.Message):
     epoch: _builtins.int
     digest: _builtins.int
     """of the slot's last batch up to the step, 0 if none"""
+    next_digest: _builtins.int
+    """of the batch after that in the same epoch; 0 = not known, or there is none"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     def __init__(
@@ -576,10 +628,11 @@ class WorkerRecord(_message.Message):
         epoch: _builtins.int = ...,
         traits: _records_pb2.LoaderTraits | None = ...,
         digest: _builtins.int = ...,
+        next_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "traits", b"traits", "worker_step", b"worker_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "next_digest", b"next_digest", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "traits", b"traits", "worker_step", b"worker_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,6 +680,8 @@ class RegisterWorkerRequest(_message.Message):
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
     ALLOW_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    COMMIT_MARK_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     worker: _builtins.str
     """name, unique and stable over restarts: "host:pid" by default"""
@@ -638,6 +693,10 @@ class RegisterWorkerRequest(_message.Message):
     tcp_address: _builtins.str
     draining: _builtins.bool
     """as the last HeartbeatReply said: a coordinator that was started anew hears of it so"""
+    cores: _builtins.int
+    """processors that it may use: its affinity and its container's quota; 0 = not known"""
+    commit_mark: _builtins.bytes
+    """as the last HeartbeatReply had it: see WatchRunReply"""
     @_builtins.property
     def allow(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """prefixes of the modules that it may run; empty: not told, and it refuses by itself"""
@@ -654,10 +713,12 @@ class RegisterWorkerRequest(_message.Message):
         tcp_address: _builtins.str = ...,
         allow: _abc.Iterable[_builtins.str] | None = ...,
         draining: _builtins.bool = ...,
+        cores: _builtins.int = ...,
+        commit_mark: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "draining", b"draining", "host_id", b"host_id", "local_address", b"local_address", "session", b"session", "slots", b"slots", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow", b"allow", "commit_mark", b"commit_mark", "cores", b"cores", "draining", b"draining", "host_id", b"host_id", "local_address", b"local_address", "session", b"session", "slots", b"slots", "tcp_address", b"tcp_address", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -712,6 +773,10 @@ class SlotReport(_message.Message):
     OUTGROWN_FIELD_NUMBER: _builtins.int
     BATCH_S_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
+    START_PLACE_FIELD_NUMBER: _builtins.int
+    START_QUEUE_FIELD_NUMBER: _builtins.int
+    BATCH_CPU_S_FIELD_NUMBER: _builtins.int
+    BATCH_DELAY_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     box: _builtins.int
@@ -739,6 +804,14 @@ class SlotReport(_message.Message):
     """that a batch took the runner lately, waits for room in the ring apart; 0 = not known"""
     handed_over: _builtins.bool
     """what a successor needs is durable: see WorkerAssignment.hand_over"""
+    start_place: _builtins.int
+    """of its runner in the worker's queue of starts, from 1; 0 = it does not wait there"""
+    start_queue: _builtins.int
+    """with `start_place`: runners that wait to be started on the worker"""
+    batch_cpu_s: _builtins.float
+    """processor time of the runner and its children for a batch lately; 0 = not known"""
+    batch_delay_s: _builtins.float
+    """part of a batch's time that the runner waited for a processor; 0 = not known"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     @_builtins.property
@@ -771,10 +844,14 @@ class SlotReport(_message.Message):
         outgrown: _builtins.bool = ...,
         batch_s: _builtins.float = ...,
         handed_over: _builtins.bool = ...,
+        start_place: _builtins.int = ...,
+        start_queue: _builtins.int = ...,
+        batch_cpu_s: _builtins.float = ...,
+        batch_delay_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "making", b"making", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "lost", b"lost", "making", b"making", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "traits", b"traits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_cpu_s", b"batch_cpu_s", "batch_delay_s", b"batch_delay_s", "batch_s", b"batch_s", "batches_per_s", b"batches_per_s", "box", b"box", "delivered", b"delivered", "doing", b"doing", "error", b"error", "generation", b"generation", "handed_over", b"handed_over", "lost", b"lost", "making", b"making", "outgrown", b"outgrown", "phase", b"phase", "produced", b"produced", "recycle", b"recycle", "run", b"run", "slot", b"slot", "stack", b"stack", "start_place", b"start_place", "start_queue", b"start_queue", "traits", b"traits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -903,6 +980,8 @@ class HeartbeatReply(_message.Message):
     SNAPSHOT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     STUCK_FIELD_NUMBER: _builtins.int
+    COMMIT_MARK_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     register_again: _builtins.bool
     """the coordinator does not know this session"""
@@ -921,6 +1000,8 @@ class HeartbeatReply(_message.Message):
     """this worker is being drained"""
     stuck: _builtins.int
     """with `draining`: slots of its own for which nobody else has a place"""
+    commit_mark: _builtins.bytes
+    """see WatchRunReply"""
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[_records_pb2.WorkerAssignment]:
         """all that this worker should run; others are to be stopped"""
@@ -928,6 +1009,10 @@ class HeartbeatReply(_message.Message):
     @_builtins.property
     def state_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateRequest]:
         """all that are still open"""
+
+    @_builtins.property
+    def taken(self) -> _containers.RepeatedCompositeFieldContainer[Global___TakenSlot]:
+        """of the slots that the worker reported, those that are not its own"""
 
     def __init__(
         self,
@@ -944,14 +1029,52 @@ class HeartbeatReply(_message.Message):
         snapshot_bytes_per_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         stuck: _builtins.int = ...,
+        commit_mark: _builtins.bytes = ...,
+        taken: _abc.Iterable[Global___TakenSlot] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beat_s", b"beat_s", "draining", b"draining", "lease_s", b"lease_s", "register_again", b"register_again", "snapshot_bytes_per_s", b"snapshot_bytes_per_s", "snapshot_every_s", b"snapshot_every_s", "state_requests", b"state_requests", "stuck", b"stuck", "unchanged", b"unchanged", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "beat_s", b"beat_s", "commit_mark", b"commit_mark", "draining", b"draining", "lease_s", b"lease_s", "register_again", b"register_again", "snapshot_bytes_per_s", b"snapshot_bytes_per_s", "snapshot_every_s", b"snapshot_every_s", "state_requests", b"state_requests", "stuck", b"stuck", "taken", b"taken", "unchanged", b"unchanged", "version", b"version", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatReply: _TypeAlias = HeartbeatReply  # noqa: Y015
+
+@_typing.final
+class TakenSlot(_message.Message):
+    """A slot that a worker had, and why it has it no more: for its log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    attempt: _builtins.int
+    box: _builtins.int
+    slot: _builtins.int
+    generation: _builtins.int
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        box: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "box", b"box", "generation", b"generation", "run", b"run", "slot", b"slot", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakenSlot: _TypeAlias = TakenSlot  # noqa: Y015
 
 @_typing.final
 class SnapshotHeader(_message.Message):
@@ -1128,6 +1251,7 @@ class StateAnswer(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
+    NEXT_DIGEST_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     worker: _builtins.str
     session: _builtins.str
@@ -1140,6 +1264,8 @@ class StateAnswer(_message.Message):
     digest: _builtins.int
     digests_after: _builtins.int
     """of the request that is answered: the same may be asked again from another place"""
+    next_digest: _builtins.int
+    """of the batch after the position in the same epoch; 0 = not known, or there is none"""
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail: ...
     @_builtins.property
@@ -1169,10 +1295,11 @@ class StateAnswer(_message.Message):
         digests: _abc.Iterable[_builtins.int] | None = ...,
         digests_after: _builtins.int = ...,
         ends: _abc.Iterable[Global___PassEnd] | None = ...,
+        next_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "next_digest", b"next_digest", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1473,7 +1600,7 @@ class RunStatus(_message.Message):
     num_workers_per_box: _builtins.int
     open: _builtins.bool
     recommended_workers_per_box: _builtins.int
-    """by measured demand and supply; 0 = not known yet"""
+    """by measured demand, supply and cores; 0 = not known yet"""
     recoveries: _builtins.int
     """slots that moved to another runner in this attempt"""
     steps_per_s: _builtins.float

@@ -22,34 +22,21 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from penstock.proto.v1 import records_pb2 as penstock_dot_proto_dot_v1_dot_records__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/proto/v1/lane.proto\x12\x11penstock.proto.v1\x1a\x1fpenstock/proto/v1/records.proto\"\xe9\x02\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x0b\n\x03\x62ox\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0e\n\x06ticket\x18\x07 \x01(\t\x12\x12\n\nnext_total\x18\x08 \x01(\x04\x12\x13\n\x0blast_digest\x18\t \x01(\x04\x12%\n\x04held\x18\n \x03(\x0b\x32\x17.penstock.proto.v1.Slot\x12#\n\x03\x61\x63k\x18\x0b \x01(\x0b\x32\x16.penstock.proto.v1.Ack\x12\x0e\n\x06target\x18\x0c \x01(\t\x12\x0c\n\x04\x63uts\x18\r \x01(\r\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\x12(\n\x06\x63odecs\x18\x0f \x03(\x0e\x32\x18.penstock.proto.v1.Codec\x12%\n\x04left\x18\x10 \x03(\x0b\x32\x17.penstock.proto.v1.Left\"$\n\x04Left\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\"\"\n\x04Slot\x12\x0c\n\x04ring\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\"\xe3\x02\n\x05\x46rame\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.penstock.proto.v1.Kind\x12\r\n\x05total\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04ring\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x11\n\tstructure\x18\x06 \x01(\r\x12\x0e\n\x06nbytes\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x04\x12\x12\n\x06shapes\x18\t \x03(\x04\x42\x02\x10\x01\x12\x12\n\nslot_bytes\x18\n \x01(\x04\x12\r\n\x05slots\x18\x0b \x01(\r\x12\x0e\n\x06inline\x18\x0c \x01(\x0c\x12\x0c\n\x04size\x18\r \x01(\x04\x12-\n\x05\x65rror\x18\x0e \x01(\x0b\x32\x1e.penstock.proto.v1.ErrorDetail\x12\x0b\n\x03\x63ut\x18\x0f \x01(\r\x12\'\n\x05\x63odec\x18\x10 \x01(\x0e\x32\x18.penstock.proto.v1.Codec\x12\x0c\n\x04wire\x18\x11 \x01(\x04\"}\n\x03\x41\x63k\x12\x11\n\tdelivered\x18\x01 \x01(\x04\x12\x14\n\x08released\x18\x02 \x03(\rB\x02\x10\x01\x12\x13\n\x0bopen_epochs\x18\x03 \x01(\x04\x12\x15\n\rabandon_epoch\x18\x04 \x01(\x04\x12\x12\n\x06wanted\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\r\n\x05\x63lose\x18\x06 \x01(\x08*%\n\x05\x43odec\x12\t\n\x05\x41S_IS\x10\x00\x12\x07\n\x03LZ4\x10\x01\x12\x08\n\x04ZSTD\x10\x02*_\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\t\n\x05\x42\x41TCH\x10\x01\x12\x08\n\x04RING\x10\x02\x12\r\n\tSTRUCTURE\x10\x03\x12\x07\n\x03\x45ND\x10\x04\x12\t\n\x05\x45RROR\x10\x05\x12\t\n\x05\x43LOSE\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/proto/v1/lane.proto\x12\x11penstock.proto.v1\"\x93\x03\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x0b\n\x03\x62ox\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0e\n\x06ticket\x18\x07 \x01(\t\x12\x12\n\nnext_total\x18\x08 \x01(\x04\x12\x13\n\x0blast_digest\x18\t \x01(\x04\x12%\n\x04held\x18\n \x03(\x0b\x32\x17.penstock.proto.v1.Slot\x12\x0e\n\x06target\x18\x0c \x01(\t\x12\x0c\n\x04\x63uts\x18\r \x01(\r\x12\r\n\x05\x65poch\x18\x0e \x01(\x04\x12(\n\x06\x63odecs\x18\x0f \x03(\x0e\x32\x18.penstock.proto.v1.Codec\x12%\n\x04left\x18\x10 \x03(\x0b\x32\x17.penstock.proto.v1.Left\x12\x11\n\tdelivered\x18\x11 \x01(\x04\x12\x13\n\x0bopen_epochs\x18\x12 \x01(\x04\x12\x15\n\rabandon_epoch\x18\x13 \x01(\x04\x12\x0e\n\x06wanted\x18\x14 \x03(\x04\"$\n\x04Left\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\"\"\n\x04Slot\x12\x0c\n\x04ring\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r*%\n\x05\x43odec\x12\t\n\x05\x41S_IS\x10\x00\x12\x07\n\x03LZ4\x10\x01\x12\x08\n\x04ZSTD\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.proto.v1.lane_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FRAME'].fields_by_name['shapes']._loaded_options = None
-  _globals['_FRAME'].fields_by_name['shapes']._serialized_options = b'\020\001'
-  _globals['_ACK'].fields_by_name['released']._loaded_options = None
-  _globals['_ACK'].fields_by_name['released']._serialized_options = b'\020\001'
-  _globals['_ACK'].fields_by_name['wanted']._loaded_options = None
-  _globals['_ACK'].fields_by_name['wanted']._serialized_options = b'\020\001'
-  _globals['_CODEC']._serialized_start=1007
-  _globals['_CODEC']._serialized_end=1044
-  _globals['_KIND']._serialized_start=1046
-  _globals['_KIND']._serialized_end=1141
-  _globals['_HELLO']._serialized_start=85
-  _globals['_HELLO']._serialized_end=446
-  _globals['_LEFT']._serialized_start=448
-  _globals['_LEFT']._serialized_end=484
-  _globals['_SLOT']._serialized_start=486
-  _globals['_SLOT']._serialized_end=520
-  _globals['_FRAME']._serialized_start=523
-  _globals['_FRAME']._serialized_end=878
-  _globals['_ACK']._serialized_start=880
-  _globals['_ACK']._serialized_end=1005
+  _globals['_CODEC']._serialized_start=531
+  _globals['_CODEC']._serialized_end=568
+  _globals['_HELLO']._serialized_start=52
+  _globals['_HELLO']._serialized_end=455
+  _globals['_LEFT']._serialized_start=457
+  _globals['_LEFT']._serialized_end=493
+  _globals['_SLOT']._serialized_start=495
+  _globals['_SLOT']._serialized_end=529
 # @@protoc_insertion_point(module_scope)

@@ -3,22 +3,49 @@
 isort:skip_file
 The data plane's frames, the same on both lanes.
 
-Both lanes: u32 length (little endian), frame, and so on. Local lane: a SEQPACKET Unix socket between runner and
-consumer, one or more whole frames per packet; payload in a memfd ring whose descriptor comes in the packet behind the
-RING frame, which ends its own. TCP lane: the payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire`
-bytes of it where the frame names a codec. What the consumer says travels as one Hello or Ack per packet on the local
-lane, and with the same length in front over TCP.
+A consumer opens with one Hello, the message below, and then only sends acks. The producer sends frames. Frames and
+acks are fixed headers and not messages, for there is one for each batch or few; penstock.proto.frames writes and
+reads them. All numbers are little endian and unsigned; x is a byte of 0 that nobody reads.
 
-Order. A consumer opens with Hello and then only sends Ack. The producer answers with STRUCTURE and RING frames
-before the first BATCH that needs them, and sends BATCH frames of strictly rising `total`, starting with
-Hello.next_total. END closes a pass after its last batch; the next pass starts only when Ack.open_epochs allows it.
-After Ack.abandon_epoch the producer takes back all slots of that pass that were not delivered, and counts on from
-`delivered`. ERROR and CLOSE are last frames. A socket that just ends is a lost peer: the consumer reconnects with the first
-total that it has not handed to the training loop, and the producer resends from there.
+  frame  u8 kind, u8 codec, u8 flags, x, u32 ring, u32 slot, u32 structure, u32 cut, u32 size,
+         u64 total, u64 epoch, u64 nbytes, u64 digest, u64 wire; the rest: bytes up to the frame's end
+  ack    u8 close, x, x, x, u32 count of released, u32 count of wanted, u64 delivered, u64 open_epochs,
+         u64 abandon_epoch; u32 released ...; u64 wanted ...
+
+Kinds of frames, and the fields that they use. What is not named is 0.
+
+  1 BATCH      total: this batch's count over the run, from 1. epoch. ring, slot: where it lies. structure: its id.
+               nbytes: of its region. digest: of structure, shapes and region; flag 1: of every byte, else as
+               penstock.proto.digest samples it. cut: abandons that the producer had seen; frames with fewer than the
+               consumer has sent belong to a pass that was left, and are to be ignored unreleased. The rest: its
+               shapes, u64 each; or there is no rest, and `size` shapes lie behind the region in its slot.
+               Over TCP, codec: how its payload travels, and wire: bytes of it then, fewer than without.
+  2 RING       ring, slot: how many slots, nbytes: bytes of each; locally its descriptor follows (SCM_RIGHTS)
+  3 STRUCTURE  structure: its id, size: bytes of all of it, the rest: a piece; pieces come in order
+  4 END        the pass `epoch` is over after batch `total`; cut
+  5 ERROR      total, epoch, cut, the rest: an ErrorDetail; last frame
+  6 CLOSE      the producer closed the lane on purpose; last frame
+
+Local lane: a SEQPACKET Unix socket between runner and consumer. A packet holds one or more whole frames, each with its
+u32 length in front; payload lies in a memfd ring whose descriptor comes in the packet behind the RING frame, which
+ends its own. Hello and acks are a packet each.
+
+TCP lane: Hello, frames and acks all travel sealed (penstock.proto.tcp): u32 length, u32 its complement, u64 xxh3 of
+what follows, and that. The payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire` bytes of it where
+the frame names a codec. Behind a payload that has a codec, or more than 64 KiB in `nbytes`, comes the u64 xxh3 of
+the payload as it travelled; of others the batch's digest covers every byte. What arrives otherwise is fetched again.
+
+Order. The producer answers a Hello with STRUCTURE and RING frames before the first BATCH that needs them, and sends
+BATCH frames of strictly rising `total`, starting with Hello.next_total. END closes a pass after its last batch; the
+next pass starts only when `open_epochs` allows it. After an `abandon_epoch` (value + 1) the producer takes back all
+slots of that pass that were not delivered, and counts on from `delivered`. ERROR and CLOSE are last frames. A socket
+that just ends is a lost peer: the consumer reconnects with the first total that it has not handed to the training
+loop, and the producer resends from there.
 
 Credits. A ring slot belongs to the producer until its BATCH frame is sent, to the consumer until it is named in
-Ack.released. Ack.delivered says what the training loop was handed and need never be sent again; a slot that was
-handed out is not resent even if it has not been released yet.
+`released` (ring, slot, ring, slot ...). `delivered` says what the training loop was handed and need never be sent
+again; a slot that was handed out is not resent even if it has not been released yet. `wanted` (step, total, step,
+total ...): snapshots wanted after batch `total` for `step`.
 """
 
 from collections import abc as _abc
@@ -26,7 +53,6 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from penstock.proto.v1 import records_pb2 as _records_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -59,41 +85,6 @@ LZ4: Codec.ValueType  # 1
 ZSTD: Codec.ValueType  # 2
 Global___Codec: _TypeAlias = Codec  # noqa: Y015
 
-class _Kind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    KIND_UNSPECIFIED: _Kind.ValueType  # 0
-    BATCH: _Kind.ValueType  # 1
-    RING: _Kind.ValueType  # 2
-    """ring, slot_bytes, slots; locally with one descriptor (SCM_RIGHTS)"""
-    STRUCTURE: _Kind.ValueType  # 3
-    """structure, inline = piece of its bytes, size = all of them; pieces come in order"""
-    END: _Kind.ValueType  # 4
-    """the pass `epoch` is over after batch `total`"""
-    ERROR: _Kind.ValueType  # 5
-    """error; last frame"""
-    CLOSE: _Kind.ValueType  # 6
-    """the producer closed the lane on purpose; last frame"""
-
-class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
-
-KIND_UNSPECIFIED: Kind.ValueType  # 0
-BATCH: Kind.ValueType  # 1
-RING: Kind.ValueType  # 2
-"""ring, slot_bytes, slots; locally with one descriptor (SCM_RIGHTS)"""
-STRUCTURE: Kind.ValueType  # 3
-"""structure, inline = piece of its bytes, size = all of them; pieces come in order"""
-END: Kind.ValueType  # 4
-"""the pass `epoch` is over after batch `total`"""
-ERROR: Kind.ValueType  # 5
-"""error; last frame"""
-CLOSE: Kind.ValueType  # 6
-"""the producer closed the lane on purpose; last frame"""
-Global___Kind: _TypeAlias = Kind  # noqa: Y015
-
 @_typing.final
 class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -108,12 +99,15 @@ class Hello(_message.Message):
     NEXT_TOTAL_FIELD_NUMBER: _builtins.int
     LAST_DIGEST_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
-    ACK_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
     LEFT_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
+    OPEN_EPOCHS_FIELD_NUMBER: _builtins.int
+    ABANDON_EPOCH_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """lane protocol version; another one is refused with both named"""
     run: _builtins.str
@@ -130,16 +124,18 @@ class Hello(_message.Message):
     target: _builtins.str
     """only towards a lander: the daemon's TCP address"""
     cuts: _builtins.int
-    """passes that this consumer has left by Ack.abandon_epoch so far"""
+    """passes that this consumer has left by `abandon_epoch` so far"""
     epoch: _builtins.int
     """pass that the next batch belongs to"""
+    delivered: _builtins.int
+    """starts before one of them must leave it where the loop did
+    What acks have said so far: as there.
+    """
+    open_epochs: _builtins.int
+    abandon_epoch: _builtins.int
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """slots of this generation's rings still seen by views of this consumer"""
-
-    @_builtins.property
-    def ack(self) -> Global___Ack:
-        """epochs opened and checkpoints wanted so far"""
 
     @_builtins.property
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___Codec.ValueType]:
@@ -151,6 +147,8 @@ class Hello(_message.Message):
         passes that the loop left by `break`, oldest first, the newest of them: a new runner that
         """
 
+    @_builtins.property
+    def wanted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -164,16 +162,19 @@ class Hello(_message.Message):
         next_total: _builtins.int = ...,
         last_digest: _builtins.int = ...,
         held: _abc.Iterable[Global___Slot] | None = ...,
-        ack: Global___Ack | None = ...,
         target: _builtins.str = ...,
         cuts: _builtins.int = ...,
         epoch: _builtins.int = ...,
         codecs: _abc.Iterable[Global___Codec.ValueType] | None = ...,
         left: _abc.Iterable[Global___Left] | None = ...,
+        delivered: _builtins.int = ...,
+        open_epochs: _builtins.int = ...,
+        abandon_epoch: _builtins.int = ...,
+        wanted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "cuts", b"cuts", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "left", b"left", "next_total", b"next_total", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_epoch", b"abandon_epoch", "attempt", b"attempt", "box", b"box", "codecs", b"codecs", "cuts", b"cuts", "delivered", b"delivered", "epoch", b"epoch", "generation", b"generation", "held", b"held", "last_digest", b"last_digest", "left", b"left", "next_total", b"next_total", "open_epochs", b"open_epochs", "protocol", b"protocol", "run", b"run", "slot", b"slot", "target", b"target", "ticket", b"ticket", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,130 +225,3 @@ class Slot(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Slot: _TypeAlias = Slot  # noqa: Y015
-
-@_typing.final
-class Frame(_message.Message):
-    """Flat, so that one parse and a few field reads serve a batch."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: _builtins.int
-    TOTAL_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    RING_FIELD_NUMBER: _builtins.int
-    SLOT_FIELD_NUMBER: _builtins.int
-    STRUCTURE_FIELD_NUMBER: _builtins.int
-    NBYTES_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    SHAPES_FIELD_NUMBER: _builtins.int
-    SLOT_BYTES_FIELD_NUMBER: _builtins.int
-    SLOTS_FIELD_NUMBER: _builtins.int
-    INLINE_FIELD_NUMBER: _builtins.int
-    SIZE_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    CUT_FIELD_NUMBER: _builtins.int
-    CODEC_FIELD_NUMBER: _builtins.int
-    WIRE_FIELD_NUMBER: _builtins.int
-    kind: Global___Kind.ValueType
-    total: _builtins.int
-    """this batch's count over the run, 1-based"""
-    epoch: _builtins.int
-    ring: _builtins.int
-    slot: _builtins.int
-    structure: _builtins.int
-    """id of the structure, unique within a generation"""
-    nbytes: _builtins.int
-    """size of the region in the slot"""
-    digest: _builtins.int
-    slot_bytes: _builtins.int
-    slots: _builtins.int
-    inline: _builtins.bytes
-    size: _builtins.int
-    cut: _builtins.int
-    """abandons that the producer had seen: frames with fewer than the consumer"""
-    codec: Global___Codec.ValueType
-    """has sent belong to a pass that was left, and are to be ignored unreleased
-    BATCH over TCP: how its payload travels. nbytes, size and digest are those of
-    """
-    wire: _builtins.int
-    """the batch itself, and on a local lane it is always as it is
-    with a codec: bytes of the payload on the wire, fewer than without
-    """
-    @_builtins.property
-    def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def error(self) -> _records_pb2.ErrorDetail: ...
-    def __init__(
-        self,
-        *,
-        kind: Global___Kind.ValueType = ...,
-        total: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        ring: _builtins.int = ...,
-        slot: _builtins.int = ...,
-        structure: _builtins.int = ...,
-        nbytes: _builtins.int = ...,
-        digest: _builtins.int = ...,
-        shapes: _abc.Iterable[_builtins.int] | None = ...,
-        slot_bytes: _builtins.int = ...,
-        slots: _builtins.int = ...,
-        inline: _builtins.bytes = ...,
-        size: _builtins.int = ...,
-        error: _records_pb2.ErrorDetail | None = ...,
-        cut: _builtins.int = ...,
-        codec: Global___Codec.ValueType = ...,
-        wire: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "cut", b"cut", "digest", b"digest", "epoch", b"epoch", "error", b"error", "inline", b"inline", "kind", b"kind", "nbytes", b"nbytes", "ring", b"ring", "shapes", b"shapes", "size", b"size", "slot", b"slot", "slot_bytes", b"slot_bytes", "slots", b"slots", "structure", b"structure", "total", b"total", "wire", b"wire"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Frame: _TypeAlias = Frame  # noqa: Y015
-
-@_typing.final
-class Ack(_message.Message):
-    """Consumer to producer, in groups. Fields that are 0 or empty say nothing new."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DELIVERED_FIELD_NUMBER: _builtins.int
-    RELEASED_FIELD_NUMBER: _builtins.int
-    OPEN_EPOCHS_FIELD_NUMBER: _builtins.int
-    ABANDON_EPOCH_FIELD_NUMBER: _builtins.int
-    WANTED_FIELD_NUMBER: _builtins.int
-    CLOSE_FIELD_NUMBER: _builtins.int
-    delivered: _builtins.int
-    """largest total handed to the training loop"""
-    open_epochs: _builtins.int
-    """passes up to this epoch may be opened"""
-    abandon_epoch: _builtins.int
-    """value + 1: leave this pass after `delivered`; go on with the next"""
-    close: _builtins.bool
-    """the consumer is going away on purpose"""
-    @_builtins.property
-    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """ring, slot, ring, slot ..."""
-
-    @_builtins.property
-    def wanted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """step, total, step, total ...: snapshots wanted after `total` for `step`"""
-
-    def __init__(
-        self,
-        *,
-        delivered: _builtins.int = ...,
-        released: _abc.Iterable[_builtins.int] | None = ...,
-        open_epochs: _builtins.int = ...,
-        abandon_epoch: _builtins.int = ...,
-        wanted: _abc.Iterable[_builtins.int] | None = ...,
-        close: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandon_epoch", b"abandon_epoch", "close", b"close", "delivered", b"delivered", "open_epochs", b"open_epochs", "released", b"released", "wanted", b"wanted"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Ack: _TypeAlias = Ack  # noqa: Y015

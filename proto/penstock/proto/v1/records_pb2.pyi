@@ -228,6 +228,9 @@ class LoaderTraits(_message.Message):
     LOOKED_AT_ASSIGNMENT_FIELD_NUMBER: _builtins.int
     IS_ITERATOR_FIELD_NUMBER: _builtins.int
     OWN_WORKERS_FIELD_NUMBER: _builtins.int
+    LOADS_OWN_STATE_FIELD_NUMBER: _builtins.int
+    EXACT_STATES_FIELD_NUMBER: _builtins.int
+    ADVANCES_STATE_FIELD_NUMBER: _builtins.int
     state_methods: _builtins.int
     """0, 2 (state_dict, load_state_dict) or 4 (and aggregate, deaggregate)"""
     takes_strict: _builtins.bool
@@ -242,6 +245,12 @@ class LoaderTraits(_message.Message):
     """input_fn returned its own iterator: called again for each pass"""
     own_workers: _builtins.int
     """worker processes of the loader itself"""
+    loads_own_state: _builtins.bool
+    """load_state_dict also takes what state_dict returned, though there are four methods"""
+    exact_states: _builtins.bool
+    """every state_dict is known to be exact, and is restored over the end of an epoch too"""
+    advances_state: _builtins.str
+    """"module:qualname" of the class whose advance_state moves a state on; "" = none has"""
     def __init__(
         self,
         *,
@@ -252,10 +261,13 @@ class LoaderTraits(_message.Message):
         looked_at_assignment: _builtins.bool = ...,
         is_iterator: _builtins.bool = ...,
         own_workers: _builtins.int = ...,
+        loads_own_state: _builtins.bool = ...,
+        exact_states: _builtins.bool = ...,
+        advances_state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_iterator", b"is_iterator", "length", b"length", "looked_at_assignment", b"looked_at_assignment", "not_restartable", b"not_restartable", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances_state", b"advances_state", "exact_states", b"exact_states", "is_iterator", b"is_iterator", "length", b"length", "loads_own_state", b"loads_own_state", "looked_at_assignment", b"looked_at_assignment", "not_restartable", b"not_restartable", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

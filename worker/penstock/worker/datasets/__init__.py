@@ -6,6 +6,7 @@ from penstock.worker.datasets.formats.text_writing import CSVWriter, JSONWriter,
 from penstock.worker.datasets.formats.writing import MDSWriter
 from penstock.worker.datasets.map_loader import MapLoader
 from penstock.worker.datasets.sharded.documents import Chunked, Packed
+from penstock.worker.datasets.sharded.lines import LineFile
 from penstock.worker.datasets.sharded.loader import ShardLoader
 from penstock.worker.datasets.sharded.logical import LogicalShards
 from penstock.worker.datasets.sharded.mapped import Filtered, Mapped, SkipSample
@@ -25,6 +26,7 @@ __all__ = [
     "Filtered",
     "Grouped",
     "JSONWriter",
+    "LineFile",
     "LogicalShards",
     "MDSWriter",
     "MapLoader",

@@ -62,23 +62,27 @@ class Ahead:
 
 def in_threads(plans: Iterator[Plan], reader: MapReader, threads: int) -> Iterator[Any]:
     wanted: SimpleQueue[tuple[Future[list[Any]], Plan] | None] = SimpleQueue()
-    ahead: deque[Future[list[Any]]] = deque()
+    ahead: deque[tuple[Future[list[Any]], Plan]] = deque()
     for _ in range(threads):
         # Not those of a ThreadPoolExecutor: a read that hangs must not hold up who leaves, the process's end included.
         Thread(target=_read, args=(wanted, reader), name="penstock-fetch", daemon=True).start()
     try:
         for plan in plans:
-            ahead.append(Future())
-            wanted.put((ahead[-1], plan))
+            ahead.append((Future(), plan))
+            wanted.put(ahead[-1])
             if len(ahead) > AHEAD * threads:
-                yield reader.collate(ahead.popleft().result())
+                yield _collated(reader, *ahead.popleft())
         while ahead:
-            yield reader.collate(ahead.popleft().result())
+            yield _collated(reader, *ahead.popleft())
     finally:
-        for future in ahead:
+        for future, _ in ahead:
             future.cancel()
         for _ in range(threads):
             wanted.put(None)
+
+
+def _collated(reader: MapReader, future: Future[list[Any]], plan: Plan) -> Any:
+    return reader.collated(plan, future.result())
 
 
 def _read(wanted: SimpleQueue[tuple[Future[list[Any]], Plan] | None], reader: MapReader) -> None:

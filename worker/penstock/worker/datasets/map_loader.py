@@ -68,7 +68,8 @@ class MapLoader(PositionLoader):
             num_samples: samples of an epoch, fewer or more than the dataset has; None: as many. Epochs go on where the
                 one before stopped: no sample comes again before all have come.
             tail: of a last batch that is not full: "emit" it, "pad" it with samples of the epoch's beginning, "drop"
-                it, or "carry" its samples into the next epoch's first batch.
+                it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With "emit"
+                a box may get a batch of no rows, where an epoch, or what is left of it, has fewer samples than boxes.
             skip: ranges of sample numbers that are left out, counted over all epochs (epoch * samples of an epoch +
                 position). The rest comes in the same order as with them. On a resume more may be left out ahead.
             fetch_threads: threads that read ahead; the dataset must be safe for that.

@@ -1,32 +1,24 @@
-"""How the samples of a map-style dataset are read: what their randomness is, and what an error says.
+"""How samples are read by number: what their randomness is, and what an error says. Of MapLoader and StreamingLoader.
 
-Random augmentation draws from the process's generators. Were these left alone, a sample would depend on what was read
-before it in the same process: on workers, boxes and restarts. So they are set before each sample, from the seed and the
-sample's place in the order, and afterwards to what they were. They are set in the cheapest way that each has: 64 bits
-for Python's, 32 for numpy's and torch's (torch keeps no more of a seed). torch.manual_seed would cost twenty times as
-much, for it asks all kinds of devices.
+Random augmentation draws from the process's generators. They are set before each sample, from the seed and the sample's
+place in the order (keyed_random.py), and afterwards to what they were.
 """
 
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-import torch
-
 from penstock.proto.errors import DatasetError
 from penstock.proto.rng import capture_rng, derive_seed, restore_rng
+from penstock.worker.datasets.collating import empty_batch
+from penstock.worker.datasets.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.worker.datasets.no_end import not_an_end
 from penstock.worker.datasets.ordering.course import Plan
-from penstock.worker.datasets.ordering.permutation import mix
+from penstock.worker.datasets.ordering.permutation import Ints
 
 __all__ = ["MapReader"]
-
-_PYTHON, _OTHERS = 0, 1
-"""Generators that a key is for."""
 
 
 class MapReader:
@@ -42,11 +34,26 @@ class MapReader:
         *,
         seed: int,
         reseed: bool,
+        reseed_collate: bool | None = None,
+        many: Callable[[Ints], list[Any]] | None = None,
     ) -> None:
+        """
+        Args:
+            reseed: set the generators before each sample is read.
+            reseed_collate: and before a batch is collated; None: as `reseed`.
+            many: reads the samples of a batch where they are not read one by one, with errors that say which it was.
+        """
         self.dataset, self.collate = dataset, collate
         self.name, self._length = name, epoch_size
         self._key = derive_seed(seed, "sample") if reseed else None
-        self._collate_key = derive_seed(seed, "collate")
+        reseed_collate = reseed if reseed_collate is None else reseed_collate
+        self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
+        self._many = many
+
+    @property
+    def reseeds(self) -> bool:
+        """Batches depend on the seed."""
+        return self._key is not None or self._collate_key is not None
 
     def samples(self, plan: Plan) -> list[Any]:
         if self._key is None:
@@ -59,25 +66,31 @@ class MapReader:
 
     def batch(self, plan: Plan) -> Any:
         """Collated; where generators are set, its randomness depends on the batch's first row."""
-        if self._key is None:
-            return self.collate(self._all(plan))
+        if not self.reseeds:
+            return self.collated(plan, self._all(plan))
         before = capture_rng()
         try:
-            found = self._each(plan, self._key)
-            _seed(*self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
-            return self.collate(found)
+            found = self._all(plan) if self._key is None else self._each(plan, self._key)
+            if self._collate_key is not None:
+                seed_generators(self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
+            return self.collated(plan, found)
         finally:
             restore_rng(before)
+
+    def collated(self, plan: Plan, samples: list[Any]) -> Any:
+        return empty_batch(self.collate, samples[0]) if plan.empty else self.collate(samples)
 
     def _each(self, plan: Plan, key: int) -> list[Any]:
         found = []
         seeds = self._seeds(key, plan.epoch, plan.positions)
         for row, (number, seed) in enumerate(zip(plan.ids.tolist(), seeds, strict=True)):
-            _seed(*seed)
+            seed_generators(seed)
             found.append(self._one(plan, row, number))
         return found
 
     def _all(self, plan: Plan) -> list[Any]:
+        if self._many is not None:
+            return self._many(plan.ids)
         numbers = plan.ids.tolist()
         if not callable(getattr(type(self.dataset), "__getitems__", None)):
             dataset, left = self.dataset, iter(numbers)
@@ -116,13 +129,6 @@ class MapReader:
         epoch, position = plan.place(row, self._length)
         return f"sample {plan.ids[row]} (epoch {epoch}, position {position})"
 
-    def _seeds(self, key: int, epoch: int, positions: Any) -> list[tuple[int, int]]:
+    def _seeds(self, key: int, epoch: int, positions: Any) -> list[Seeds]:
         epochs = (epoch & (2**62 - 1)) + positions // self._length
-        words = mix(key, epochs, positions % self._length)
-        return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
-
-
-def _seed(for_python: int, for_others: int) -> None:
-    random.seed(for_python)
-    np.random.seed(for_others & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(for_others >> 32)
+        return seeds_of(key, epochs, positions % self._length)

@@ -50,6 +50,9 @@ class Fetcher(Protocol):
 class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
     """Batches in an order that does not depend on who makes them. A pass is an epoch, or what is left of it."""
 
+    loads_own_state = True
+    exact_states = True
+
     def __init__(
         self,
         name: str,
@@ -142,6 +145,18 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
         """This worker's place, after the batches that it has yielded so far."""
         progress = Progress(self._epoch, self._start, self._done, self._shape(), self._first)
         return state_of(progress, self._described, self._epochs.skip)
+
+    @staticmethod
+    def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
+        """A worker's state after so many more of its batches of the same pass. For a step between two snapshots, whose
+        state is a number: nothing is read again for it, and none of the user's code runs."""
+        return {**state_dict, "done": progress_of(state_dict).done + batches}
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """A class that says another state than this one's must say itself how to go on from it."""
+        super().__init_subclass__(**keywords)
+        if "state_dict" in vars(cls) and "advance_state" not in vars(cls):
+            cls.advance_state = None  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Go to a place of this order: a state of this very shape, or one that fits any, as does that of a box's only
@@ -265,7 +280,8 @@ class _Pass:
         loader, plan = self._loader, self._plan()
         batch = loader._made(plan) if self._fetcher is None else self._fetcher.take(loader._done)
         if loader._key_field is not None:
-            places = [plan.place(row, loader._epochs.length) for row in range(len(plan.ids))]
+            rows = range(0 if plan.empty else len(plan.ids))
+            places = [plan.place(row, loader._epochs.length) for row in rows]
             try:
                 batch = with_keys(batch, loader._key_field, [loader._keys.key(*place) for place in places])
             except BaseException:

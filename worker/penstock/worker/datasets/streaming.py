@@ -11,16 +11,14 @@ import copy
 import hashlib
 import operator
 import os
-import resource
 import weakref
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import torch.utils.data
@@ -33,14 +31,13 @@ from penstock.worker.datasets.formats.mds import columns_of
 from penstock.worker.datasets.formats.readers import open_shard
 from penstock.worker.datasets.formats.shards import Shard, ShardReader
 from penstock.worker.datasets.no_end import not_an_end
+from penstock.worker.datasets.open_shards import FEWEST_OPEN, OpenShards
 from penstock.worker.datasets.ordering.permutation import Ints
 from penstock.worker.datasets.storage.cache import Held, ShardCache
+from penstock.worker.datasets.storage.index_watch import IndexWatch
 from penstock.worker.datasets.storage.places import Place, joined
 
 __all__ = ["Stream", "StreamingDataset"]
-
-FEWEST_OPEN = 64
-"""Shards that are kept open if the limit of descriptors lets us."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Samples (column -> value) by number, those of the first stream first.
 
     A map-style dataset for any torch DataLoader; give it to a StreamingLoader to read it at speed in an order that can
-    be saved. Subclasses may override `__getitem__`, say to tokenize. Safe for forked and spawned worker processes, not
-    for threads.
+    be saved. Subclasses may override `__getitem__`, say to tokenize. Safe for threads, and for forked and spawned
+    worker processes.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         split: str | None = None,
         streams: Sequence[Stream] = (),
         cache_limit: int | None = None,
-        validate_hash: str | None = None,
+        validate_hash: str | Literal[False] | None = None,
         keep_zip: bool = False,
         timeout_s: float = 600.0,
         download_threads: int = 4,
@@ -92,7 +89,9 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             remote, local, split, storage_options: of the one stream, see Stream; or give `streams`.
             cache_limit: bytes that all processes of the host keep of it; the least recently used shards go first, never
                 one in use. Several streams share it evenly. None: no limit.
-            validate_hash: algorithm by which each shard is verified, such as "sha1"; the index must have such hashes.
+            validate_hash: None verifies what is fetched, and what is found in the cache and was not verified yet, by
+                the fastest hash that the index has, if it has any. An algorithm, such as "sha1", verifies by that one,
+                also shards that are read where they lie; the index must have it. False verifies nothing.
             keep_zip: keep compressed files too.
             timeout_s: seconds to wait for a shard.
             download_threads: shards of a stream that are fetched at a time.
@@ -127,8 +126,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
             for place, folder, _ in places
         ]
+        self._open = OpenShards()
         self._relieve_caches()
-        shards = [read_index(cache.index(), name) for cache, (_, _, name) in zip(self._caches, places, strict=True)]
+        indexes = [cache.index() for cache in self._caches]
+        shards = [read_index(index, name) for index, (_, _, name) in zip(indexes, places, strict=True)]
+        self._indexes = [
+            IndexWatch.of(cache.index_path, index, hashed=_hashed(own), in_place=cache.in_place)
+            for cache, index, own in zip(self._caches, indexes, shards, strict=True)
+        ]
         for own, (_, _, name) in zip(shards, places, strict=True):
             if own and own[0].format == "mds":
                 try:
@@ -147,8 +152,6 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 raise DatasetError(f"{name}: its index names no sample, and an epoch is to have some of it")
         self.fingerprint = _fingerprint(shards)
         """Of all shards: other data, other fingerprint; the same wherever they lie."""
-        self._open: OrderedDict[int, tuple[Held, ShardReader]] = OrderedDict()
-        self._most_open = FEWEST_OPEN
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -166,20 +169,25 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not 0 <= at < len(self):
             raise IndexError(f"{self.name}: sample {index} of {len(self)}")
         shard = bisect_right(self._starts, at) - 1
-        return self._reader(shard)[at - self._starts[shard]]
+        return self._open.get(shard, self._opened)[at - self._starts[shard]]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         """The samples of a batch, for torch's DataLoader."""
         return [self[index] for index in indices]
 
+    @property
+    def is_overridden(self) -> bool:
+        """Its samples are made by a `__getitem__` of a subclass."""
+        return type(self).__getitem__ is not StreamingDataset.__getitem__
+
     def get_many(self, samples: Ints) -> list[dict[str, Any]]:
         """The same for numbers known to be right."""
-        if type(self).__getitem__ is not StreamingDataset.__getitem__:
+        if self.is_overridden:
             return [self._overridden(index) for index in samples.tolist()]
         shards = np.searchsorted(self._bounds, samples, side="right") - 1
         offsets = samples - self._bounds[shards]
-        reader = self._reader
-        return [reader(shard)[offset] for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)]
+        get, opened = self._open.get, self._opened
+        return [get(shard, opened)[offset] for shard, offset in zip(shards.tolist(), offsets.tolist(), strict=True)]
 
     def _overridden(self, index: int) -> dict[str, Any]:
         """A sample by the `__getitem__` of a subclass, which may raise anything."""
@@ -194,7 +202,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def fetch_ahead(self, shards: Ints) -> None:
         """Have these fetched in the background, the first ones first, instead of what was asked for before."""
-        self._most_open = max(FEWEST_OPEN, len(shards))
+        self._open.most = max(FEWEST_OPEN, len(shards))
         wanted: list[list[Shard]] = [[] for _ in self._caches]
         for number in shards.tolist():
             stream, shard = self._shards[number]
@@ -220,7 +228,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def close(self) -> None:
         """Release all shards and stop fetching. Samples that were read stay valid."""
-        self._close_all()
+        self._open.clear()
         for cache in self._caches:
             cache.close()
 
@@ -229,46 +237,38 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        for cache in self._caches:
-            cache.on_pressure = None  # a weak reference cannot travel
-        try:
-            return {**self.__dict__, "_open": OrderedDict(), "_caches": copy.deepcopy(self._caches)}
-        finally:
-            self._relieve_caches()
+        return {name: value for name, value in self.__dict__.items() if name != "_open"} | {
+            "_caches": copy.deepcopy(self._caches)  # this very ones may be at work
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._open = OpenShards()
         self._relieve_caches()
 
     def _relieve_caches(self) -> None:
         """When a cache has no room, shards that we hold are let go. It must not keep us alive for that."""
-        relief = weakref.WeakMethod(self._close_all)
+        relief = weakref.ref(self._open)
 
         def relieve() -> None:
-            close_all = relief()
-            if close_all is not None:
-                close_all()
+            shards = relief()
+            if shards is not None:
+                shards.clear()
 
         for cache in self._caches:
             cache.on_pressure = relieve
 
-    def _reader(self, number: int) -> ShardReader:
-        found = self._open.get(number)
-        if found is not None:
-            self._open.move_to_end(number)
-            return found[1]
+    def _opened(self, number: int) -> tuple[Held, ShardReader]:
         stream, shard = self._shards[number]
         held = self._caches[stream].hold(shard)
         try:
             source = self._source(stream, held.paths[0], shard)
             reader = open_shard(shard, held.paths, allow_unsafe_types=self._unsafe, source=source)
+            self._indexes[stream].check(held.paths)  # behind the opening: what is open stays what it was
+            return held, reader
         except BaseException:
             held.release()
             raise
-        self._open[number] = held, reader
-        while len(self._open) > min(self._most_open, _descriptors() // 4):
-            self._close(next(iter(self._open)))
-        return reader
 
     def _source(self, stream: int, path: Path, shard: Shard) -> str:
         place = self._caches[stream].place
@@ -276,19 +276,10 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             return str(path)
         return f"{place.url_of(shard.name)} ({path}: remove it to have it fetched again)"
 
-    def _close(self, number: int) -> None:
-        held, reader = self._open.pop(number)
-        reader.close()
-        held.release()
 
-    def _close_all(self) -> None:
-        for number in list(self._open):
-            self._close(number)
-
-
-def _descriptors() -> int:
-    """That this process may have."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def _hashed(shards: Sequence[Shard]) -> bool:
+    """Each file has a hash, raw or packed."""
+    return all(file.raw.hashes or (file.packed and file.packed.hashes) for shard in shards for file in shard.files)
 
 
 def _place_of(stream: Stream) -> tuple[Place | None, Path, str]:

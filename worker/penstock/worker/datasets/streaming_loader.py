@@ -12,6 +12,7 @@ from penstock.worker.building import collate
 from penstock.worker.datasets.arguments import one_of, whole
 from penstock.worker.datasets.collating import checked_collate
 from penstock.worker.datasets.here import Here, global_batch
+from penstock.worker.datasets.map_reading import MapReader
 from penstock.worker.datasets.ordering.course import Course, Plan, Walk
 from penstock.worker.datasets.ordering.dealing import Tail
 from penstock.worker.datasets.ordering.order import Interleave, Order
@@ -55,6 +56,7 @@ class StreamingLoader(PositionLoader):
         tail: Tail = "emit",
         skip: Iterable[range] = (),
         predownload: int | None = None,
+        reseed: bool | None = None,
         keys: str | None = None,
         rank: tuple[int, int] | None = None,
         collate_fn: Callable[[list[Any]], Any] = collate,
@@ -64,7 +66,7 @@ class StreamingLoader(PositionLoader):
             batch_size: rows of a box's batch; the global batch grows with the number of boxes.
             global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share them as evenly as
                 can be, and no box goes without.
-            seed: of the shuffle; None takes the run's (0 outside a worker).
+            seed: of the shuffle and of `reseed`; None takes the run's (0 outside a worker).
             shuffle_block: samples that are shuffled with each other, about: whole shards whose sizes add up to it. The
                 shards of a block are needed at the same time. None shuffles all with all.
             partitions: parts of the data that batches are drawn from in turn, row by row. A box reads only its own
@@ -73,10 +75,16 @@ class StreamingLoader(PositionLoader):
                 of each stream at every prefix, "batches" makes each global batch from one stream.
             epoch_size: samples of an epoch, of which each stream has its proportion; None: as many as there are.
             tail: of a last batch that is not full: "emit" it, "pad" it with samples of the epoch's beginning, "drop"
-                it, or "carry" its samples into the next epoch's first batch.
+                it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With "emit"
+                a box may get a batch of no rows, where an epoch, or what is left of it, has fewer samples than boxes.
             skip: ranges of sample numbers that are left out, counted over all epochs (epoch * samples of an epoch +
                 position). The rest comes in the same order as with them. On a resume more may be left out ahead.
             predownload: samples ahead whose shards are fetched; None: two shuffle blocks.
+            reseed: set the global generators of python, numpy and torch before each sample is read, from seed, epoch
+                and position, so that random augmentation depends on nothing else; and for the collate function, by the
+                batch's first row. Around a batch they stay as they were. None: for samples where the dataset is of a
+                class of yours with a `__getitem__`, and for batches where there is a collate_fn of yours; nothing else
+                draws.
             keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
                 that is no dict becomes {"batch": it, keys: ...}.
             rank: (this one, how many) data-parallel ranks share each global batch; None: the worker's box among all
@@ -113,28 +121,31 @@ class StreamingLoader(PositionLoader):
             interleave=interleave,
             batch=batch,
         )
+        reader = _reader(
+            dataset, len(order), checked_collate(collate_fn), seed, reseed, own_collate=collate_fn is not collate
+        )
         mixed = len(shares) > 1
         described: dict[str, Any] = {
             "data": dataset.fingerprint,
             "samples": shares,
-            "seed": seed if shuffle else None,
+            "seed": seed if shuffle or reader.reseeds else None,
             "shuffle_block": (shuffle_block or "all") if shuffle else None,
             "partitions": partitions,
             "interleave": interleave if mixed else None,
             "batch": batch if mixed and interleave == "batches" else None,
             "tail": tail,
         }
-        self.dataset, self._shards, self._collate = dataset, order, checked_collate(collate_fn)
+        self.dataset, self._shards, self._reader = dataset, order, reader
         self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
         self._looked: tuple[Course | None, int] = None, 0
         """From where was last looked ahead."""
         super().__init__(dataset.name, order, described, here=here, batch=batch, tail=tail, skip=skip, keys=keys)
 
     def _read(self, plan: Plan) -> list[Any]:
-        return self.dataset.get_many(plan.ids)
+        return self._reader.samples(plan)
 
     def _made(self, plan: Plan) -> Any:
-        return self._collate(self.dataset.get_many(plan.ids))
+        return self._reader.batch(plan)
 
     def _planned(self, walk: Walk, plans: list[Plan]) -> None:
         """Have the shards fetched that this process needs for the next samples, then those that the box needs for the
@@ -159,6 +170,28 @@ class StreamingLoader(PositionLoader):
         """This box's positions behind one; of many, runs that each touch all partitions, evenly spread."""
         run = max(self._shards.partitions, self._here.boxes)
         return course.near(self._here.box, position, count, run=run, runs=max(1, LOOKED_AT // run))
+
+
+def _reader(
+    dataset: StreamingDataset,
+    length: int,
+    collate_fn: Callable[[list[Any]], Any],
+    seed: int,
+    reseed: bool | None,
+    *,
+    own_collate: bool,
+) -> MapReader:
+    """`length`: samples of an epoch. What is the user's may draw; what is ours does not, and is not slowed down."""
+    return MapReader(
+        dataset,
+        type(dataset).__qualname__,
+        length,
+        collate_fn,
+        seed=seed,
+        reseed=dataset.is_overridden if reseed is None else reseed,
+        reseed_collate=own_collate if reseed is None else reseed,
+        many=dataset.get_many,
+    )
 
 
 def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:

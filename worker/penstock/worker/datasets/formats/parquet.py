@@ -5,6 +5,9 @@ which say how many rows they have.
 
 Parquet is read by row groups, and rows are asked for in any order: row groups that were read are kept, as many as fit
 in KEPT_BYTES, and the one that was longest unused goes first. A file whose row groups fit is read once.
+
+A column of a row group is as many arrays as pyarrow makes of it, and stays so: an array of text has 2 GiB at most, and
+a row group may have more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import bisect
 import importlib
 import itertools
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +25,7 @@ from typing import IO, Any
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.formats.index import INDEX, write_index
+from penstock.worker.datasets.formats.parquet_values import Value, value_of
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
 
 __all__ = ["KEPT_BYTES", "ParquetReader", "index_parquet", "parquet_shards"]
@@ -74,19 +79,28 @@ def parquet_shards(files: Iterable[tuple[str, Path | IO[bytes]]]) -> list[Shard]
     return shards
 
 
+Columns = list[tuple[str, Value, Any]]
+"""(name, what makes a value of its scalars, pyarrow's array) of each."""
+
+
 class ParquetReader:
-    """See formats.shards.ShardReader. Values are Python's: None, lists, dictionaries, datetimes."""
+    """See formats.shards.ShardReader. Values are Python's: None, lists, dictionaries, datetimes; those with nanoseconds
+    numpy's, see parquet_values.py."""
 
     def __init__(self, shard: Shard, path: Path) -> None:
         stored = shard.files[0].raw
         self.name = stored.name
+        self._reading = threading.Lock()
+        """One thread reads a row group, and the others find it: pyarrow's file is not made for two at a time."""
+        self._kept: OrderedDict[int, tuple[int, Columns]] = OrderedDict()
+        self._kept_bytes = 0
         library = _pyarrow()
         try:
             size = path.stat().st_size
             if size != stored.size:
                 raise ShardCorruptError(f"{self.name}: {path} has {size} bytes; its index says {stored.size}")
-            self._file = library.ParquetFile(path)
-        except ShardCorruptError:
+            self._file: Any = library.ParquetFile(path)
+        except (ShardCorruptError, MemoryError):
             raise
         except Exception as error:
             raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
@@ -96,8 +110,6 @@ class ParquetReader:
             raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows; its index says {shard.samples}")
         rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
         self._begins: list[int] = [0, *itertools.accumulate(rows)]
-        self._kept: OrderedDict[int, tuple[int, list[tuple[str, Any]]]] = OrderedDict()
-        self._kept_bytes = 0
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -107,31 +119,71 @@ class ParquetReader:
             raise IndexError(f"{self.name}: sample {index} of {len(self)}")
         group = bisect.bisect_right(self._begins, index) - 1
         row = index - self._begins[group]
-        kept = self._kept.get(group)
+        columns = self._columns(group, index)
+        name = ""
         try:
-            if kept is None:
-                kept = self._read(group)
-            else:
-                self._kept.move_to_end(group)
-            return {name: column[row].as_py() for name, column in kept[1]}
-        except Exception as error:
-            if self._file.closed:
-                raise ValueError(f"{self.name} is closed") from None
-            raise ShardCorruptError(f"{self.name}: sample {index}, row group {group}: {error}") from error
+            sample = {}
+            for name, value, column in columns:
+                sample[name] = value(column[row])
+            return sample
+        except UnicodeDecodeError as error:
+            raise ShardCorruptError(f"{self.name}: sample {index}, column {name!r}: {error}") from error
+        except (ValueError, OverflowError) as error:
+            raise DatasetError(
+                f"{self.name}: sample {index}, column {name!r}: Python cannot hold its value ({error}). Write the "
+                "column in another type, such as int64"
+            ) from error
 
     def close(self) -> None:
-        self._kept = OrderedDict()
-        self._file.close()
+        """Waits for a thread that is reading a row group."""
+        with self._reading:
+            self._kept = OrderedDict()
+            self._file = None  # which closes it
 
-    def _read(self, group: int) -> tuple[int, list[tuple[str, Any]]]:
-        table = self._file.read_row_group(group)
-        if table.num_rows != self._begins[group + 1] - self._begins[group]:
+    def _columns(self, group: int, index: int) -> Columns:
+        with self._reading:
+            if self._file is None:
+                raise ValueError(f"{self.name} is closed")
+            kept = self._kept.get(group)
+            if kept is not None:
+                self._kept.move_to_end(group)
+                return kept[1]
+            try:
+                return self._read(group)
+            except MemoryError:
+                raise
+            except NotImplementedError as error:
+                raise DatasetError(
+                    f"{self.name}: sample {index}, row group {group}: pyarrow cannot read it: {error}"
+                ) from error
+            except Exception as error:
+                raise ShardCorruptError(f"{self.name}: sample {index}, row group {group}: {error}") from error
+
+    def _read(self, group: int) -> Columns:
+        rows = self._begins[group + 1] - self._begins[group]
+        table = self._table(group, rows)
+        if table.num_rows != rows:
             raise ValueError(f"{table.num_rows} rows")
         columns = [
-            (name, column.combine_chunks()) for name, column in zip(table.column_names, table.columns, strict=True)
+            (name, value_of(column.type), column.chunk(0) if column.num_chunks == 1 else column)
+            for name, column in zip(table.column_names, table.columns, strict=True)
         ]
-        kept = self._kept[group] = table.nbytes, columns
-        self._kept_bytes += kept[0]
+        self._kept[group] = table.nbytes, columns
+        self._kept_bytes += table.nbytes
         while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
             self._kept_bytes -= self._kept.popitem(last=False)[1][0]
-        return kept
+        return columns
+
+    def _table(self, group: int, rows: int) -> Any:
+        """A row group. Of lists of text pyarrow makes one array only, of 2 GiB at most: then it is read in parts."""
+        try:
+            return self._file.read_row_group(group)
+        except NotImplementedError:
+            part = rows // 2
+            while part:
+                try:
+                    batches = list(self._file.iter_batches(part, row_groups=[group]))
+                    return importlib.import_module("pyarrow").Table.from_batches(batches)
+                except NotImplementedError:
+                    part //= 4
+            raise

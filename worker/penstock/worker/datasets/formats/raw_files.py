@@ -2,7 +2,8 @@
 
 The file is read with pread and not mapped. A mapped file that somebody cuts short kills the process that reads it,
 with no word of why (SIGBUS); pread returns too few bytes, which is an error with a name. It costs 0.8 us more for a
-sample of 1 KiB. Values are copies and stay valid; an open file outlives its removal from a cache, and a fork.
+sample of 1 KiB. Values are copies and stay valid; an open file outlives its removal from a cache, and a fork. Who reads
+holds the file open (see Descriptor), so that another thread may close the reader at any moment.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from penstock.proto.errors import ShardCorruptError
+from penstock.worker.datasets.descriptors import Descriptor
 from penstock.worker.datasets.formats.shards import StoredFile
 
 __all__ = ["SampleFile", "read_checked"]
@@ -27,12 +29,13 @@ class SampleFile:
         self.name = stored.name
         self._count = 0
         self._offsets = memoryview(b"").cast("I")
+        self._file: Descriptor | None = None
+        """None once it is closed."""
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = Descriptor(path)
+            self._size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
-        self._handle = self._file.fileno()
-        self._size = os.fstat(self._handle).st_size
         if self._size != stored.size:
             self.close()
             raise ShardCorruptError(f"{stored.name}: {path} has {self._size} bytes; its index says {stored.size}")
@@ -41,8 +44,8 @@ class SampleFile:
         return self._count
 
     def close(self) -> None:
-        self._handle = -1
-        self._file.close()
+        """Threads that are reading end what they are at; the file is closed behind the last of them."""
+        self._file = None
 
     def _set_offsets(self, table: bytes, samples: int, begin: int) -> None:
         """Take [count: 4] [offset: 4] * (count + 1) from the begin of `table`; no sample may begin before `begin`."""
@@ -73,17 +76,12 @@ class SampleFile:
         return data
 
     def _read(self, size: int, begin: int) -> bytes:
+        file = self._file
+        if file is None:
+            raise ValueError(f"{self.name} is closed")
         try:
-            data = os.pread(self._handle, size, begin)
-            while len(data) < size:  # the kernel may give less at a time, and gives 2 GiB at most
-                more = os.pread(self._handle, size - len(data), begin + len(data))
-                if not more:
-                    break
-                data += more
-            return data
+            return file.read(size, begin)
         except OSError as error:
-            if self._handle < 0:
-                raise ValueError(f"{self.name} is closed") from None
             raise ShardCorruptError(f"{self.name} cannot be read: {error}") from error
 
     def _corrupt(self, why: str) -> NoReturn:

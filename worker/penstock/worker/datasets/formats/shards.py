@@ -57,7 +57,7 @@ class Shard:
 
 
 class ShardReader(Protocol):
-    """A shard whose raw files are at hand. Not safe for threads; may be used by forked children."""
+    """A shard whose raw files are at hand. Safe for threads, and for forked children."""
 
     name: str
     """For messages."""
@@ -69,4 +69,4 @@ class ShardReader(Protocol):
         """The sample: column -> value. Raises ShardCorruptError if its bytes cannot be what they claim."""
 
     def close(self) -> None:
-        """Values that were read stay valid."""
+        """Values that were read stay valid. A thread that is reading ends that; the next read is a ValueError."""

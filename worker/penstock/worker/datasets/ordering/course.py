@@ -43,6 +43,8 @@ class Plan(NamedTuple):
     """Of its rows in that epoch; negative ones lie in epochs before."""
     ids: Ints
     """Numbers of their samples."""
+    empty: bool = False
+    """The box has no row: what is named is a row of another one, to make an empty batch like it."""
 
     def place(self, row: int, length: int) -> tuple[int, int]:
         """(epoch, position) of a row, where epochs have `length` samples."""
@@ -156,8 +158,12 @@ class Walk:
             if (len(rows) + 1) * len(rows[0]) > ORDERED_AT_ONCE:
                 break
             rows.append(course.positions(number, self.box))
+        empty = not len(rows[-1])  # only an epoch's last batch can be
+        if empty:
+            rows[-1] = course.positions(course.batches - 1, 0)[:1]
         ids = np.split(self._ids(np.concatenate(rows)), np.cumsum([len(own) for own in rows[:-1]]))
-        return [Plan(course.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
+        plans = [Plan(course.epoch, own, numbers) for own, numbers in zip(rows, ids, strict=True)]
+        return [*plans[:-1], plans[-1]._replace(empty=empty)]
 
     def all_plans(self, done: int) -> Iterator[Plan]:
         """Of all batches that are left."""

@@ -15,9 +15,11 @@ import numpy as np
 
 from penstock.worker.datasets.ordering.permutation import Ints
 
-__all__ = ["Dealing", "Tail", "Turn"]
+__all__ = ["APART", "Dealing", "Tail", "Turn"]
 
 Tail = Literal["emit", "pad", "drop", "carry"]
+APART: Literal["emit apart"] = "emit apart"
+"""As "emit", for rows that are batches already: none goes with the batch before."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,15 @@ class Dealing:
 
     The last batch, of fewer samples, is emitted, padded with positions from the epoch's beginning, dropped, or carried:
     then its samples are the first of the next pass, whose `start` is negative. One that is emitted and has fewer rows
-    than there are boxes goes with the batch before it; where there is none, it is padded to one row for each box.
+    than there are boxes goes with the batch before it. Where there is none (the epoch has no more samples than that, or
+    no more are left behind a resume on more boxes), the last boxes have no row of it: nothing comes twice.
     """
 
     length: int
     start: int
     batch: int
     boxes: int
-    tail: Tail
+    tail: Tail | Literal["emit apart"]
 
     @cached_property
     def batches(self) -> int:
@@ -66,10 +69,11 @@ class Dealing:
         return self.start + min(batches, self.batches) * self.batch
 
     def rows(self, number: int, box: int) -> Ints:
-        """The positions of the box's rows of a batch."""
+        """The positions of the box's rows of a batch. With tail="emit" there may be none in the last one, but those of
+        box 0."""
         begin = self.start + number * self.batch
         size = self.batch
-        if number == self.batches - 1 and self.tail == "emit":
-            size = max(self.length - begin, self.boxes)
+        if number == self.batches - 1 and self.tail in ("emit", APART):
+            size = self.length - begin
         rows = np.arange(begin + box, begin + size, self.boxes)
         return rows if begin + size <= self.length else rows % self.length

@@ -12,10 +12,10 @@ import torch.utils.data
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
 from penstock.worker.building import collate
 from penstock.worker.datasets.arguments import at_least_one, one_of, whole
-from penstock.worker.datasets.collating import checked_collate
+from penstock.worker.datasets.collating import checked_collate, empty_batch, without_rows
 from penstock.worker.datasets.here import Here, global_batch
 from penstock.worker.datasets.keys import checked_name, with_keys
-from penstock.worker.datasets.ordering.dealing import Dealing
+from penstock.worker.datasets.ordering.dealing import APART, Dealing
 from penstock.worker.datasets.ordering.progress import Progress, Shape
 from penstock.worker.datasets.sharded.grid import place_in
 from penstock.worker.datasets.sharded.keys import SampleKey, digest_of
@@ -43,6 +43,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     divides `partitions` and the global batch, and the number of workers divides the shards of a partition. A pass that
     is begun after it, by leaving it or by set_epoch, is another order of the same source, from the beginning.
     """
+
+    loads_own_state = True
+    exact_states = True
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as with tensor parallelism, give the same.
             collate_fn: list of samples -> batch.
             unbatched: the source's samples are batches already: a box gets one at each step, as it is. Give no batch
-                size. Where the last ones are fewer than the boxes, "emit" pads them.
+                size. Where the last ones are fewer than the boxes, "emit" gives the others one without rows.
 
         Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
         """
@@ -83,7 +86,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         partitions, seed = at_least_one("partitions", partitions), whole("seed", seed)
         self._batch = _batch(batch_size, global_batch_size, here.boxes, unbatched)
         _check(source, partitions, tail)
-        self._tail: Tail = "pad" if unbatched and tail == "emit" else tail
+        self._tail: Tail = APART if unbatched and tail == "emit" else tail
         self.source, self._collate = source, _only if unbatched else checked_collate(collate_fn)
         self._keys = checked_name(keys)
         self._seed = here.seed if seed is None else seed
@@ -93,7 +96,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             "endless": source.endless,
             "seed": self._seed,
             "partitions": partitions if source.endless else None,
-            "tail": None if source.endless else self._tail,
+            "tail": None if source.endless else tail,
         }
         self._ground = Ground(source, partitions, self._tail)
         self._plan = Plan(self._ground, self._seed, here.box, digest_of(self._order), keys is not None)
@@ -256,10 +259,15 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._share
 
     def _make(self, samples: list[tuple[Any, str | None]]) -> Any:
-        batch = self._collate([sample for sample, _ in samples])
+        batch = self._collate([sample for sample, _ in samples]) if samples else self._empty()
         if self._keys is None:
             return batch
         return with_keys(batch, self._keys, [key or "" for _, key in samples])
+
+    def _empty(self) -> Any:
+        assert self._share is not None
+        sample = self._share.template()
+        return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)
 
 
 class _Pass:
@@ -333,7 +341,7 @@ def _described(source: ShardedSource) -> Any:
 
 def _check(source: ShardedSource, partitions: int, tail: str) -> None:
     shards = checked(source, "ShardLoader").num_shards
-    one_of("tail", tail, get_args(Tail))
+    one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
     if shards < 1:
         raise InvalidArgumentError(f"a source of {shards} shards: it needs at least one")
     if not source.endless and partitions != 1:

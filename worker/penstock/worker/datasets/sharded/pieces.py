@@ -7,6 +7,8 @@ recently used first, and all of them when nobody reads.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -17,10 +19,12 @@ import numpy as np
 import torch.utils.data
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.rng import derive_seed
 from penstock.worker.datasets.arguments import whole
 from penstock.worker.datasets.no_end import no_end, not_an_end
 from penstock.worker.datasets.ordering.permutation import Ints
 from penstock.worker.datasets.sharded.opaque import let_go
+from penstock.worker.datasets.sharded.randomness import OwnRandom
 from penstock.worker.datasets.sharded.undivided import Undivided
 from penstock.worker.datasets.streaming import StreamingDataset
 
@@ -29,6 +33,9 @@ __all__ = ["Opened", "Pieces"]
 
 _NO_LIST = (str, bytes, Mapping, Set, torch.utils.data.Dataset, torch.Tensor, np.ndarray)
 """Taken for a list of pieces, each of their records would be one."""
+_PLAIN = (list, tuple, range, np.ndarray, np.memmap, torch.Tensor)
+"""Types whose records are read without user code, so that none draws random numbers; StreamingDataset and tables of
+pyarrow are such, too."""
 
 
 class Opened:
@@ -85,10 +92,7 @@ class Pieces:
             raise InvalidArgumentError("pieces is empty: give one at least")
         self.names = None if names is None else [str(name) for name in self._as_many("names", names)]
         said = None if counts is None else [_count(number) for number in self._as_many("counts", counts)]
-        self.opened = Opened(max_open)
-        self._tables: dict[int, Any] = {}
-        """Those that are open here, by the number of their piece."""
-        self._readers: set[int] = set()
+        self._nothing_open(max_open)
         self._functions = {number for number in range(len(self)) if self._is_function(number)}
         lengths = self._lengths(said)
         self.by_position = lengths is not None
@@ -96,6 +100,13 @@ class Pieces:
         self.counts = said if lengths is None else lengths
         """Records of each, where they are known."""
         self.opened.close()
+        _all.add(self)
+
+    def _nothing_open(self, max_open: int) -> None:
+        self.opened = Opened(max_open)
+        self._tables: dict[int, Any] = {}
+        """Those that are open here, by the number of their piece."""
+        self._readers: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -147,6 +158,12 @@ class Pieces:
                 f"{self.name(number)}: it has no record {offset}, and {self._known(number)} ({error})"
             ) from error
 
+    def may_draw(self, number: int) -> bool:
+        """User code reads its records, and may draw random numbers for them."""
+        piece = self._tables.get(number) if number in self._functions else self._pieces[number]
+        plain = type(piece) in _PLAIN or type(piece) is StreamingDataset or hasattr(piece, "to_pylist")
+        return not plain
+
     def _known(self, number: int) -> str:
         return f"{self.counts[number]} were said to be there" if self.counts is not None else "was longer before"
 
@@ -154,7 +171,7 @@ class Pieces:
         table = self._tables.get(number)
         if table is None:
             self.opened.make_room()
-            table = self._open(number)
+            table = self._open_table(number)
             if not _is_indexable(table):
                 let_go(table)
                 raise DatasetError(
@@ -180,6 +197,11 @@ class Pieces:
             raise
         _refuse_no_set(f"{self.name(number)} opens", opened)
         return opened
+
+    def _open_table(self, number: int) -> Any:
+        """The same with random generators of the piece's own: it is opened again whenever it was closed for others."""
+        with OwnRandom(derive_seed(0, "opens", number)):
+            return self._open(number)
 
     def _keep(self, number: int, table: Any) -> None:
         self.opened.add(number, lambda: let_go(self._tables.pop(number)))
@@ -231,7 +253,7 @@ class Pieces:
         # Where counts are given the first one is opened to see what it is; the others are taken to be like it.
         for number in sorted(self._functions)[: None if said is None else 1]:
             self.opened.make_room()
-            table = self._open(number)
+            table = self._open_table(number)
             if not _is_indexable(table):
                 let_go(table)
                 return None
@@ -255,6 +277,23 @@ class Pieces:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": Opened(self.opened.most), "_tables": {}, "_readers": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _all.add(self)
+
+
+_all: weakref.WeakSet[Pieces] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A child opens its own: what its parent opened has one position for both, and each would read on where the other
+    was."""
+    for pieces in list(_all):
+        pieces._nothing_open(pieces.opened.most)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class _Rows:

@@ -3,6 +3,9 @@
 The order of an epoch is a function (ordering/order.py), and shard l of L has the positions from floor(l N / L) to
 floor((l + 1) N / L) of it: in whole numbers, so that each record is in one shard, whatever N and L are. A cursor is a
 number, and skips by adding to it.
+
+A record that user code reads has the process's random generators for itself, seeded by (seed, epoch, position): random
+augmentation is the same in whatever shard or worker it comes, and whatever was read before it.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from penstock.proto.errors import StateCorruptError
+from penstock.worker.datasets.keyed_random import Seeds, seed_generators, seeds_of
 from penstock.worker.datasets.ordering.order import Order
 from penstock.worker.datasets.ordering.permutation import Ints
 from penstock.worker.datasets.sharded.pieces import Pieces
 from penstock.worker.datasets.sharded.protocol import Token
+from penstock.worker.datasets.sharded.randomness import OwnRandom
 
 __all__ = ["Parts", "RangeCursor", "cut"]
 
@@ -80,14 +85,27 @@ class Parts:
 class RangeCursor(Iterator[Any]):
     """Positions [begin, end) of an epoch's order, read along."""
 
-    def __init__(self, parts: Parts, order: Order | None, epoch: int, begin: int, end: int, ahead: int, token: Token):
-        """`order`: None where there is no record at all. `ahead`: positions whose parts are fetched."""
+    def __init__(
+        self,
+        parts: Parts,
+        order: Order | None,
+        epoch: int,
+        begin: int,
+        end: int,
+        ahead: int,
+        token: Token,
+        key: int | None = None,
+    ):
+        """`order`: None where there is no record at all. `ahead`: positions whose parts are fetched. `key`: of the
+        random generators that a record has for itself; None: it has none."""
         if token is not None and (type(token) is not int or not 0 <= token <= end - begin):
             raise StateCorruptError(f"a place in a shard of {end - begin} records that cannot be: {token!r:.200}")
         self._parts, self._order, self._epoch, self._ahead = parts, order, epoch, ahead
         self._begin, self._end, self._at = begin, end, begin + (token or 0)
         self._found: list[tuple[int, int]] = []
         self._found_from = begin
+        self._key, self._seeds = key, list[Seeds]()
+        self._random: OwnRandom | None = None
         self._looked = -1
         """Position from which was last looked ahead."""
 
@@ -99,9 +117,22 @@ class RangeCursor(Iterator[Any]):
         if not 0 <= index < len(self._found):
             self._find()
             index = 0
-        record = self._parts.pieces.record(*self._found[index])
+        record = self._read(index)
         self._at += 1
         return record
+
+    def _read(self, index: int) -> Any:
+        pieces, (piece, offset) = self._parts.pieces, self._found[index]
+        if self._key is None or not pieces.may_draw(piece):
+            return pieces.record(piece, offset)
+        if not self._seeds:
+            positions = np.arange(self._found_from, self._found_from + len(self._found))
+            self._seeds = seeds_of(self._key, self._epoch & (2**62 - 1), positions)
+        if self._random is None:
+            self._random = OwnRandom(0)
+        with self._random:
+            seed_generators(self._seeds[index])
+            return pieces.record(piece, offset)
 
     def skip(self, count: int) -> int:
         count = min(count, self._end - self._at)
@@ -112,7 +143,7 @@ class RangeCursor(Iterator[Any]):
         return self._at - self._begin
 
     def close(self) -> None:
-        self._found, self._found_from = [], self._begin
+        self._found, self._found_from, self._seeds = [], self._begin, []
         if self._looked >= 0:
             self._looked = -1
             self._parts.want(id(self), np.zeros(0, np.int64))
@@ -132,4 +163,4 @@ class RangeCursor(Iterator[Any]):
             self._parts.want(id(self), self._order.shards(self._epoch, at))
         end = min(self._end, self._at + FOUND_AT_ONCE)
         self._found = self._parts.found(self._order.ids(self._epoch, np.arange(self._at, end)))
-        self._found_from = self._at
+        self._found_from, self._seeds = self._at, []

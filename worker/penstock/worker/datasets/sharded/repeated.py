@@ -6,6 +6,7 @@ tokens or a mixture on top of it goes on across it, and no worker has to be told
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -29,6 +30,12 @@ class Repeated(Layer):
         super().__init__(source)
         if source.endless:
             raise InvalidArgumentError("Repeated: this source never ends as it is")
+        few = _fewer(source.described())
+        if few:
+            raise InvalidArgumentError(
+                f"Repeated: {few}: a shard without a sample would be read for ever. Use at most as many shards; files "
+                "of lines can be cut (LineFile), and so can pieces with a length and records by number"
+            )
 
     @property
     def endless(self) -> bool:
@@ -36,6 +43,17 @@ class Repeated(Layer):
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         return _Cursor(self.source, shard, seed, token, placed(place, shard, self.num_shards))
+
+
+def _fewer(described: Any) -> str:
+    """What there is less of than shards, so that some shard is empty in each epoch; "" for nothing."""
+    while isinstance(described, Mapping):
+        if described.get("kind") == "LogicalShards":
+            by_position = described["cut"] == "by position"
+            number, what = (described["records"], "records") if by_position else (described["pieces"], "pieces")
+            return f"{number} {what}, {described['shards']} shards" if number < described["shards"] else ""
+        described = described.get("source")
+    return ""
 
 
 class _Cursor:

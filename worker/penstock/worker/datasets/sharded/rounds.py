@@ -17,7 +17,7 @@ from penstock.worker.datasets.ordering.permutation import Ints
 
 __all__ = ["Rounds", "Tail"]
 
-Tail = Literal["emit", "pad", "drop"]
+Tail = Literal["emit", "pad", "drop", "emit apart"]
 """What becomes of an epoch's last batch that is not full: those of ordering/dealing.py that need no other epoch."""
 
 UNKNOWN = 1 << 62

@@ -5,6 +5,9 @@ counts are known, each piece in turn goes to the shard with the fewest records s
 one. The seed and the epoch say in which order a shard reads its own. (The seed has no part in who gets what, for the
 lengths of shards are asked for without it.)
 
+While a piece is read, the random generators of the process are its own, seeded by (seed, epoch, piece): it draws the
+same in whatever shard or worker it comes, and whoever else draws.
+
 What a cursor keeps is the piece, how many of its records came, and how that piece is gone on with (opaque.py). A piece
 that is closed for others' sake, see Opened, keeps its place in the same way.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import heapq
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,8 +62,9 @@ def _permuted(numbers: Sequence[int], key: int) -> list[int]:
 class Runs:
     """Whole pieces, dealt to shards."""
 
-    def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool) -> None:
+    def __init__(self, pieces: Pieces, shards: int, *, shuffle: bool, capture_rng: bool = True) -> None:
         self.pieces, self._shards, self._shuffle = pieces, shards, shuffle
+        self._capture_rng = capture_rng
         self.digests = Digests()
         self._dealt: OrderedDict[int, list[Ints]] = OrderedDict()
         """Epoch -> whose pieces. Of an endless source shards are in epochs of their own, and to deal 100,000 pieces
@@ -90,6 +94,12 @@ class Runs:
         run = _permuted(own, derive_seed(seed, "pieces", epoch, shard)) if self._shuffle else own
         return run if self.pieces.counts is None else [n for n in run if self.pieces.counts[n]]
 
+    def seeds(self, epoch: int, seed: int) -> Callable[[int], int | None]:
+        """Number of a piece -> seed of the generators that it has for itself in this epoch; None: it has none."""
+        if not self._capture_rng:
+            return lambda piece: None
+        return lambda piece: derive_seed(seed, "piece", epoch, piece)
+
     def _of(self, epoch: int) -> list[Ints]:
         found = self._dealt.get(epoch)
         if found is None:
@@ -104,8 +114,8 @@ class Runs:
 class RunCursor(Iterator[Any]):
     """Pieces one after the other, each read along."""
 
-    def __init__(self, runs: Runs, run: list[int], token: Token) -> None:
-        self._runs, self._pieces, self._run = runs, runs.pieces, run
+    def __init__(self, runs: Runs, run: list[int], seed_of: Callable[[int], int | None], token: Token) -> None:
+        self._runs, self._pieces, self._run, self._seed_of = runs, runs.pieces, run, seed_of
         self._turn = 0
         self._stream = self._new(None) if run else None
         if token is not None:
@@ -168,10 +178,15 @@ class RunCursor(Iterator[Any]):
         return self._pieces.name(self._run[self._turn])
 
     def _new(self, mark: Mark | None) -> Stream:
-        pieces = self._pieces
-        make, own = pieces.stream(self._run[self._turn])
+        pieces, piece = self._pieces, self._run[self._turn]
+        make, own = pieces.stream(piece)
         return Stream(
-            lambda: pieces.as_iterable(make()), self._name, digests=self._runs.digests, mark=mark, keeps_made=own
+            lambda: pieces.as_iterable(make()),
+            self._name,
+            digests=self._runs.digests,
+            seed=self._seed_of(piece),
+            mark=mark,
+            keeps_made=own,
         )
 
     def _touch(self, stream: Stream) -> None:

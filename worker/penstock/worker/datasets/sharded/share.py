@@ -97,7 +97,8 @@ class Share:
         """Between two batches; not while one is made, or when making it failed."""
 
     def next(self, *, read: bool = True) -> list[tuple[Any, str | None]] | None:
-        """Samples and keys of the next batch, the same ones until `done` is called; None behind the last batch.
+        """Samples and keys of the next batch, the same ones until `done` is called; None behind the last batch. An
+        epoch's last batch may be empty, see `template`.
 
         `read`: otherwise it is passed over, and the list is empty.
         """
@@ -118,6 +119,11 @@ class Share:
             at = self._begun.grid.at(progress.start + number, own)
             rows = [(shard, index, False) for shard, index in zip(*at, strict=True)]
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
+
+    def template(self) -> Any:
+        """A sample that another box has in the next batch, of which this one has no row."""
+        assert self._stream is not None
+        return self._readers.get(*self._stream.first(self._turn.batch(self._done)), again=True)[0]
 
     def done(self) -> None:
         """The batch was yielded, or passed over."""

@@ -63,7 +63,7 @@ class Stream:
         return dict(self._found)
 
     def rows(self, number: int, *, read: bool = True) -> Rows | None:
-        """The box's rows of a batch; None if it is behind the last one.
+        """The box's rows of a batch, in the last one maybe none; None if it is behind the last one.
 
         `read`: they are going to be read; otherwise the batch is passed over.
         """
@@ -81,6 +81,11 @@ class Stream:
         if number >= dealing.batches:
             return None
         return self._rows(dealing.rows(number, self._box), begin)
+
+    def first(self, number: int) -> tuple[int, int]:
+        """Shard and index of the first row of a batch, which box 0 has."""
+        (shard,), (index,) = self._rounds.at(np.array([self._start + number * self._batch]))
+        return shard, index
 
     def has_rows(self) -> bool:
         """There is something to deal out."""

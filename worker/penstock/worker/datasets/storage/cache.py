@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
 from penstock.worker.datasets.formats.hashes import HASHES
@@ -43,7 +43,8 @@ CONFIRM_S = 10.0
 
 
 class Held:
-    """A shard that stays until `release`, which may be called twice. In a forked child it holds nothing."""
+    """A shard that stays until `release`, which may be called twice, by any thread. In a forked child it holds
+    nothing."""
 
     __slots__ = ("_cache", "_key", "_pid", "paths")
 
@@ -55,9 +56,9 @@ class Held:
         self._pid = os.getpid()
 
     def release(self) -> None:
-        cache, self._cache = self._cache, None
-        if cache and self._pid == os.getpid():
-            cache._release(self._key)
+        cache = self._cache
+        if cache is not None and self._pid == os.getpid():
+            cache._release(self)
 
     def __enter__(self) -> Held:
         return self
@@ -86,7 +87,7 @@ class ShardCache:
         folder: str | os.PathLike[str],
         *,
         limit: int | None = None,
-        validate: str | None = None,
+        validate: str | Literal[False] | None = None,
         keep_packed: bool = False,
         timeout_s: float = 600.0,
         threads: int = 4,
@@ -94,10 +95,12 @@ class ShardCache:
     ) -> None:
         """`place` None: the folder is the dataset, and nothing of it is ever removed.
 
-        `limit`: bytes for all processes of the host together; None: unlimited. `validate`: the hash algorithm by which
-        files are verified; the index must have such hashes. `keep_packed`: compressed files stay, and their inflated
-        form is the first to go; else only the inflated one stays. `timeout_s`: seconds for one `hold`.
-        `on_pressure`: called when there is no room without exceeding the limit, to release what is held without need.
+        `limit`: bytes for all processes of the host together; None: unlimited. `validate`: None verifies what is
+        fetched, or found without a stamp that fits, by a hash that the index has; the name of an algorithm verifies by
+        that one, also what lies in place, and the index must have it; False verifies nothing. `keep_packed`: compressed
+        files stay, and their inflated form is the first to go; else only the inflated one stays. `timeout_s`: seconds
+        for one `hold`. `on_pressure`: called when there is no room without exceeding the limit, to release what is held
+        without need.
         """
         if limit is not None and limit <= 0:
             raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, not {limit}")
@@ -115,7 +118,7 @@ class ShardCache:
         self.place = place
         self.on_pressure = on_pressure
         self._limit = limit if place else None
-        self._validate = validate or ""
+        self._validate = validate
         self._keep_packed = keep_packed
         self._timeout_s = timeout_s
         self._threads = threads
@@ -144,7 +147,6 @@ class ShardCache:
             "keep_packed": self._keep_packed,
             "timeout_s": self._timeout_s,
             "threads": self._threads,
-            "on_pressure": self.on_pressure,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,17 +154,27 @@ class ShardCache:
 
     # The index
 
+    @property
+    def index_path(self) -> Path:
+        """Where `index` reads it."""
+        return Path(self._in_place or self.folder, INDEX)
+
+    @property
+    def in_place(self) -> bool:
+        """Files are used where they lie."""
+        return bool(self._in_place)
+
     def index(self) -> bytes:
         """The index file; fetched once for the host. Raises ShardUnavailableError, or DatasetError if it is none."""
         if self._in_place:
             try:
-                return Path(self._in_place, INDEX).read_bytes()
+                return self.index_path.read_bytes()
             except FileNotFoundError:
                 what = f"{self._in_place} is no dataset: it has no {INDEX}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
         assert self.place is not None
         self._books.prepare()
-        path = self.folder / INDEX
+        path = self.index_path
         until = time.monotonic() + self._timeout_s
         while True:
             with contextlib.suppress(FileNotFoundError):
@@ -239,24 +251,25 @@ class ShardCache:
             paths.append(Path(path))
         return tuple(paths)
 
-    def _release(self, key: str) -> None:
+    def _release(self, held: Held) -> None:
         with self._lock:
-            in_use = self._held.get(key)
+            if held._cache is None:  # by another thread, just before
+                return
+            held._cache = None
+            in_use = self._held.get(held._key)
             if in_use is None:
                 return
             in_use.count -= 1
             if in_use.count:
                 return
-            del self._held[key]
+            del self._held[held._key]
             in_use.lock.touch()
             in_use.lock.release()
         self._ahead.look_for_room()
 
     def _ready(self, shard: Shard, lock: Lock) -> tuple[Path, ...] | None:
         stamp = Stamp.decoded(lock.read())
-        if stamp is None or stamp.origin != self._filling.origin(shard):
-            return None
-        return stamp.holds(shard, self._root, self._validate)
+        return stamp.holds(shard, self._root) if stamp and self._filling.accepts(stamp, shard) else None
 
     def _fill(
         self, shard: Shard, key: str, lock: Lock, until: float, decided: Callable[[], None] | None = None
@@ -284,7 +297,7 @@ class ShardCache:
                     raise
                 raise ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}") from error
             lock.write(stamp.encoded())
-            return stamp.holds(shard, self._root, self._validate)
+            return stamp.holds(shard, self._root)
 
     # Room
 

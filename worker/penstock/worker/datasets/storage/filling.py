@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
-from penstock.worker.datasets.formats.hashes import digest_of
+from penstock.worker.datasets.formats.hashes import digest_of, fastest_of
 from penstock.worker.datasets.formats.packing import unpack
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
 from penstock.worker.datasets.storage.places import Place
@@ -70,7 +71,10 @@ class _Numbered:
 class Filling:
     """Fills shards' files in, with the settings of a cache."""
 
-    def __init__(self, place: Place | None, folder: Path, *, validate: str, keep_packed: bool) -> None:
+    def __init__(
+        self, place: Place | None, folder: Path, *, validate: str | Literal[False] | None, keep_packed: bool
+    ) -> None:
+        """`validate`: see ShardCache."""
         self._place = place
         self._folder = folder
         self._validate = validate
@@ -78,6 +82,23 @@ class Filling:
 
     def origin(self, shard: Shard) -> str:
         return origin_of(shard, self._place.local if self._place else None)
+
+    def accepts(self, stamp: Stamp, shard: Shard) -> bool:
+        """Whether its files were made of what the index says now, and verified as asked."""
+        if stamp.origin != self.origin(shard):
+            return False
+        return stamp.hash == self._validate if self._validate else bool(stamp.hash) or not self._verified_by(shard)
+
+    def _verified_by(self, shard: Shard) -> str:
+        """The algorithm; "" if the shard is not verified."""
+        stored = (shard.files[0].raw, shard.files[0].packed)
+        return next((name for each in stored if each and (name := self._algorithm(each))), "")
+
+    def _algorithm(self, stored: StoredFile) -> str:
+        """By which a file is verified; "" for none."""
+        if self._validate is None:
+            return fastest_of(stored.hashes)
+        return self._validate or ""
 
     def forget(self, stamp: Stamp) -> None:
         """Remove what came from the place when it had other data under these names."""
@@ -131,7 +152,8 @@ class Filling:
             if file.packed and self._lies(self._own(file.packed), file.packed):
                 packed.append((file.packed.name, file.packed.size))
         size = sum(size for _, size in evictable) + sum(size for _, size in packed)
-        return Stamp(tuple(raw), tuple(packed), tuple(evictable), size, self._validate, tuple(found), made_of)
+        verified_by = self._verified_by(shard)
+        return Stamp(tuple(raw), tuple(packed), tuple(evictable), size, verified_by, tuple(found), made_of)
 
     def _own(self, stored: StoredFile) -> Path:
         return self._folder / stored.name
@@ -188,15 +210,19 @@ class Filling:
         return self._place is None or path == self._in_place(stored)
 
     def _verify(self, source: Path | bytes, stored: StoredFile, name: str) -> None:
-        if not self._validate:
+        algorithm = self._algorithm(stored)
+        if not algorithm:
             return
-        expected = stored.hashes.get(self._validate)
+        expected = stored.hashes.get(algorithm)
         if expected is None:
             known = ", ".join(sorted(stored.hashes)) or "none"
-            raise DatasetError(f"{name}: the index has no {self._validate} hash of it to validate by; it has {known}")
-        digest = digest_of(source, self._validate)
-        if digest != expected:
-            raise ShardCorruptError(f"{name} is corrupt: {self._validate} {expected} expected, {digest} found")
+            raise DatasetError(f"{name}: the index has no {algorithm} hash of it to validate by; it has {known}")
+        digest = digest_of(source, algorithm)
+        if digest != expected.lower():
+            raise ShardCorruptError(
+                f"{name} is corrupt: {algorithm} {expected} expected, {digest} found. If the dataset was written again "
+                "since its index was fetched, give it another cache folder"
+            )
 
     def _fetch(self, stored: StoredFile, temporary: Path, path: Path, until: float) -> None:
         def name_it(source: str) -> None:

@@ -14,6 +14,9 @@ import fcntl
 import os
 import threading
 import time
+import weakref
+
+from penstock.worker.datasets.descriptors import Descriptor
 
 __all__ = ["Lock", "take"]
 
@@ -21,14 +24,14 @@ _LONGEST = 1 << 20
 """Bytes of text that are read back."""
 
 _opening = threading.RLock()
-"""Held for the moment between opening a file and knowing of it, and over a fork: the child knows all that it has."""
-_descriptors: set[int] = set()
+"""Held for the moment between opening a file and knowing of it, while one is given back, and over a fork: the child
+knows all that it has."""
+_opened: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    for descriptor in _descriptors:
-        os.close(descriptor)
-    _descriptors.clear()
+    for descriptor in list(_opened):
+        descriptor.close()
     _opening.release()
 
 
@@ -40,61 +43,58 @@ class Lock:
 
     __slots__ = ("_descriptor", "_pid", "path")
 
-    def __init__(self, path: str, descriptor: int) -> None:
+    def __init__(self, path: str, descriptor: Descriptor) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self._descriptor: Descriptor | None = descriptor
         self._pid = os.getpid()
 
     def read(self) -> bytes:
         """The text of the file."""
-        return os.pread(self._descriptor, _LONGEST, 0)
+        return self._held().read(_LONGEST, 0)
 
     def write(self, text: bytes) -> None:
         """One line, whole or not at all for those who read meanwhile: what is left of a longer one goes afterwards."""
-        os.pwrite(self._descriptor, text, 0)
-        os.ftruncate(self._descriptor, len(text))
+        descriptor = self._held()
+        os.pwrite(descriptor.fileno(), text, 0)
+        os.ftruncate(descriptor.fileno(), len(text))
         self.touch()
 
     def touch(self) -> None:
         """Set the file's time to now; the kernel's own idea of now is so coarse that two writes may have one time."""
         now = time.time_ns()
-        os.utime(self._descriptor, ns=(now, now))
+        os.utime(self._held().fileno(), ns=(now, now))
 
     def remove(self) -> None:
         """Remove the file; only for an exclusive holder. The lock is held until it is released."""
         os.unlink(self.path)
 
     def release(self) -> None:
-        """Again: nothing. In a forked child: nothing."""
-        if self._descriptor < 0 or self._pid != os.getpid():
+        """Again: nothing, also from another thread. In a forked child: nothing."""
+        if self._pid != os.getpid():
             return
-        descriptor, self._descriptor = self._descriptor, -1
-        # Said, not left to the close: a child that is about to close its copy would else hold the lock till then.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        _close(descriptor)
+        with _opening:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                # Said, not left to the close: a child that is about to close its copy would else hold the lock till
+                # then.
+                fcntl.flock(descriptor.fileno(), fcntl.LOCK_UN)
 
-
-def _close(descriptor: int) -> None:
-    with _opening:
-        _descriptors.discard(descriptor)
-        os.close(descriptor)
+    def _held(self) -> Descriptor:
+        if self._descriptor is None:
+            raise ValueError(f"the lock {self.path} was released")
+        return self._descriptor
 
 
 def take(path: str, *, shared: bool, create: bool = True) -> Lock | None:
     """The lock at once, or None if somebody holds it. Without `create` a file that is absent is FileNotFoundError."""
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | (os.O_CREAT if create else 0)
     while True:
         with _opening:
-            descriptor = os.open(path, flags, 0o666)
-            _descriptors.add(descriptor)
+            descriptor = Descriptor(path, flags)
+            _opened.add(descriptor)
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return Lock(path, descriptor)
+            fcntl.flock(descriptor.fileno(), (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            _close(descriptor)
             return None
-        except BaseException:
-            _close(descriptor)
-            raise
-        _close(descriptor)
+        if os.fstat(descriptor.fileno()).st_nlink:
+            return Lock(path, descriptor)

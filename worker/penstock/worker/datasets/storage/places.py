@@ -1,7 +1,8 @@
 """A dataset's folder, wherever it lies: this machine, a web server, an object store, or whatever else fsspec reaches.
 
-A failure that may pass is tried again, later each time; one that will not pass is said at once. Every transfer has a
-deadline, and another for making no progress: a server that sends a byte now and then is as good as silent.
+A failure that may pass is tried again until the deadline, later each time; one that will not pass is said at once.
+Every transfer has a deadline, and another for making no progress: a server that sends a byte now and then is as good as
+silent.
 
 fsspec's shared event loop does not survive a fork, and closes its connections when it likes. So a place has an event
 loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; what it
@@ -14,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import io
+import logging
+import math
 import os
 import random
 import threading
@@ -25,6 +28,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.worker.datasets.storage.plain_filesystems import PlainFilesystems
 from penstock.worker.datasets.storage.transfer import (
     Broken,
     Changed,
@@ -42,10 +46,15 @@ LARGEST_READ = 1 << 30
 """Bytes that `read` takes into memory: an index of some million shards."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
+LAST_PAUSE_S = 0.2
+"""A shorter time than this before the deadline nothing is tried again."""
+QUIET_TRIES = 5
+"""Failures in a row, some two seconds, of which nothing is said."""
 SLOWEST = 1 << 16
 """Bytes that must come in each `stall_s`, or the transfer is broken off and gone on with."""
 _SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
 """Options of fsspec's filesystems that say which server a URL means."""
+_log = logging.getLogger(__name__)
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
 
 
@@ -85,6 +94,11 @@ class _Loop:
             self._session = await fs.set_session()
         return fs, root
 
+    @property
+    def ended(self) -> bool:
+        """Nothing begins in it any more; as at the interpreter's end."""
+        return self._ending
+
     def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         with self._lock:
             if self._ending:  # as the interpreter may be, while a thread tries again what was ended with it
@@ -122,12 +136,12 @@ class Place:
         url: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None = None,
         *,
-        tries: int = 5,
+        tries: int | None = None,
         stall_s: float = 30.0,
     ) -> None:
         """`storage_options` go to fsspec's filesystem. `tries`: failures in a row, without a new byte, that end a
-        transfer. `stall_s`: seconds that count as no progress."""
-        if tries < 1 or stall_s <= 0:
+        transfer; None: the deadline alone does. `stall_s`: seconds that count as no progress."""
+        if (tries is not None and tries < 1) or stall_s <= 0:
             raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, not {tries} and {stall_s}")
         self._url = os.fspath(url)
         self._options = dict(storage_options or {})
@@ -159,7 +173,11 @@ class Place:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # a dataset may be collected, and close its places, anywhere
         self._loop: _Loop | None = None
-        self._fs: tuple[Any, str] | None = None
+        self._plain = PlainFilesystems(self._url, self._options)
+        self._reached = False
+        """Something came from there before."""
+        self._root: str | None = None
+        """The folder's path in such a filesystem, once one was opened."""
         self._closed = threading.Event()
         self._moving: set[concurrent.futures.Future[Any]] = set()
 
@@ -221,6 +239,7 @@ class Place:
         self._closed.set()
         with self._lock:
             moving, loop, self._loop = tuple(self._moving), self._loop, None
+        self._plain.close()
         for future in moving:
             future.cancel()
         if loop:
@@ -239,6 +258,7 @@ class Place:
                 self._try(name, landing, progress, until, source)
                 if expected is not None and landing.at != expected:
                     raise Broken(f"ended after {landing.at} of {expected} bytes")
+                self._reached = True
                 return
             except PenstockError:
                 raise
@@ -252,15 +272,19 @@ class Place:
             if changed:
                 progress.begin_again()
             tries = "1 try" if failures == 1 else f"{failures} tries"
-            if verdict.final or failures >= self._tries:
+            mistyped = verdict.no_such_host and not self._reached and failures == QUIET_TRIES
+            if verdict.final or mistyped or failures == self._tries:
                 # No cause is chained: its text may hold what is left out of ours.
                 raise ShardUnavailableError(f"{source} could not be fetched after {tries}: {verdict.reason}") from None
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
-            pause = max(pause, verdict.again_after_s)
-            if time.monotonic() + pause >= until:
+            left = until - time.monotonic()
+            pause = max(min(pause, left / 2), verdict.again_after_s)
+            if pause >= left or left < LAST_PAUSE_S:
                 raise ShardUnavailableError(
                     f"{source} could not be fetched within {deadline_s:.3g} s, {tries}: {verdict.reason}"
                 ) from None
+            if failures == QUIET_TRIES:
+                _log.warning("%s could not be fetched so far: %s; trying for %.0f s more", source, verdict.reason, left)
             self._closed.wait(pause)
 
     def _try(self, name: str, landing: Landing, progress: Progress, until: float, source: str) -> None:
@@ -272,30 +296,41 @@ class Place:
         self._run(loop, over_http(fs, path, landing, progress, source), until, landing)
 
     def _path_of(self, name: str, until: float) -> str:
-        root = self._opened(until)[2] if self._asynchronous else self._plain()[1]
-        return joined(root, name)
+        if self._asynchronous:
+            return joined(self._opened(until)[2], name)
+        if self._root is None:
+            self._root = self._wait(self._plain.begin(lambda fs, root: root), until, math.inf, None)
+        return joined(self._root, name)
 
     def _call(self, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of the filesystem, in its loop if it has one; there `_name` is the coroutine of `name`."""
         if not self._asynchronous:
-            if self._closed.is_set() or time.monotonic() > until:
-                raise TimeoutError("no time is left")
-            return getattr(self._plain()[0], method)(*args, **kwargs)
+            # A call may be all of a file, or of an archive: only the deadline ends it.
+            future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
+            return self._wait(future, until, math.inf, None)
         loop, fs, _ = self._opened(until)
         return self._run(loop, getattr(fs, f"_{method}")(*args, **kwargs), until, None)
 
     def _run(self, loop: _Loop, work: Coroutine[Any, Any, Any], until: float, landing: Landing | None) -> Any:
-        """Wait for it, but no longer than it makes progress."""
         with self._lock:
             if self._closed.is_set():
                 work.close()
                 raise Broken("was closed")
             future = loop.call(work)
-            self._moving.add(future)
+        return self._wait(future, until, self._stall_s, landing)
+
+    def _wait(
+        self, future: concurrent.futures.Future[Any], until: float, stall_s: float, landing: Landing | None
+    ) -> Any:
+        """Wait for it, but no longer than it makes progress. What is given up is cancelled."""
         try:
+            with self._lock:
+                if self._closed.is_set():
+                    raise Broken("was closed")
+                self._moving.add(future)
             while True:
                 before = landing.at if landing else 0
-                concurrent.futures.wait((future,), min(self._stall_s, max(0.0, until - time.monotonic())))
+                concurrent.futures.wait((future,), min(stall_s, max(0.0, until - time.monotonic())))
                 if future.cancelled():
                     raise Broken("was closed")
                 if future.done():
@@ -304,20 +339,11 @@ class Place:
                     raise Broken("time ran out")
                 if not landing or landing.at - before < SLOWEST:
                     came = f"{landing.at - before} bytes" if landing else "nothing"
-                    raise Broken(f"{came} came in {self._stall_s:g} s")
+                    raise Broken(f"{came} came in {stall_s:g} s")
         finally:
             future.cancel()
             with self._lock:
                 self._moving.discard(future)
-
-    def _plain(self) -> tuple[Any, str]:
-        """A filesystem without an event loop, of this process."""
-        with self._lock:
-            if self._fs is None:
-                import fsspec
-
-                self._fs = fsspec.core.url_to_fs(self._url, skip_instance_cache=True, **self._options)
-            return self._fs
 
     def _opened(self, until: float) -> tuple[_Loop, Any, str]:
         """The event loop of this process, the filesystem that lives in it, and the folder's path there."""
@@ -328,6 +354,8 @@ class Place:
                 self._loop = _Loop(self._url, self._options)
                 weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
             loop = self._loop
+            if loop.ended:
+                raise ShardUnavailableError(f"{self.url} is not read any more: it was closed")
         concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
         if not loop.opening.done() or loop.opening.cancelled():
             raise Broken("was not opened in time, or closed")

@@ -61,7 +61,7 @@ class Stamp:
     size: int = 0
     """Bytes that it counts against the limit: all that it may have on disk now."""
     hash: str = ""
-    """Algorithm by which it was verified."""
+    """Algorithm by which it was verified; "" if it was not."""
     found: tuple[tuple[str, int], ...] = ()
     """(name, size) of files that were there before us: evicted only if the place has them, too."""
     origin: str = ""
@@ -90,9 +90,9 @@ class Stamp:
         removable = [PurePosixPath(path) for path, _ in (*stamp.packed, *stamp.evictable)]
         return None if any(path.is_absolute() or ".." in path.parts for path in removable) else stamp
 
-    def holds(self, shard: Shard, folder: str, validate: str) -> tuple[Path, ...] | None:
-        """The raw files' paths, if they are as they were and verified as asked."""
-        if len(self.raw) != len(shard.files) or (validate and self.hash != validate):
+    def holds(self, shard: Shard, folder: str) -> tuple[Path, ...] | None:
+        """The raw files' paths, if they are as they were."""
+        if len(self.raw) != len(shard.files):
             return None
         paths = []
         for (name, size, time), file in zip(self.raw, shard.files, strict=True):

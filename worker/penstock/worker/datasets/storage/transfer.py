@@ -13,8 +13,11 @@ import errno
 import io
 import os
 import re
+import socket
+import tarfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +52,8 @@ _HOPELESS = (
     LookupError,
     ImportError,
     NotImplementedError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
 )
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
@@ -217,6 +222,8 @@ class Verdict:
     final: bool
     again_after_s: float = 0.0
     """What the server asks for."""
+    no_such_host: bool = False
+    """Nobody has the name in its address; also said where a network is down."""
 
 
 def judge(error: Exception) -> Verdict:
@@ -233,7 +240,13 @@ def judge(error: Exception) -> Verdict:
     if isinstance(error, Broken | Changed):
         text = str(error)
     hopeless = isinstance(error, _HOPELESS) or type(error).__name__ == "NoCredentialsError"
-    return Verdict(text, final=hopeless or isinstance(error, PenstockError))
+    return Verdict(text, hopeless or isinstance(error, PenstockError), no_such_host=_no_such_host(error))
+
+
+def _no_such_host(error: BaseException) -> bool:
+    """A name that no server has; an answer that did not come is another error (EAI_AGAIN)."""
+    cause: Any = getattr(error, "os_error", error)  # aiohttp's errors have it inside
+    return isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
 
 
 def _retry_after(headers: Any) -> float:

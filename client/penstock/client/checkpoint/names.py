@@ -1,0 +1,158 @@
+"""Names of parameters: the same whatever wraps a module, and whatever order parameters come in.
+
+A checkpoint outlives the program that wrote it. By then modules may be registered in another order, parameters may be
+sorted into other groups, and `torch.compile` or DistributedDataParallel may wrap a module or one inside it. So values
+are saved under names without those of wrappers, a parameter with several names (tied weights) goes by the first of them
+in the alphabet, and the state of an optimizer goes by the names of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["clean_keys", "parameter_names", "unwrapped"]
+
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module"}
+"""Attributes in which torch.compile, activation checkpointing, Lightning Fabric and FSDP1 keep the module itself."""
+
+Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Where a tensor's values lie, for one that is not the parameter itself but shares its memory."""
+
+
+def unwrapped(value: Any) -> Any:
+    """A module without what wraps it whole."""
+    while True:
+        if isinstance(value, DistributedDataParallel | DataParallel):
+            value = value.module
+        elif isinstance(value, nn.Module) and isinstance(inner := getattr(value, "_orig_mod", None), nn.Module):
+            value = inner  # torch.compile's
+        else:
+            return value
+
+
+def clean_keys(module: nn.Module, keys: list[str]) -> dict[str, str]:
+    """Each of the names that a module's state_dict has -> the name without those of wrappers inside the module."""
+    parallel = {
+        f"{path}.module" if path else "module"
+        for path, inner in module.named_modules(remove_duplicate=False)
+        if isinstance(inner, DistributedDataParallel | DataParallel)
+    }
+    clean = {key: _clean(key, parallel) for key in keys}
+    if len(set(clean.values())) < len(clean):
+        return {key: key for key in keys}  # two would have one name
+    return clean
+
+
+def _clean(key: str, parallel: set[str]) -> str:
+    parts = key.split(".")
+    if not parallel:
+        return key if WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)
+    return ".".join(
+        part
+        for number, part in enumerate(parts)
+        if part not in WRAPPERS and ".".join(parts[: number + 1]) not in parallel
+    )
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], key: str) -> list[str]:
+    """The names of an optimizer's parameters, in its order.
+
+    They are those of the module, or of the dict of tensors, in `state` that holds all of them. Where several hold them,
+    the key in `state` comes before each. Parameters that `state` does not hold go by the names that the optimizer was
+    given (`Adam(model.named_parameters())`); where it was given none, by number and shape, which can tell no order of
+    parameters with one shape from another.
+
+    Raises InvalidArgumentError where two parameters have one name.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    holders = {other: _held(value) for other, value in sorted(state.items()) if isinstance(value, nn.Module)}
+    names = _from_one(parameters, holders)
+    if names is None:
+        dicts = {other: _held(value) for other, value in sorted(state.items()) if isinstance(value, Mapping)}
+        holders = {**holders, **dicts}
+        names = _from_one(parameters, holders) or _from_several(optimizer, parameters, holders)
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise InvalidArgumentError(f"{key!r} of the state has several parameters of the name {twice[0]!r}")
+    return names
+
+
+Held = tuple[dict[int, str], dict[Place, str]]
+"""Names by the parameters' ids, and by where their values lie."""
+
+
+def _from_one(parameters: list[torch.Tensor], holders: dict[str, Held]) -> list[str] | None:
+    for held in holders.values():
+        names = [_name_in(held, parameter) for parameter in parameters]
+        found = [name for name in names if name is not None]
+        if len(found) == len(names):
+            return found
+    return None
+
+
+def _from_several(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], holders: dict[str, Held]
+) -> list[str]:
+    given = [name for group in optimizer.param_groups for name in _given(group)]
+    names, unnamed = [], 0
+    for parameter, own in zip(parameters, given, strict=True):
+        found = ((other, _name_in(held, parameter)) for other, held in holders.items())
+        name = next((f"{other}.{inner}" for other, inner in found if inner is not None), own)
+        if name is None:
+            name = f"#{unnamed} {list(parameter.shape)}"
+            unnamed += 1
+        names.append(name)
+    return names
+
+
+def _given(group: dict[str, Any]) -> list[str | None]:
+    names = group.get("param_names") or []
+    return list(names) if len(names) == len(group["params"]) else [None] * len(group["params"])
+
+
+def _name_in(held: Held, parameter: torch.Tensor) -> str | None:
+    by_id, by_place = held
+    name = by_id.get(id(parameter))
+    if name is None and by_place and (place := _place(parameter)) is not None:
+        return by_place.get(place)
+    return name
+
+
+def _held(value: Any) -> Held:
+    by_id: dict[int, str] = {}
+    by_place: dict[Place, str] = {}
+    if isinstance(value, nn.Module):
+        module = unwrapped(value)
+        parameters = list(module.named_parameters(remove_duplicate=False))
+        clean = clean_keys(module, [name for name, _ in parameters])
+        for name, parameter in parameters:
+            by_id[id(parameter)] = min(clean[name], by_id.get(id(parameter), clean[name]))
+    else:
+        for name, tensor in _tensors(value, ""):
+            by_id[id(tensor)] = min(name, by_id.get(id(tensor), name))
+            if (place := _place(tensor)) is not None:
+                by_place[place] = min(name, by_place.get(place, name))
+    return by_id, by_place
+
+
+def _tensors(value: Mapping[Any, Any], before: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, inner in value.items():
+        if isinstance(inner, torch.Tensor):
+            yield f"{before}{key}", inner
+        elif isinstance(inner, Mapping):
+            yield from _tensors(inner, f"{before}{key}.")
+
+
+def _place(tensor: torch.Tensor) -> Place | None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    if tensor.device.type == "meta" or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

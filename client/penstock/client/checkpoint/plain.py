@@ -1,0 +1,273 @@
+"""Values of common classes <-> values that any reader of checkpoints loads: numbers, text, bytes, and lists of them.
+
+Loading an object of a class means running code that the file names, so what restores a checkpoint does that for no
+class unless it is told to. But random states hold arrays, metrics hold numpy's scalars, and configurations paths and
+dates. Those are saved as what they are made of, and what they were is kept beside it: a *recipe*, which is of plain
+values too. None: as it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import pathlib
+import uuid
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+__all__ = ["FACTORIES", "PLAIN", "Encoded", "decode", "encode", "value_digest"]
+
+PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+"""Of defaultdicts."""
+DEPTH = 60
+"""Levels of a value that are looked at."""
+
+
+class Encoded(NamedTuple):
+    value: Any
+    recipe: Any
+    opaque: str
+    """ "", or what stands in it that is no plain value: "tensors", or the name of a class."""
+
+
+class _Kind(NamedTuple):
+    taken: Callable[[Any], Any]
+    """What it is made of."""
+    made: Callable[[Any], Any]
+    """And back."""
+
+
+def _moment(value: Any) -> Any:
+    fields = ("year", "month", "day", "hour", "minute", "second", "microsecond", "tzinfo", "fold")
+    return [getattr(value, field) for field in fields if hasattr(value, field)]
+
+
+def _made_with_fold(kind: Any) -> Callable[[Any], Any]:
+    return lambda fields: kind(*fields[:-1], fold=fields[-1])
+
+
+def _array(value: Any) -> Any:
+    return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+
+
+def _made_array(parts: Any) -> Any:
+    dtype, shape, data = parts
+    return np.frombuffer(bytearray(data), np.dtype(str(dtype))).reshape(shape)
+
+
+KINDS: dict[type, tuple[str, _Kind]] = {
+    kind: (name, _Kind(taken, made))
+    for name, kind, taken, made in (
+        ("bytearray", bytearray, bytes, bytearray),
+        ("complex", complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+        (
+            "counter",
+            Counter,
+            lambda value: [list(value), list(value.values())],
+            lambda parts: Counter(dict(zip(*parts, strict=True))),
+        ),
+        ("date", datetime.date, _moment, lambda fields: datetime.date(*fields)),
+        ("datetime", datetime.datetime, _moment, _made_with_fold(datetime.datetime)),
+        ("decimal", decimal.Decimal, str, decimal.Decimal),
+        ("deque", deque, lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
+        ("device", torch.device, str, torch.device),
+        ("dtype", torch.dtype, lambda value: str(value).removeprefix("torch."), lambda name: _torch_dtype(name)),
+        ("fraction", fractions.Fraction, str, fractions.Fraction),
+        ("frozenset", frozenset, lambda value: sorted(value, key=value_digest), frozenset),
+        ("ndarray", np.ndarray, _array, _made_array),
+        (
+            "ordered",
+            OrderedDict,
+            lambda value: [list(value), list(value.values())],
+            lambda parts: OrderedDict(zip(*parts, strict=True)),
+        ),
+        ("path", pathlib.PosixPath, str, pathlib.Path),
+        ("purepath", pathlib.PurePosixPath, str, pathlib.PurePosixPath),
+        ("range", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+        ("set", set, lambda value: sorted(value, key=value_digest), set),
+        ("size", torch.Size, list, torch.Size),
+        ("slice", slice, lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
+        ("time", datetime.time, _moment, _made_with_fold(datetime.time)),
+        (
+            "timedelta",
+            datetime.timedelta,
+            lambda value: [value.days, value.seconds, value.microseconds],
+            lambda parts: datetime.timedelta(*parts),
+        ),
+        (
+            "timezone",
+            datetime.timezone,
+            lambda value: list(value.__getinitargs__()),
+            lambda parts: datetime.timezone(*parts),
+        ),
+        ("uuid", uuid.UUID, str, uuid.UUID),
+        ("zone", zoneinfo.ZoneInfo, lambda value: value.key, zoneinfo.ZoneInfo),
+    )
+}
+MAKE: dict[str, Callable[[Any], Any]] = {
+    **{name: kind.made for name, kind in KINDS.values()},
+    "dict": lambda parts: dict(zip(*parts, strict=True)),
+    "defaultdict": lambda parts: defaultdict(FACTORIES[parts[0]], zip(*parts[1:], strict=True)),
+    "scalar": lambda parts: _made_array([parts[0], [], parts[1]])[()],
+}
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def encode(value: Any, depth: int = 0) -> Encoded:
+    """What to save for a value; the value itself where it holds anything that is not known here (`opaque`)."""
+    kind = type(value)
+    if kind in PLAIN:
+        return Encoded(value, None, "")
+    if isinstance(value, torch.Tensor):
+        return Encoded(value, None, "tensors" if kind in (torch.Tensor, torch.nn.Parameter) else kind.__qualname__)
+    if depth > DEPTH:
+        return Encoded(value, None, "a value in itself")
+    if kind in (list, tuple):
+        return _sequence(value, depth)
+    if kind is dict:
+        return _dict(value, depth)
+    parts = _parts(value)
+    if parts is None:
+        return Encoded(value, None, f"{kind.__module__}.{kind.__qualname__}")
+    name, inside = parts
+    inner = encode(inside, depth + 1)
+    if inner.opaque:
+        return Encoded(value, None, inner.opaque)
+    return Encoded(inner.value, [name, inner.recipe], "")
+
+
+def _parts(value: Any) -> tuple[str, Any] | None:
+    """Name in MAKE, and what it is made of; None for a class that is not known."""
+    kind = type(value)
+    if isinstance(value, np.generic | np.ndarray) and (value.dtype.hasobject or value.dtype.fields is not None):
+        return None
+    if isinstance(value, np.generic):
+        return "scalar", [value.dtype.str, value.tobytes()]
+    if kind is defaultdict:
+        factory = next((name for name, one in FACTORIES.items() if one is value.default_factory), None)
+        return None if factory is None else ("defaultdict", [factory, list(value), list(value.values())])
+    if kind is zoneinfo.ZoneInfo and value.key is None:
+        return None
+    if kind not in KINDS:
+        return None
+    name, known = KINDS[kind]
+    return name, known.taken(value)
+
+
+def _sequence(value: Any, depth: int) -> Encoded:
+    inner = [encode(one, depth + 1) for one in value]
+    if opaque := _opaque(inner):
+        return Encoded(value, None, opaque)
+    recipes = {number: one.recipe for number, one in enumerate(inner) if one.recipe is not None}
+    if not recipes:
+        return Encoded(value, None, "")
+    return Encoded(type(value)(one.value for one in inner), ["items", recipes], "")
+
+
+def _dict(value: dict[Any, Any], depth: int) -> Encoded:
+    inner = [encode(one, depth + 1) for pair in value.items() for one in pair]
+    if opaque := _opaque(inner):
+        return Encoded(value, None, opaque)
+    if all(one.recipe is None for one in inner):
+        return Encoded(value, None, "")
+    parts = encode([list(value), list(value.values())], depth + 1)
+    return Encoded(parts.value, ["dict", parts.recipe], "")
+
+
+def _opaque(inner: list[Encoded]) -> str:
+    """A class rather than tensors, which can be loaded."""
+    return next((one.opaque for one in inner if one.opaque not in ("", "tensors")), "") or next(
+        (one.opaque for one in inner if one.opaque), ""
+    )
+
+
+def decode(value: Any, recipe: Any) -> Any:
+    """The value that `encode` was given."""
+    if recipe is None:
+        return value
+    name, inner = recipe
+    if name == "items":
+        return type(value)(decode(one, inner.get(number)) for number, one in enumerate(value))
+    return MAKE[name](decode(value, inner))
+
+
+# ---- are two values the same?
+
+
+def value_digest(value: Any) -> str:
+    """The same for values that are equal, of the same types; whatever order dicts have, and whatever is one object."""
+    hasher = xxhash.xxh3_64()
+    _feed(hasher, value, 0)
+    return hasher.hexdigest()
+
+
+def _feed(hasher: Any, value: Any, depth: int) -> None:
+    kind = type(value)
+    hasher.update(f"{kind.__module__}.{kind.__qualname__}:".encode())
+    if kind in (str, bytes):
+        data = value.encode("utf-8", "surrogatepass") if kind is str else value
+        hasher.update(b"%d:" % len(data) + data)
+    elif kind in PLAIN:
+        hasher.update(repr(value).encode())
+    elif isinstance(value, torch.Tensor):
+        _feed_tensor(hasher, value)
+    elif kind in (list, tuple):
+        hasher.update(b"%d:" % len(value))
+        for one in value:
+            _feed(hasher, one, depth + 1)
+    elif kind is dict or kind is Counter or kind is defaultdict:
+        for key, inner in sorted((value_digest(key), inner) for key, inner in _by_digest(value)):
+            hasher.update(key.encode())
+            hasher.update(inner.encode())
+    elif (parts := _parts(value)) is not None:
+        _feed(hasher, parts[1], depth + 1)
+    else:
+        _feed_object(hasher, value, depth)
+
+
+def _by_digest(value: dict[Any, Any]) -> list[tuple[Any, str]]:
+    return [(key, value_digest(inner)) for key, inner in value.items()]
+
+
+def _feed_tensor(hasher: Any, tensor: torch.Tensor) -> None:
+    hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    try:
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        if plain.numel():
+            hasher.update(plain.view(torch.uint8).numpy().tobytes())
+    except (RuntimeError, TypeError, NotImplementedError):  # a kind that has no bytes
+        hasher.update(repr(tensor).encode())
+
+
+def _feed_object(hasher: Any, value: Any, depth: int) -> None:
+    """Of any class: by what pickle would save of it."""
+    if depth > DEPTH:
+        return
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:
+        reduced = repr(value)
+    if isinstance(reduced, str):
+        hasher.update(reduced.encode())
+        return
+    made, arguments, *rest = reduced
+    hasher.update(f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}".encode())
+    for part in (arguments, *(list(one) if hasattr(one, "__next__") else one for one in rest)):
+        if isinstance(part, tuple):
+            for one in part:
+                hasher.update(repr(one).encode()) if isinstance(one, type) else _feed(hasher, one, depth + 1)
+        else:
+            _feed(hasher, part, depth + 1)

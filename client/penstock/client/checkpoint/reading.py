@@ -1,0 +1,273 @@
+"""Files of a checkpoint -> memory: every byte that is read is hashed before anybody sees it.
+
+The writer hashes each archive of a file (`File.parts`), which is what a rank reads or does not: so a rank of many reads
+and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both reading and
+hashing leave the interpreter's lock alone.
+
+What goes into tensors that others have is kept until all is read and found good (`Fill`); that takes memory for it once
+more, as a save does. What goes into new tensors (an optimizer's states) is copied there at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from penstock.client.checkpoint.entries import Wanted
+from penstock.client.checkpoint.frames import frame_of
+from penstock.client.checkpoint.objects import load_tensor
+from penstock.client.checkpoint.torch_private import copy_all, find_state_dict_object
+from penstock.proto.checkpoints import File
+from penstock.proto.errors import CheckpointCorruptError
+
+__all__ = ["Fill", "read", "read_file"]
+
+RUN = 16 << 20
+"""Bytes that neighbouring archives are read in at a time, unless one is larger."""
+GAP = 64 << 10
+"""Bytes that are read for nothing rather than that another read is made."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Values that were read, and where they belong."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+    @staticmethod
+    def all_of(fills: list[Fill]) -> None:
+        if not fills:
+            return
+        with torch.no_grad():
+            copy_all([fill.target.detach() for fill in fills], [fill.source for fill in fills])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a tensor: from what is saved, to where it belongs. None: all of it."""
+
+    target: torch.Tensor
+    own: bool
+    item: ReadItem | None
+
+
+@dataclass
+class _Archive:
+    """What was saved as one, and is read as one."""
+
+    name: str
+    offset: int
+    length: int
+    shape: tuple[torch.dtype, tuple[int, ...]] | None
+    """dtype and sizes of what is saved of a tensor; None for an object."""
+    pieces: list[_Piece]
+
+
+def read(
+    folder: int,
+    files: Mapping[str, File],
+    metadata: Metadata,
+    wanted: dict[str, Wanted],
+    load: Callable[[str, bytes], Any],
+    threads: int,
+) -> tuple[dict[str, Any], list[Fill]]:
+    """Read what is wanted.
+
+    Args:
+        folder: descriptor of the checkpoint's folder.
+        files: its files by name, by the manifest.
+        wanted: by name.
+        load: name and bytes -> an object.
+
+    Returns: tensors and objects by name, and what is still to be filled into tensors.
+
+    Raises CheckpointCorruptError, with the file's name, for what is not as it was written.
+    """
+    by_file: dict[str, list[_Archive]] = defaultdict(list)
+    for name, archive in _archives(metadata, wanted):
+        by_file[name].append(archive)
+    found: dict[str, Any] = {name: want.tensor for name, want in wanted.items()}
+    fills: list[Fill] = []
+    objects: dict[str, bytes] = {}
+    handles: list[int] = []
+    tasks = []
+    try:
+        for name, archives in by_file.items():
+            file = files.get(name)
+            if file is None:
+                raise CheckpointCorruptError(f"{name}: the manifest does not have it")
+            handles.append(_open(folder, name))
+            if not file.parts:
+                _check_whole(handles[-1], file)
+            reader = _Reader(handles[-1], file, fills, objects)
+            tasks += [(reader, run) for run in _runs(archives)]
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(lambda task: task[0].read(task[1]), tasks):
+                pass
+    finally:
+        for handle in handles:
+            os.close(handle)
+    for name, data in objects.items():
+        found[name] = load(name, data)
+    return found, fills
+
+
+def read_file(folder: int, file: File) -> bytes:
+    """All of one, which is short."""
+    handle = _open(folder, file.name)
+    try:
+        return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
+    finally:
+        os.close(handle)
+
+
+def _archives(metadata: Metadata, wanted: dict[str, Wanted]) -> Iterator[tuple[str, _Archive]]:
+    """(file, archive)"""
+    pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
+    for name, want in wanted.items():
+        saved = metadata.state_dict_metadata[name]
+        if want.tensor is None or not isinstance(saved, TensorStorageMetadata):
+            pieces[MetadataIndex(name)] = []
+        elif type(want.tensor) in (torch.Tensor, torch.nn.Parameter) and len(saved.chunks) == 1:
+            pieces[MetadataIndex(name, saved.chunks[0].offsets)].append(_Piece(want.tensor, want.own, None))
+        else:
+            plan = create_default_local_load_plan({name: want.tensor}, metadata)
+            for item in plan.items:
+                target = find_state_dict_object({name: want.tensor}, item.dest_index)
+                pieces[item.storage_index].append(_Piece(target, want.own, item))
+    for index, own in pieces.items():
+        saved, info, shape = metadata.state_dict_metadata[index.fqn], metadata.storage_data[index], None
+        if isinstance(saved, TensorStorageMetadata):
+            sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset)
+            shape = saved.properties.dtype, tuple(sizes)
+        yield info.relative_path, _Archive(index.fqn, info.offset, info.length, shape, own)
+
+
+def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
+    run: list[_Archive] = []
+    for archive in sorted(archives, key=lambda one: one.offset):
+        if run:
+            begin, end = run[0].offset, run[-1].offset + run[-1].length
+            if archive.offset - end > GAP or archive.offset + archive.length - begin > RUN:
+                yield run
+                run = []
+        run.append(archive)
+    if run:
+        yield run
+
+
+class _Reader:
+    """Reads one file. Its runs may be read by several threads."""
+
+    def __init__(self, handle: int, file: File, fills: list[Fill], objects: dict[str, bytes]) -> None:
+        self._handle = handle
+        self._file = file
+        self._parts = file.spans
+        self._fills = fills
+        self._objects = objects
+
+    def read(self, run: list[_Archive]) -> None:
+        begin = run[0].offset
+        end = self._end(run[-1])
+        data = _read(self._handle, begin, end - begin, self._file.name)
+        view = _bytes_of(data)
+        for archive in run:
+            start = archive.offset - begin
+            self._check(archive, view[start : self._end(archive) - begin])
+            if archive.shape is None:
+                self._objects[archive.name] = bytes(view[start : start + archive.length])
+            else:
+                values = _values(data[start : start + archive.length], view[start:], archive.shape)
+                for piece in archive.pieces:
+                    self._hand_over(piece, values, alone=len(run) == 1 and len(archive.pieces) == 1)
+
+    def _end(self, archive: _Archive) -> int:
+        """Of what is hashed: the archive, and what fills it up to the next."""
+        if archive.offset in self._parts:
+            return max(self._parts[archive.offset][0], archive.offset + archive.length)
+        return archive.offset + archive.length
+
+    def _check(self, archive: _Archive, data: memoryview) -> None:
+        if not self._file.parts:
+            return  # checked as a whole
+        written = self._parts.get(archive.offset, (0, "no checksum"))[1]
+        found = xxhash.xxh3_64_hexdigest(data)
+        if found != written:
+            raise CheckpointCorruptError(
+                f"{self._file.name}: bytes {archive.offset:,} to {archive.offset + len(data):,}, with "
+                f"{archive.name!r}, have checksum {found} where {written} was written"
+            )
+
+    def _hand_over(self, piece: _Piece, values: torch.Tensor, *, alone: bool) -> None:
+        target = piece.target.detach()
+        if piece.item is not None:
+            values = _narrow(values, piece.item.storage_offsets, piece.item.lengths)
+            target = _narrow(target, piece.item.dest_offsets, piece.item.lengths)
+        if piece.own and target.device.type == "cpu":
+            target.copy_(values)
+        else:
+            keep = alone and 2 * values.nbytes >= values.untyped_storage().nbytes()  # else most of it for little
+            self._fills.append(Fill(target, values if keep else values.clone()))
+
+
+def _values(archive: torch.Tensor, view: memoryview, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+    """A tensor, from what torch.save wrote: its values lie in one piece, between bytes that are known."""
+    frame, (dtype, sizes) = frame_of(*shape), shape
+    before = len(frame.before)
+    if archive.numel() == frame.length and view[:before] == frame.before:
+        if not frame.nbytes:
+            return torch.empty(sizes, dtype=dtype, device="cpu")
+        return archive[before : before + frame.nbytes].view(dtype).view(sizes)
+    return load_tensor(bytes(archive.numpy()))  # written by another version of torch, or not a plain one
+
+
+def _narrow(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if offset or length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _open(folder: int, name: str) -> int:
+    try:
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        raise CheckpointCorruptError(f"{name}: cannot be read: {error.strerror}") from error
+
+
+def _read(handle: int, begin: int, nbytes: int, name: str) -> torch.Tensor:
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    view, done = _bytes_of(data), 0
+    while done < nbytes:
+        try:
+            count = os.preadv(handle, [view[done:]], begin + done)
+        except OSError as error:
+            raise CheckpointCorruptError(f"{name}: cannot be read: {error.strerror}") from error
+        if not count:
+            raise CheckpointCorruptError(f"{name}: ends after {begin + done:,} bytes, before {begin + nbytes:,}")
+        done += count
+    return data
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    return memoryview(data.numpy())  # type: ignore[arg-type]
+
+
+def _check_whole(handle: int, file: File) -> None:
+    """One whose parts have no checksums."""
+    hasher = xxhash.xxh3_128()
+    for begin in range(0, file.nbytes, RUN):
+        hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))
+    if hasher.hexdigest() != file.xxh3:
+        raise CheckpointCorruptError(f"{file.name}: checksum {hasher.hexdigest()} where {file.xxh3} was written")

@@ -1,0 +1,174 @@
+"""What a forked child of one of our processes may not do.
+
+A fork copies the process, and shares what lies outside it: sockets, rings, progress pages. A child that goes on with
+them speaks for its parent: it takes frames that the parent waits for, writes batches into the parent's ring, reports
+the parent's position. Children that never come back to our code do no harm (worker processes of multiprocessing and
+torch, `subprocess`), so forking cannot be forbidden. Instead each child is disarmed at its birth, by an at-fork hook:
+
+    keep(thing)         the process's own: in a child `thing.forked()` is called, before any code of the user's
+    silence(fd)         for `forked()`: the descriptor keeps its number and leads nowhere
+    unshare(map, fd)    for `forked()`: memory keeps its content and its address, and what is written stays in the child
+
+A process that runs user code in between ours (a runner, a helper) says `host_user_code()`. Its children find `strayed`
+set when they come back to our code, and `leave` from there: they end, with their traceback in the log. In a training
+process, where the user's code is on the outside, objects check their `Owner` instead and raise ForkedProcessError.
+
+Only forks through Python are noticed (`os.fork`, `multiprocessing`); a C library that forks, and whose child comes back
+into Python, is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+from penstock.proto.errors import ForkedProcessError
+
+__all__ = ["Owner", "host_user_code", "hosting", "keep", "leave", "silence", "unshare"]
+
+_PRIVATE_FIXED = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED, which the module mmap has no name for
+_libc = ctypes.CDLL(None, use_errno=True)  # opened here: in a child another thread may have held the linker's lock
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+strayed = False
+"""This process was forked by user code that one of our processes ran."""
+_hosts_user_code = False
+
+
+class _Kept(Protocol):
+    def forked(self) -> None:
+        """Called in a forked child: lead nowhere from now on."""
+
+
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def keep(thing: _Kept) -> None:
+    """Keep a thing from the children that are forked from now on; in their own children they have nothing to keep."""
+    _kept.add(thing)
+
+
+def host_user_code() -> None:
+    """This process runs user code: a child that it forks must not come back to ours."""
+    global _hosts_user_code
+    _hosts_user_code = True
+
+
+@contextlib.contextmanager
+def hosting(*things: _Kept) -> Iterator[None]:
+    """User code runs in this block only, and may not have these things in its children; ours may, afterwards."""
+    global _hosts_user_code
+    before, _hosts_user_code = _hosts_user_code, True
+    for thing in things:
+        keep(thing)
+    try:
+        yield
+    finally:
+        if strayed:
+            leave()
+        _hosts_user_code = before
+        for thing in things:
+            _kept.discard(thing)
+
+
+def _disarm() -> None:
+    global strayed
+    strayed = strayed or _hosts_user_code
+    for thing in list(_kept):
+        try:
+            thing.forked()
+        except Exception:  # the child is not ours to stop; the next thing is disarmed all the same
+            traceback.print_exc()
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_disarm)
+
+
+def silence(fd: int) -> None:
+    """Make a descriptor lead nowhere. It stays open: its number must not become another file's."""
+    if fd < 0:
+        return
+    with contextlib.suppress(OSError):
+        try:
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # no more descriptors: then at least this one is gone
+            os.close(fd)
+            return
+        os.dup2(null, fd, inheritable=False)
+        os.close(null)
+
+
+def unshare(memory: mmap.mmap, fd: int) -> None:
+    """Make a shared mapping of `fd` this process's own, at its address and with its content.
+
+    Raises OSError if it cannot be done; the mapping is then still shared.
+    """
+    buffer = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(buffer)
+    del buffer
+    found = _libc.mmap(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE_FIXED, fd, 0)
+    if found != address:
+        raise OSError(ctypes.get_errno(), "shared memory cannot be made private")
+
+
+class Owner:
+    """The process that made something, which its forked children cannot use."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        return os.getpid() == self.pid
+
+    def check(self, what: str) -> None:
+        """Raise ForkedProcessError in any other process. `what`: the thing, and what was asked of it."""
+        if not self.is_here:
+            raise self.error(what)
+
+    def error(self, what: str) -> ForkedProcessError:
+        return ForkedProcessError(
+            f"{what}: it belongs to process {self.pid}, which forked this one (process {os.getpid()}); connections and "
+            "threads do not survive a fork. Use it in the process that made it; or start this process with "
+            'multiprocessing.get_context("spawn") and make an Appliance and a loader of its own here'
+        )
+
+
+def leave() -> NoReturn:
+    """End this process, which user code forked and which has come back to our code.
+
+    Its exception goes to the log; its status is what Python's would be: that of sys.exit(), else 1.
+    """
+    code = 1
+    try:
+        code = _told_end(sys.exc_info()[1])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _told_end(error: BaseException | None) -> int:
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    print(
+        f"process {os.getpid()} was forked by input_fn or its loader, and "
+        f"{'raised' if error is not None else 'returned'} into Penstock's code; it ends here with status 1, and its "
+        "parent goes on. End a forked child by os._exit(), in the code that forks it.",
+        file=sys.stderr,
+    )
+    if error is not None:
+        traceback.print_exception(error)
+    return 1

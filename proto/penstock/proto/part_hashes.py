@@ -1,0 +1,50 @@
+"""Checksums of a file and of its parts, so that who reads a part need not read the rest to know that it is good."""
+
+from __future__ import annotations
+
+import xxhash
+
+__all__ = ["PartHasher"]
+
+PIECE = 1 << 20
+"""Bytes that are hashed at a time, twice: for the file, and for the part that they are of."""
+
+
+class PartHasher:
+    """Hashes a file, and each of its parts, in one go."""
+
+    def __init__(self, parts: list[int]) -> None:
+        """parts: where each begins."""
+        self._parts = parts
+        self._all = xxhash.xxh3_128()
+        self._part = xxhash.xxh3_64()
+        self._digests: list[str] = []
+        self._at = 0
+
+    def update(self, data: memoryview) -> None:
+        """With what follows."""
+        for begin in range(0, len(data), PIECE):  # as much as is still in the cache the second time
+            piece = data[begin : begin + PIECE]
+            self._all.update(piece)
+            self._split(piece)
+
+    def _split(self, piece: memoryview) -> None:
+        while piece:
+            following = len(self._digests) + 1
+            end = self._parts[following] if following < len(self._parts) else self._at + len(piece)
+            mine = piece[: end - self._at]
+            self._part.update(mine)
+            piece, self._at = piece[len(mine) :], self._at + len(mine)
+            if following < len(self._parts) and self._at == end:
+                self._next()
+
+    def _next(self) -> None:
+        self._digests.append(self._part.hexdigest())
+        self._part = xxhash.xxh3_64()
+
+    def digests(self) -> tuple[str, str]:
+        """Of the file, and of its parts; as in checkpoints.File."""
+        if self._parts:
+            self._next()
+        parts = zip(self._parts, self._digests, strict=True)
+        return self._all.hexdigest(), " ".join(f"{begin}:{digest}" for begin, digest in parts)

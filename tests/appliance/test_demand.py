@@ -1,0 +1,119 @@
+"""How many workers are recommended, by what batches take of the processors that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.appliance import demand
+from penstock.appliance.testing import FakeWorker, World
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def measured(worker: FakeWorker, batch_s: float, cpu_s: float, delay_s: float = 0.0) -> None:
+    """All that the worker has is ready, and its batches take so much."""
+    reports = [worker.tell(assignment, pb.READY) for assignment in worker.beat().assignments]
+    for report in reports:
+        report.batch_s, report.batch_cpu_s, report.batch_delay_s = batch_s, cpu_s, delay_s
+    worker.beat(*reports)
+
+
+def starved(world: World, steps_per_s: float, share: float = 0.9) -> pb.StatusReply:
+    """The loops wait for all of their slots, and none is ahead."""
+    current = world.registry.books.runs["job/0"].current
+    assert current is not None
+    for box in current.boxes.values():
+        box.usual_steps_per_s, box.usual_span_s = steps_per_s, 10.0
+        box.waits.span_s = 10.0
+        box.waits._seconds, box.waits._late = ([each] * len(box.slots) for each in (10.0 * share / len(box.slots), 0.0))
+        for slot in box.slots:
+            slot.gauge.mean_queued = 0.0
+    return world.registry.status()
+
+
+@pytest.mark.parametrize("slots", [2, 6])
+def test_no_more_slots_than_the_cores_carry(slots: int) -> None:
+    """Every batch is 0.1 s of computing, and the rest of its time a wait for one of the two cores."""
+    world = World()
+    worker = world.worker("w", slots, cores=2)
+    world.open(num_workers_per_box=slots)
+    measured(worker, 0.1 * slots / 2, 0.1, 0.1 * slots / 2 - 0.1)
+    status = starved(world, steps_per_s=20.0)
+    assert status.runs[0].recommended_workers_per_box == 2
+    assert "the cores are busy: the workers' machines have 2" in status.runs[0].bottleneck.text
+    assert status.recommended_workers == 4  # 200 steps a second are wanted: new machines bring cores
+
+
+def test_slots_that_wait_for_storage_need_no_core_each() -> None:
+    world = World()
+    worker = world.worker("w", 2, cores=2)
+    world.open()
+    measured(worker, 0.1, 0.01)
+    status = starved(world, steps_per_s=20.0)
+    assert status.runs[0].recommended_workers_per_box == 8  # four times as many
+    assert "more workers, or a faster input_fn" in status.runs[0].bottleneck.text
+
+
+def test_waits_for_a_processor_are_no_need_for_slots() -> None:
+    """The cores are others' work, as far as the run needs them."""
+    world = World()
+    worker = world.worker("w", 8, cores=64)
+    world.open(num_workers_per_box=8)
+    measured(worker, 0.5, 0.05, 0.4)
+    assert starved(world, steps_per_s=20.0, share=0.0).runs[0].recommended_workers_per_box == 3  # 20 * 0.1 * 1.25
+
+
+def test_boxes_share_the_cores() -> None:
+    world = World()
+    worker = world.worker("w", 8, cores=4)
+    for box in range(2):
+        world.open(box, num_boxes=2, num_workers_per_box=4)
+    measured(worker, 0.1, 0.1)
+    assert starved(world, steps_per_s=100.0).runs[0].recommended_workers_per_box == 2
+
+
+def test_a_slot_is_advised_where_many_boxes_share_few_cores() -> None:
+    world = World()
+    worker = world.worker("w", 3, cores=1)
+    for box in range(3):
+        world.open(box, num_boxes=3, num_workers_per_box=1)
+    measured(worker, 0.3, 0.1, 0.2)
+    assert starved(world, steps_per_s=10.0).runs[0].recommended_workers_per_box == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores"),
+    [
+        ([], 0),
+        ([("a", 2)], 2),
+        ([("a", 2), ("b", 4)], 6),
+        ([("a", 2), ("a", 4)], 4),  # of one machine
+        ([("a", 2), ("b", 0)], 0),  # one did not tell
+    ],
+)
+def test_cores_of_all_machines(workers: Sequence[tuple[str, int]], cores: int) -> None:
+    world = World()
+    for number, (host, count) in enumerate(workers):
+        world.worker(f"w{number}", host=host, cores=count)
+    assert demand.cores(world.registry.books.workers.values()) == cores
+
+
+def test_cores_of_draining_workers_do_not_count() -> None:
+    world = World()
+    world.worker("stays", host="a", cores=2)
+    world.worker("goes", host="b", cores=2)
+    world.registry.books.workers["goes"].draining = True
+    assert demand.cores(world.registry.books.workers.values()) == 2
+
+
+@pytest.mark.parametrize("field", ["batch_cpu_s", "batch_delay_s"])
+def test_times_that_no_clock_has_said_are_refused(field: str) -> None:
+    world = World()
+    worker = world.worker("w")
+    world.open()
+    report = worker.tell(worker.of(0), pb.READY)
+    setattr(report, field, float("nan"))
+    with pytest.raises(InvalidArgumentError, match=field):
+        worker.beat(report)

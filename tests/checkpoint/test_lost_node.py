@@ -1,0 +1,132 @@
+"""A machine is lost in the middle of a save: a job that is started again does not wait for what will not be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.client.checkpoint import AsyncCheckpointer, restoring, writer
+from penstock.client.checkpoint.writer import Failed, Save
+from penstock.proto.checkpoints import ASKED, LOCK, checkpoints, leftovers, locked, report_name, sign_name, sign_of_life
+from penstock.proto.errors import DeadlineError
+
+
+def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> Save:
+    """Of a rank of two; with nothing to write."""
+    request: dict[str, Any] = {
+        "save": "0abc",
+        "step": step,
+        "rank": rank,
+        "ranks": 2,
+        "folder": str(folder),
+        "files": [],
+        "error": None,
+        "timeout_s": 1800,
+        "flying": [],
+        "fsync": False,
+        "keep_last": None,
+        "keep_every": None,
+        "threads": 1,
+        "commit": {"plan": {"0": [], "1": []}, "metadata": [0, 0]},
+    }
+    return Save(request, memoryview(b""), lambda reply: None, lambda: orphaned)
+
+
+def saved(folder: Path) -> None:
+    with AsyncCheckpointer(folder, fsync=False) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+
+
+def test_a_restore_after_a_lost_node(tmp_path: Path) -> None:
+    """With the times that are used: rank 0's training process is gone, and rank 1's machine."""
+    saved(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(save_of(tmp_path, 0, orphaned=True).run)
+        while not (tmp_path / "step-2.tmp-0abc").exists():
+            time.sleep(0.01)
+        began = time.monotonic()
+        with AsyncCheckpointer(tmp_path) as checkpointer:
+            state = {"x": torch.zeros(3)}
+            assert checkpointer.restore(state) == 1
+        assert time.monotonic() - began < 10  # what is promised; 5 s of it are the writer's patience
+        with pytest.raises(Failed, match="rank 1: its writer gave no sign of life for 5 s after the"):
+            ended.result()
+
+
+def test_a_writer_that_lives_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training process is gone on both machines, and rank 1's writer has more to write."""
+    monkeypatch.setattr(writer, "SILENCE_S", 0.4)
+    monkeypatch.setattr(writer, "SIGN_S", 0.1)
+    slow, first = save_of(tmp_path, 1, orphaned=True), save_of(tmp_path, 0, orphaned=True)
+
+    def write() -> list[Any]:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            slow._progress()
+            time.sleep(0.05)
+        return []
+
+    monkeypatch.setattr(slow, "_write", write)
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(one.run) for one in (first, slow)]:
+            ended.result()
+    assert [one.step for one in checkpoints(tmp_path)] == [2]
+    assert sorted(path.name for path in (tmp_path / "step-2").iterdir()) == [".metadata", "penstock.json"]
+
+
+def test_a_writer_without_a_training_process_does_not_wait_for_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds as much memory as its rank's state."""
+    monkeypatch.setattr(writer, "SILENCE_S", 0.2)
+    monkeypatch.setattr(writer, "PROBE_S", 0.05)
+    with pytest.raises(Failed, match="rank 0: its writer gave no sign of life after the training had ended"):
+        save_of(tmp_path, 1, orphaned=True).run()
+    assert not leftovers(tmp_path)
+
+
+def test_ranks_that_train_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SILENCE_S", 0.05)
+    first = save_of(tmp_path, 0, orphaned=False)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(first.run)
+        while not first.temporary.exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert not ended.done()
+        assert not (first.temporary / ASKED).exists()
+        (first.temporary / report_name(1)).write_text(json.dumps({"save": "0abc", "files": [], "error": None}))
+        ended.result()
+    assert not (tmp_path / "step-2" / sign_name(1)).exists()
+
+
+def test_a_lock_that_a_lost_machine_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system it stays for a while. What is whole is read all the same."""
+    monkeypatch.setattr(restoring, "SILENCE_S", 0.3)
+    saved(tmp_path)
+    with locked(tmp_path, 1):
+        with AsyncCheckpointer(tmp_path) as checkpointer:
+            assert checkpointer.restore({"x": torch.zeros(3)}) == 1
+        silent = rf"process {os.getpid()} on .* no sign of life for 0.2 s"
+        with pytest.raises(DeadlineError, match=silent), locked(tmp_path, 1800, silence_s=0.2):
+            pass
+        ended = threading.Event()
+
+        def live() -> None:
+            while not ended.wait(0.1):
+                sign_of_life(tmp_path / LOCK)
+
+        thread = threading.Thread(target=live)
+        thread.start()
+        with pytest.raises(DeadlineError, match=r"waited 1.5 s for process"), locked(tmp_path, 1.5, silence_s=1.0):
+            pass
+        ended.set()
+        thread.join()

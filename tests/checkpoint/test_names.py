@@ -1,0 +1,233 @@
+"""Values go back to the parameters that they were of, in whatever order these come and whatever wraps their module."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.names import parameter_names
+from penstock.client.checkpoint.optimizers import group_order, named_state, numbered_state, regrouped
+from penstock.proto.errors import CheckpointError
+
+LAYERS = ("a", "b", "c", "d")
+
+
+class Net(nn.Module):
+    """Layers of one shape, registered in the order that is given: only names tell them apart."""
+
+    def __init__(self, order: tuple[str, ...] = LAYERS, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = {name: nn.Linear(4, 4) for name in LAYERS}
+        for name in order:
+            setattr(self, name, layers[name])
+        if tied:
+            layers["d"].weight = layers["a"].weight
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for name in LAYERS:
+            value = torch.tanh(getattr(self, name)(value))
+        return value
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.1, amsgrad=True),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(torch.linspace(-1, 1 + step, 12).reshape(3, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def by_name(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All of an optimizer's state, with the settings of each parameter's group."""
+    pairs = sorted(net.named_parameters(remove_duplicate=False), reverse=True)
+    names = {id(parameter): name for name, parameter in pairs}  # the first one in the alphabet, of tied ones
+    found: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            found[names[id(one)]] = {"state": optimizer.state.get(one, {}), "settings": settings}
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def grouped(net: nn.Module, groups: list[list[str]]) -> list[dict[str, Any]]:
+    named = dict(net.named_parameters())
+    return [{"params": [named[name] for name in group]} for group in groups]
+
+
+@st.composite
+def arrangements(draw: Any) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...], list[list[str]]]:
+    """Orders of modules, and of parameters in groups, at a save and at a restore."""
+    names = [f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias")]
+    cut = draw(st.integers(1, len(names)))
+    shuffled = draw(st.permutations(names))
+    groups = [group for group in (shuffled[:cut], shuffled[cut:]) if group]
+    again = draw(st.permutations([draw(st.permutations(group)) for group in groups]))
+    return tuple(draw(st.permutations(LAYERS))), groups, tuple(draw(st.permutations(LAYERS))), again
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(OPTIMIZERS)), arrangements())
+def test_states_go_by_names(kind: str, arranged: Any) -> None:
+    """Without files: what `save` and `restore` do with an optimizer's state in between is nothing to it."""
+    order, groups, order_again, groups_again = arranged
+    net = Net(order)
+    optimizer = OPTIMIZERS[kind](grouped(net, groups))
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"], group["weight_decay"] = 0.1 / (number + 1), 0.01 * number
+    train(net, optimizer)
+    saved = copy.deepcopy(named_state(optimizer, parameter_names(optimizer, {"model": net}, "optimizer")))
+
+    fresh = Net(order_again)
+    fresh.load_state_dict(net.state_dict())
+    again = OPTIMIZERS[kind](grouped(fresh, groups_again))
+    names = parameter_names(again, {"model": fresh}, "optimizer")
+    lengths = [len(group["params"]) for group in again.param_groups]
+    again.load_state_dict(numbered_state(saved, names, group_order(saved, names, lengths), lengths))
+    assert same(by_name(fresh, again), by_name(net, optimizer))
+    train(net, optimizer)
+    train(fresh, again)
+    assert same(dict(fresh.named_parameters()), dict(net.named_parameters()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_training_goes_on_with_modules_in_another_order(tmp_path: Path, kind: str, tied: bool) -> None:
+    """With a schedule for each group, and the groups in another order too."""
+
+    def made(order: tuple[str, ...]) -> tuple[Net, Any, Any]:
+        net = Net(order, tied)
+        biases = {"params": [one for name, one in net.named_parameters() if "bias" in name], "lr": 0.01}
+        weights = {"params": [one for name, one in net.named_parameters() if "weight" in name], "lr": 0.1}
+        groups = [biases, weights] if order == LAYERS else [weights, biases]
+        optimizer = OPTIMIZERS[kind](groups)
+        return net, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+
+    def run(net: Net, optimizer: Any, scheduler: Any) -> None:
+        for _ in range(2):
+            train(net, optimizer, 1)
+            scheduler.step()
+
+    net, optimizer, scheduler = made(LAYERS)
+    run(net, optimizer, scheduler)
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"model": net, "optimizer": optimizer, "scheduler": scheduler})
+        fresh, again, schedule = made(LAYERS[::-1])
+        checkpointer.restore({"scheduler": schedule, "optimizer": again, "model": fresh})
+    assert same(by_name(net, optimizer), by_name(fresh, again))
+    run(net, optimizer, scheduler)
+    run(fresh, again, schedule)
+    found = fresh.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", ["saved", "restored"])
+def test_compiled_modules_inside_and_plain_ones(tmp_path: Path, compiled: str) -> None:
+    def made(inside: bool) -> tuple[Any, Any]:
+        net: Any = Net()
+        if inside:
+            net.b = torch.compile(net.b)
+            net.c = nn.Sequential(net.c)
+            net.c = torch.compile(net.c)
+        else:
+            net.c = nn.Sequential(net.c)
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def trained(optimizer: Any) -> None:
+        for number, one in enumerate(optimizer.param_groups[0]["params"]):
+            one.grad = torch.full_like(one, number + 1.0)
+        optimizer.step()
+
+    net, optimizer = made(compiled == "saved")
+    trained(optimizer)
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"model": net, "optimizer": optimizer})
+        path = checkpointer.result()
+        fresh, again = made(compiled == "restored")
+        checkpointer.restore({"model": fresh, "optimizer": again})
+    assert b"_orig_mod" not in (path / ".metadata").read_bytes()
+    values = zip(net.state_dict().values(), fresh.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in values)
+    assert same(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_names_from_elsewhere(tmp_path: Path) -> None:
+    """Of several modules, of dicts of tensors, and of the optimizer itself."""
+    net, other, lone = Net(), nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+    both = torch.optim.Adam([*other.parameters(), *net.parameters(), lone])
+    names = parameter_names(both, {"net": net, "other": other, "tensors": {"lone": lone}}, "both")
+    assert names[:3] == ["other.weight", "other.bias", "net.a.weight"]
+    assert names[-1] == "tensors.lone"
+    assert parameter_names(both, {"net": net, "other": other}, "both")[-1] == "#0 [3]"
+    plain = torch.optim.Adam(net.parameters())
+    assert parameter_names(plain, {"model": net.state_dict()}, "plain") == [name for name, _ in net.named_parameters()]
+    assert parameter_names(plain, {}, "plain")[:2] == ["#0 [4, 4]", "#1 [4]"]
+    own = torch.optim.Adam(net.named_parameters())
+    assert parameter_names(own, {}, "own") == [name for name, _ in net.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("added", r"'optimizer' of .* does not fit: it holds nothing of the parameters 'd.bias', 'd.weight', which"),
+        ("removed", r"holds states of the parameters 'c.bias', 'c.weight', which the optimizer does not have"),
+        ("regrouped", r"its group 0 has the parameters 'a.bias', 'a.weight', and no group was saved with these"),
+        ("shapes", r"holds states of the parameters '#0 \[4, 4\]', .* the optimizer does not have: it has '#0 \[4\]'"),
+    ],
+)
+def test_other_parameters_than_were_saved_are_named_and_nothing_is_touched(
+    tmp_path: Path, change: str, words: str
+) -> None:
+    def parameters(net: Net, layers: str) -> list[nn.Parameter]:
+        return [one for layer in layers for one in getattr(net, layer).parameters()]
+
+    net, fresh = Net(), Net()
+    saved = torch.optim.AdamW(parameters(net, "abc"))
+    train(net, saved)
+    if change == "regrouped":
+        groups = [{"params": parameters(fresh, "a")}, {"params": parameters(fresh, "bc")}]
+    else:
+        groups = [{"params": parameters(fresh, {"added": "abcd", "removed": "ab", "shapes": "abc"}[change])}]
+    if change == "shapes":
+        groups[0]["params"] = groups[0]["params"][::-1]
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        alone = change == "shapes"
+        checkpointer.save(1, {"optimizer": saved} if alone else {"model": net, "optimizer": saved})
+        optimizer = torch.optim.AdamW(groups)
+        before = {name: value.clone() for name, value in fresh.state_dict().items()}
+        with pytest.raises(CheckpointError, match=words):
+            checkpointer.restore({"optimizer": optimizer} if alone else {"model": fresh, "optimizer": optimizer})
+    assert same(fresh.state_dict() | {}, before)
+    assert not optimizer.state
+
+
+def test_a_list_that_may_be_by_group_is_not_guessed_at() -> None:
+    assert regrouped({"base_lrs": [1.0, 2.0], "milestones": [5, 9], "gamma": 0.1}, [1, 0]) == {
+        "base_lrs": [2.0, 1.0],
+        "milestones": [5, 9],
+        "gamma": 0.1,
+    }
+    with pytest.raises(CheckpointError, match="'mine' of its scheduler has a value for each"):
+        regrouped({"mine": [1, 2]}, [1, 0])
+    assert regrouped({"mine": [1, 2]}, [0, 1]) == {"mine": [1, 2]}

@@ -1,0 +1,237 @@
+"""What is read is good, to the byte, or nothing is touched; and it stays while it is read."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.client.checkpoint import AsyncCheckpointer, reading, restoring
+from penstock.proto.checkpoints import METADATA, File, checkpoints, claimed, leftovers, pinned
+from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from penstock.proto.part_hashes import PartHasher
+
+
+def state_of(mark: float) -> dict[str, Any]:
+    """Large and small tensors, of odd lengths, objects, and an optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(31, 17), nn.Linear(17, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(mark)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=mark)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, mark)
+    optimizer.step()
+    extra = {"small": torch.full((5,), mark, dtype=torch.int8), "note": f"mark {mark}", "none": torch.empty(0)}
+    return {"model": model, "optimizer": optimizer, "extra": extra}
+
+
+def seen(state: dict[str, Any]) -> Any:
+    return repr([state["model"].state_dict(), state["optimizer"].state_dict(), state["extra"]])
+
+
+def test_every_flipped_byte_is_found_and_nothing_is_touched(tmp_path: Path) -> None:
+    """Of every file, at places all over it."""
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, state_of(1.0))
+        checkpointer.save(2, state_of(2.0))
+        checkpointer.wait()
+        state = state_of(3.0)
+        before = seen(state)
+        for path in sorted((tmp_path / "step-2").iterdir()):
+            data = path.read_bytes()
+            for place in {0, len(data) // 3, len(data) // 2, len(data) - 1}:
+                path.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+                with pytest.raises(CheckpointCorruptError, match=r"step-2 is damaged: .*good one is of step 1"):
+                    checkpointer.restore(state)
+                assert seen(state) == before
+            path.write_bytes(data)
+        assert checkpointer.restore(state) == 2
+        assert seen(state) == seen(state_of(2.0))
+
+
+@given(st.lists(st.integers(1, 3000), max_size=8), st.lists(st.integers(1, 4000), min_size=1, max_size=5))
+def test_hashes_of_parts_and_of_the_whole(parts: list[int], pieces: list[int]) -> None:
+    """However the data comes in."""
+    import xxhash
+
+    begins = [0, *torch.tensor(parts).cumsum(0).tolist()] if parts else [0]
+    size = max(begins[-1] + 1, sum(pieces))
+    data = bytes(range(256)) * (size // 256 + 1)
+    data = data[:size]
+    hasher, at = PartHasher(begins), 0
+    for piece in [*pieces, size]:
+        hasher.update(memoryview(data)[at : at + piece])
+        at += piece
+    whole, digests = hasher.digests()
+    assert whole == xxhash.xxh3_128_hexdigest(data)
+    ends = [*begins[1:], size]
+    expected = {
+        begin: (end, xxhash.xxh3_64_hexdigest(data[begin:end])) for begin, end in zip(begins, ends, strict=True)
+    }
+    assert File("x", size, whole, digests).spans == expected
+
+
+def test_a_rank_reads_what_it_needs_and_no_more(tmp_path: Path) -> None:
+    """Damage elsewhere is no matter for it; it is for `verify`."""
+    with AsyncCheckpointer(tmp_path, threads=1, fsync=False) as checkpointer:
+        checkpointer.save(1, {"wanted": torch.ones(100), "other": torch.zeros(200_000)})
+        file = checkpointer.result() / "__0_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[5000] ^= 1
+        file.write_bytes(data)
+        found = {"wanted": torch.zeros(100)}
+        assert checkpointer.restore(found) == 1
+        assert found["wanted"].eq(1).all()
+        with pytest.raises(CheckpointCorruptError, match="There is no other"):
+            checkpointer.restore(found, verify=True)
+
+
+# ---- readers and those that delete
+
+
+def test_a_checkpoint_that_is_read_is_not_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it mixed with another one of its step."""
+    real, reached, go = reading.read, threading.Event(), threading.Event()
+
+    def read(*arguments: Any) -> Any:
+        reached.set()
+        assert go.wait(60)
+        return real(*arguments)
+
+    with AsyncCheckpointer(tmp_path, keep_last=1, fsync=False) as checkpointer:
+        checkpointer.save(1, state_of(1.0))
+        checkpointer.wait()
+        monkeypatch.setattr(restoring, "read", read)
+        state, steps = state_of(0.5), []
+        with AsyncCheckpointer(tmp_path) as other:
+            thread = threading.Thread(target=lambda: steps.append(other.restore(state)))
+            thread.start()
+            assert reached.wait(60)
+            for step in (1, 2, 3):  # the same one again, and others
+                checkpointer.save(step, state_of(10.0 + step))
+                checkpointer.wait()
+            go.set()
+            thread.join(60)
+        assert steps == [1]
+        assert seen(state) == seen(state_of(1.0))
+        checkpointer.save(4, state_of(4.0))
+        checkpointer.wait()
+        assert [one.step for one in checkpoints(tmp_path)] == [4]
+        assert not leftovers(tmp_path)
+
+
+def test_pins_and_claims(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(2)})
+        path = checkpointer.result()
+    with pinned(path), pinned(path), claimed(path) as free:
+        assert not free
+    with claimed(path) as free, pytest.raises(CheckpointNotFoundError, match="is being deleted"), pinned(path):
+        assert free
+    shutil.rmtree(path)
+    with claimed(path) as free, pytest.raises(CheckpointNotFoundError, match="cannot be read"), pinned(path):
+        assert free
+
+
+def test_one_that_goes_before_it_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader goes on with the newer one."""
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": torch.full((3,), float(step))})
+        checkpointer.wait()
+        stale = [one for one in checkpoints(tmp_path) if one.step == 1]
+        shutil.rmtree(tmp_path / "step-1")
+        answers = [stale]
+        monkeypatch.setattr(restoring, "checkpoints", lambda folder: answers.pop() if answers else checkpoints(folder))
+        found = {"x": torch.zeros(3)}
+        assert checkpointer.restore(found) == 2
+        assert found["x"].eq(2).all()
+
+
+# ---- into what
+
+
+def test_modules_on_the_meta_device_are_named(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"model": nn.Linear(2, 2), "x": torch.ones(3)})
+        checkpointer.wait()
+        with torch.device("meta"):
+            module = nn.Linear(2, 2)
+        for state in ({"model": module}, {"x": torch.ones(3, device="meta")}):
+            with pytest.raises(CheckpointError, match=r"is on the meta device, and has no memory .* to_empty"):
+                checkpointer.restore(state)
+        module.to_empty(device="cpu")
+        assert checkpointer.restore({"model": module}) == 1
+
+
+def test_values_that_would_be_cut_are_named(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"x": torch.tensor([1.5])})
+        checkpointer.wait()
+        with pytest.raises(CheckpointError, match=r"'x' of .* was saved as torch.float32, and is torch.int64 here"):
+            checkpointer.restore({"x": torch.zeros(1, dtype=torch.int64)})
+        half = {"x": torch.zeros(1, dtype=torch.bfloat16)}
+        checkpointer.restore(half)
+        assert half["x"] == 1.5
+
+
+class Extra(nn.Module):
+    """With a state of any kind beside its parameters."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "there"),
+    [
+        (torch.arange(7), torch.arange(3)),
+        (torch.arange(7), None),
+        ({"a": 1, "b": {"c": torch.ones(2)}}, {"z": 5}),
+        ("text", torch.arange(3)),
+        ({}, {"a": 1}),
+    ],
+)
+def test_extra_states_of_another_length(tmp_path: Path, saved: Any, there: Any) -> None:
+    own, other = Extra(saved), Extra(there)
+    module, again = nn.Sequential(own), nn.Sequential(other)
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"model": module})
+        checkpointer.restore({"model": again})
+    assert repr(other.extra) == repr(saved)
+    assert torch.equal(other.inner.weight, own.inner.weight)
+
+
+def test_lazy_modules_get_their_shapes(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        module = nn.Linear(3, 2)
+        checkpointer.save(1, {"model": module})
+        lazy = nn.LazyLinear(2)
+        checkpointer.restore({"model": lazy})
+    assert torch.equal(lazy.weight, module.weight)
+
+
+def test_the_index_is_hashed_too(tmp_path: Path) -> None:
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"some-name": torch.ones(2), "same-name": torch.zeros(2)})
+        index = checkpointer.result() / METADATA
+        index.write_bytes(index.read_bytes().replace(b"some-name", b"same-name"))
+        with pytest.raises(CheckpointCorruptError, match=r"metadata: checksum [0-9a-f]{32} where"):
+            checkpointer.restore({"same-name": torch.zeros(2)})

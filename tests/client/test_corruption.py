@@ -1,0 +1,235 @@
+"""What is delivered is what was made, whatever the network and the memory in between do to it.
+
+The whole TCP lane, with the daemon's own doors and sender and the receiver's process, and a proxy that damages bytes
+and mends TCP's checksum; and the local lane, whose ring entries are written into.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lane_doors import doors
+from pki import Pki
+from proxy import Proxy
+from tests.client.conftest import FakeRun, FakeRunner, Rig, ThreadRunner
+
+from penstock.client.feed import PASS_ENDED, Feed
+from penstock.client.landing import Lander
+from penstock.client.lanes import CORRUPT_TRIES
+from penstock.proto.compression import NAMES
+from penstock.proto.errors import BatchCorruptError
+from penstock.proto.lane import LANE_PROTOCOL, connect_local
+from penstock.proto.position import Position
+from penstock.proto.tls import Tls, load_tls
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import lane_pb2
+
+COUNT = 60
+SIZES = (300, 4_000, 100_000, 300_000)
+"""Bytes of a batch: up to 64 KiB its digest covers every one, of more its payload's check does."""
+HANDSHAKE = 16 << 10
+"""Bytes of a connection that damage is kept from where TLS would only say that it cannot be begun."""
+
+
+def batch_of(number: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(number)
+    size = SIZES[number % len(SIZES)] // 8
+    return {"number": number, "data": torch.randint(0, 1 << 20, (size,), generator=generator)}
+
+
+def same(got: dict[str, Any], number: int) -> bool:
+    made = batch_of(number)
+    return got["number"] == number and bool(torch.equal(got["data"], made["data"]))
+
+
+class FarRunner(ThreadRunner):
+    """One whose consumers come by a daemon's doors, which have read their Hellos."""
+
+    def __init__(self) -> None:
+        self.greetings: deque[lane_pb2.Hello] = deque()
+        super().__init__(0, lambda slot, epoch: map(batch_of, range(COUNT)))
+
+    def attach(self, sock: socket.socket) -> None:
+        self.producer.attach(sock, self.greetings.popleft())
+
+
+class FarRun(FakeRun):
+    """A run whose one slot is on another host, behind the proxy."""
+
+    def __init__(self, runner: FarRunner, lander: Lander, proxy: Proxy, codec: str) -> None:
+        super().__init__(1, [runner])
+        self.lander, self.proxy, self.codec = lander, proxy, codec
+
+    def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
+        hello.protocol, hello.run, hello.generation = LANE_PROTOCOL, "job/0", view.generation
+        hello.target = self.proxy.address
+        if self.codec:
+            hello.codecs.append(NAMES[self.codec])  # type: ignore[arg-type]
+        sock = connect_local(self.lander.start(), 5)
+        sock.send(hello.SerializeToString())
+        return sock
+
+
+class FarRig:
+    def __init__(self, kind: str, landers: dict[str, Lander], tls: Tls | None) -> None:
+        self.stack = ExitStack()
+        self.runner = FarRunner()
+
+        async def attach(connection: socket.socket, hello: lane_pb2.Hello) -> None:
+            self.runner.greetings.append(hello)
+            self.runner.arrive(connection)
+
+        opened, _ = self.stack.enter_context(doors(attach, tls if kind == "tls" else None))
+        self.proxy = self.stack.enter_context(Proxy(opened.tcp_address))
+        codec = kind.partition("+")[2]
+        run: Any = FarRun(self.runner, landers["tls" if kind == "tls" else "tcp"], self.proxy, codec)
+        self.feed = Feed(run, Position.start(1), "inputs:make", 20.0)
+
+    def run(self) -> None:
+        """The whole pass, each batch compared."""
+        for number in range(COUNT):
+            assert same(self.feed.next(), number), f"batch {number} is another"
+        assert self.feed.next() is PASS_ENDED
+
+    def close(self) -> None:
+        self.feed.close()
+        self.runner.stop()
+        self.stack.close()
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    pki = Pki(tmp_path_factory.mktemp("corruption-pki"))
+    pair = pki.issue("lane")
+    found = load_tls(pki.ca, pair.cert, pair.key)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def landers(tls: Tls) -> Iterator[dict[str, Lander]]:
+    landers = {"tcp": Lander(), "tls": Lander(tls=tls)}
+    yield landers
+    for lander in landers.values():
+        lander.stop()
+
+
+@pytest.fixture
+def far(landers: dict[str, Lander], tls: Tls) -> Iterator[Callable[[str], FarRig]]:
+    made: list[FarRig] = []
+
+    def make(kind: str) -> FarRig:
+        made.append(FarRig(kind, landers, tls))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+KINDS = ["tcp", "tcp+lz4", "tcp+zstd", "tls"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("direction", ["down", "up"])
+def test_bits_that_flip_on_the_way_are_not_delivered(
+    far: Callable[[str], FarRig], kind: str, direction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches and announcements one way; Hello and acks the other."""
+    rig, rng, flips = far(kind), random.Random(kind + direction), 0
+    chance = 8 / 6_000_000 if direction == "down" else 1 / 2_000
+
+    def damage(towards: str, passed: int, data: bytes) -> bytes:
+        nonlocal flips
+        if towards != direction or flips >= 8 or passed < HANDSHAKE * (kind == "tls"):
+            return data
+        found = bytearray(data)
+        at = int(rng.expovariate(chance))
+        if at < len(found):
+            flips += 1
+            found[at] ^= 1 << rng.randrange(8)
+        return bytes(found)
+
+    rig.proxy.damage = damage
+    rig.run()
+    if direction == "down":
+        assert flips
+        assert 0 < rig.feed.stats.corrupt <= flips
+        assert "came is damaged and is fetched again" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_that_always_flip_are_an_error_with_a_name(far: Callable[[str], FarRig], kind: str) -> None:
+    rig = far(kind)
+
+    def damage(towards: str, passed: int, data: bytes) -> bytes:
+        if towards == "up" or passed < HANDSHAKE:
+            return data
+        return bytes([data[0] ^ 1]) + data[1:]
+
+    rig.proxy.damage = damage
+    with pytest.raises(BatchCorruptError, match=rf"came damaged {CORRUPT_TRIES} times in a row.*box 0, slot 0, step"):
+        rig.run()
+
+
+def test_a_hello_that_is_always_damaged_is_an_error_with_a_name(far: Callable[[str], FarRig]) -> None:
+    rig = far("tcp")
+    rig.proxy.damage = lambda towards, passed, data: (data[:-1] + b"?") if towards == "up" else data
+    with pytest.raises(BatchCorruptError, match=r"message of .* damaged on its way"):
+        rig.run()
+
+
+# ---- memory
+
+
+def flip(rig: Rig, at: int) -> None:
+    """A byte of the newest batch, in its ring entry."""
+    kept = rig.runners[0].producer._kept[-1]
+    assert kept.slab is not None
+    kept.slab.view[at] ^= 4
+
+
+@pytest.mark.parametrize(("size", "at"), [(100, 99), (64 << 10, 40_000), (1 << 20, 17), (1 << 20, (1 << 20) - 1)])
+def test_a_ring_entry_that_is_written_into_is_an_error_with_a_name(rigs: Any, size: int, at: int) -> None:
+    rig = rigs(1)
+    rig.numbers(0, 7)
+    rig.runners[0].send(torch.zeros(size, dtype=torch.uint8))
+    flip(rig, at)
+    assert rig.take(1) == [7]
+    with pytest.raises(BatchCorruptError, match="batch 2 of the slot is not what its runner made"):
+        rig.feed.next()
+    assert rig.feed.position.step == 1
+    assert rig.feed.stats.corrupt == CORRUPT_TRIES
+    flip(rig, at)
+    assert not rig.feed.next().any(), "who asks again is served, once it is right"
+
+
+def mended(rig: Rig, times: list[int], sock: socket.socket) -> None:
+    """A runner's `attach` to which the newest batch is right again when a consumer comes back."""
+    times.append(1)
+    if len(times) == 2:
+        flip(rig, 0)
+    FakeRunner.attach(rig.runners[0], sock)
+
+
+def test_damage_that_goes_is_fetched_again(rigs: Any, device: Any) -> None:
+    for backend in (None, device):
+        rig = rigs(1, backend=backend)
+        runner = rig.runners[0]
+        rig.numbers(0, 1, 2)
+        flip(rig, 0)
+        times: list[int] = []
+        runner.attach = partial(mended, rig, times)
+        batches = [rig.feed.next(), rig.feed.next()]
+        device.finish()
+        assert [int(batch[0]) for batch in batches] == [1, 2]
+        assert (len(times), rig.feed.stats.corrupt) == (2, 1)
+        del runner.attach

@@ -1,0 +1,48 @@
+"""A slot's lane whose worker cannot be reached: when the coordinator is asked for another one."""
+
+from __future__ import annotations
+
+from penstock.client.lanes import CUT_OFF_S, SlotLane
+
+
+def cut_off(lane: SlotLane, *, dials: float, heard_at: float, fails: float, silent_s: float = 0.0) -> bool:
+    """A try to open it; the coordinator was heard at that time."""
+    assert dials >= lane.retry_at
+    lane.dials(heard_at)
+    return lane.cut_off(fails, silent_s, "timed out")
+
+
+def test_another_worker_is_asked_for_after_two_tries_and_a_while() -> None:
+    lane = SlotLane(0, 1, "slot 0")
+    assert not cut_off(lane, dials=10.0, heard_at=9.0, fails=11.25)
+    assert not cut_off(lane, dials=11.5, heard_at=11.4, fails=11.6), "refused at once: the daemon may just have died"
+    assert cut_off(lane, dials=13.0, heard_at=13.0, fails=11.25 + CUT_OFF_S)
+    assert lane.unreachable == "timed out"
+    lane.settle()
+    assert not lane.unreachable, "something came"
+    assert not cut_off(lane, dials=20.0, heard_at=19.9, fails=20.1), "and all begins anew"
+
+
+def test_a_lane_that_fell_silent_needs_one_try_more() -> None:
+    lane = SlotLane(0, 1, "slot 0")
+    assert not lane.cut_off(10.0, 2.0, "silent")
+    assert cut_off(lane, dials=10.1, heard_at=10.01, fails=11.35)
+
+
+def test_a_host_whose_own_cable_was_out_asks_for_nothing() -> None:
+    lane = SlotLane(0, 1, "slot 0")
+    assert not lane.cut_off(10.0, 2.0, "silent")
+    assert not cut_off(lane, dials=10.1, heard_at=7.0, fails=11.35)
+    assert not cut_off(lane, dials=12.0, heard_at=7.0, fails=13.25)
+    # The coordinator is heard again while a try is under way: that try says nothing yet.
+    assert not cut_off(lane, dials=14.0, heard_at=7.0, fails=15.25)
+    assert cut_off(lane, dials=16.0, heard_at=15.0, fails=17.25)
+
+
+def test_another_generation_begins_anew() -> None:
+    lane = SlotLane(0, 1, "slot 0")
+    lane.cut_off(10.0, 2.0, "silent")
+    assert cut_off(lane, dials=10.1, heard_at=10.01, fails=11.35)
+    after = lane.successor(2, "slot 0")
+    assert not after.unreachable
+    assert not cut_off(after, dials=11.4, heard_at=11.39, fails=14.0)

@@ -1,0 +1,87 @@
+"""Slurm's scripts with programs of their names in the place of the real ones: what they do when the coordinator ends.
+`make slurm` runs the templates on a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.engines.base import Plan
+from penstock.deploy.engines.slurm import render
+
+SERVICE = Path(__file__).parents[2] / "deploy" / "slurm" / "service.sbatch"
+PENSTOCK = """#!/bin/bash
+# The coordinator's ends are in $FAKE/ends, one code a start; without one it goes on. A worker goes on.
+trap 'exit 0' TERM
+if [ "$1" = coordinator ]; then
+    echo "$*" >> "$FAKE/starts"
+    while [ "$1" != --ready-file ]; do [ "$1" != --listen ] || listen=$2; shift; done
+    echo "${listen%:0}:4711" | sed 's/:4711:4711/:4711/' > "$2"
+    read -r code < "$FAKE/ends" && sed -i 1d "$FAKE/ends" && { sleep 0.3; exit "$code"; }
+fi
+while :; do sleep 0.05; done
+"""
+SRUN = """#!/bin/bash
+echo $$ >> "$FAKE/steps"
+while [[ $1 == --* ]]; do shift; done
+SLURM_PROCID=0 exec "$@"
+"""
+SCANCEL = """#!/bin/bash
+while read -r step; do kill -TERM "$step" 2>/dev/null; done < "$FAKE/steps"
+"""
+
+
+def programs(folder: Path, *ends: int) -> dict[str, str]:
+    """The environment of a job that finds them."""
+    (folder / "bin").mkdir()
+    for name, text in (("penstock", PENSTOCK), ("srun", SRUN), ("scancel", SCANCEL)):
+        path = folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+    (folder / "ends").write_text("".join(f"{code}\n" for code in ends))
+    search = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    names = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "penstock"}
+    return {**os.environ, "PATH": search, "FAKE": str(folder), "PENSTOCK_FOLDER": str(folder / "penstock"), **names}
+
+
+def run(script: Path, environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", script, *command], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def fleet_script(folder: Path) -> Path:
+    plan = Plan("slurm", "f", 1, 1, "m", "127.0.0.1:0", "/token", insecure=True, options={"state_dir": str(folder)})
+    script = folder / "fleet.sbatch"
+    script.write_text(render(plan, folder))
+    return script
+
+
+@pytest.mark.parametrize("kind", ["service", "fleet"])
+@pytest.mark.parametrize("code", [13, 14])
+def test_a_coordinator_that_is_gone_for_good_ends_the_job_with_its_code(tmp_path: Path, kind: str, code: int) -> None:
+    environment = programs(tmp_path, code)
+    script = SERVICE if kind == "service" else fleet_script(tmp_path)
+    done = run(script, environment)
+    assert done.returncode == code, done.stderr
+    assert f"the coordinator is gone (status {code})" in done.stderr
+    assert len((tmp_path / "starts").read_text().splitlines()) == 1, "another try would not help"
+
+
+def test_a_service_keeps_its_coordinator_at_its_address(tmp_path: Path) -> None:
+    until_again = 'while [ "$(wc -l < $FAKE/starts)" -lt 2 ]; do sleep 0.1; done'
+    done = run(SERVICE, programs(tmp_path, 137), "sh", "-c", until_again)
+    assert done.returncode == 0, done.stderr
+    assert "ended with status 137; starting it again in 1 s" in done.stderr
+    first, again = (tmp_path / "starts").read_text().splitlines()
+    assert ":0 --ready-file" in first
+    assert ":4711 --ready-file" in again
+
+
+def test_a_service_whose_coordinator_ended_as_if_told_has_not_done_its_work(tmp_path: Path) -> None:
+    assert run(SERVICE, programs(tmp_path, 0)).returncode == 1
+
+
+def test_a_service_for_a_command_has_its_code(tmp_path: Path) -> None:
+    assert run(SERVICE, programs(tmp_path), "sh", "-c", "exit 7").returncode == 7

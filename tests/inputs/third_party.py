@@ -1,0 +1,630 @@
+"""Loaders of other libraries, as their documentation builds them. Workers of tests/loaders import them by name.
+
+Each function is an `input_fn`. Every worker has rows of its own, `ROWS` in an epoch, in batches of four. A batch holds
+the numbers of its rows, so that a row that is lost or comes twice is seen. "noisy" ones draw random numbers besides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from penstock.proto.assignment import Assignment, assigned
+from penstock.proto.restartable import get_worker_state
+from penstock.worker import current_assignment
+
+BATCHES = 12
+"""Of a worker in an epoch, of most loaders here."""
+ROWS = 4 * BATCHES
+
+
+def first_row() -> int:
+    """Number of this worker's first row."""
+    return 1000 * current_assignment().global_worker_id
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Map-style: row i is its number, and a random one beside it if `noisy`."""
+
+    def __init__(self, noisy: bool = False, rows: int = ROWS) -> None:
+        self.first = first_row()
+        self.noisy = noisy
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = random.random() + float(np.random.rand()) + float(torch.rand(())) if self.noisy else 0.0
+        return {"row": self.first + int(index), "noise": noise}
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Iterable, without a state; worker processes of the loader share the rows out."""
+
+    def __init__(self, noisy: bool = False) -> None:
+        self.first = first_row()
+        self.noisy = noisy
+
+    def _numbers(self) -> range:
+        import torch.utils.data._utils.worker as torch_worker
+
+        info = torch_worker._worker_info  # its own processes: those of Penstock have `first_row`
+        return range(ROWS) if info is None else range(info.id, ROWS, info.num_workers)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in self._numbers():
+            yield {"row": self.first + number, "noise": random.random() if self.noisy else 0.0}
+
+
+class SavedStream(Stream):
+    """The same, with a state of its own, as torchdata's documentation shows it."""
+
+    def __init__(self, noisy: bool = False) -> None:
+        super().__init__(noisy)
+        self.done = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        numbers = self._numbers()
+        while self.done < len(numbers):
+            number = numbers[self.done]
+            self.done += 1
+            yield {"row": self.first + number, "noise": random.random() if self.noisy else 0.0}
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+class ShuffledStream(Stream):
+    """The rows in another order in each epoch, of a generator that the dataset holds and no state has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(5)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        numbers = list(self._numbers())
+        self.generator.shuffle(numbers)
+        for number in numbers:
+            yield {"row": self.first + number, "noise": 0.0}
+
+
+class GeneratorStream(IterableDataset[dict[str, Any]]):
+    """An iterable whose `iter` is a generator function, as many write it; epochs go on counting."""
+
+    def __init__(self) -> None:
+        self.first = first_row()
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        import torch.utils.data._utils.worker as torch_worker
+
+        info = torch_worker._worker_info
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        for number in range(start, ROWS, step):
+            yield {"row": self.first + number, "noise": float(epoch)}
+
+
+def _folder(name: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"penstock-third-party-{os.getuid()}" / name
+
+
+def _finish(partial: Path, folder: Path) -> None:
+    """What was written has its name from now on."""
+    try:
+        partial.rename(folder)
+    except OSError:  # another runner was first
+        shutil.rmtree(partial)
+
+
+# ---- torchdata
+
+
+def _stateful(dataset: Any, workers: int, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(dataset, **{"batch_size": 4, **options}, num_workers=workers)
+
+
+def shuffled(workers: int = 0, noisy: bool = False) -> Any:
+    return _stateful(Rows(noisy), workers, shuffle=True)
+
+
+def random_sampler(workers: int = 0, own: bool = False) -> Any:
+    rows = Rows()
+    return _stateful(rows, workers, sampler=RandomSampler(rows, generator=_generator(own)))
+
+
+def weighted_sampler(workers: int = 0, own: bool = False) -> Any:
+    rows = Rows()
+    weights = [1.0 + number % 5 for number in range(len(rows))]
+    return _stateful(rows, workers, sampler=WeightedRandomSampler(weights, ROWS, generator=_generator(own)))
+
+
+def subset_sampler(workers: int = 0) -> Any:
+    return _stateful(Rows(rows=2 * ROWS), workers, sampler=SubsetRandomSampler(range(0, 2 * ROWS, 2)))
+
+
+def batch_sampler(workers: int = 0) -> Any:
+    rows = Rows()
+    batches = BatchSampler(RandomSampler(rows), 4, drop_last=False)
+    return _stateful(rows, workers, batch_size=1, batch_sampler=batches)
+
+
+def distributed_sampler(workers: int = 0) -> Any:
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    rows = Rows()
+    return _stateful(rows, workers, sampler=StatefulDistributedSampler(rows, num_replicas=1, rank=0, seed=3))
+
+
+def _generator(own: bool) -> torch.Generator | None:
+    return torch.Generator().manual_seed(11) if own else None
+
+
+def stream(workers: int = 0, noisy: bool = False) -> Any:
+    return _stateful(Stream(noisy), workers)
+
+
+def saved_stream(workers: int = 0, noisy: bool = False) -> Any:
+    return _stateful(SavedStream(noisy), workers)
+
+
+def shuffled_stream(workers: int = 0) -> Any:
+    return _stateful(ShuffledStream(), workers)
+
+
+def generator_stream(workers: int = 0) -> Any:
+    return _stateful(GeneratorStream(), workers)
+
+
+def rare_snapshots(workers: int = 2) -> Any:
+    return _stateful(Rows(), workers, shuffle=True, snapshot_every_n_steps=5)
+
+
+def prefetched_out_of_order(workers: int = 2) -> Any:
+    return _stateful(SavedStream(), workers, prefetch_factor=3)
+
+
+def _nodes(make: Callable[[Any], Any], restart: bool = True) -> Any:
+    from torchdata import nodes
+
+    return nodes.Loader(nodes.Mapper(nodes.Batcher(make(nodes), 4, drop_last=False), _collate), restart)
+
+
+def _collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+
+
+def nodes_random() -> Any:
+    rows = Rows()
+    return _nodes(lambda nodes: nodes.MapStyleWrapper(rows, RandomSampler(rows)))
+
+
+def nodes_random_own() -> Any:
+    rows = Rows()
+    return _nodes(lambda nodes: nodes.MapStyleWrapper(rows, RandomSampler(rows, generator=_generator(True))))
+
+
+def nodes_iterable() -> Any:
+    return _nodes(lambda nodes: nodes.IterableWrapper(Stream()))
+
+
+def nodes_saved_iterable() -> Any:
+    return _nodes(lambda nodes: nodes.IterableWrapper(SavedStream()))
+
+
+def nodes_weighted() -> Any:
+    def make(nodes: Any) -> Any:
+        parts = {"a": nodes.IterableWrapper(range(20)), "b": nodes.IterableWrapper(range(100, 128))}
+        mixed = nodes.MultiNodeWeightedSampler(parts, {"a": 0.4, "b": 0.6}, seed=7 + first_row(), rank=0, world_size=1)
+        return nodes.Mapper(mixed, _as_row)
+
+    return _nodes(make)
+
+
+def _as_row(number: int) -> dict[str, Any]:
+    return {"row": int(number), "noise": 0.0}
+
+
+def _noisy_row(number: int) -> dict[str, Any]:
+    return {"row": int(number), "noise": random.random()}
+
+
+def nodes_parallel() -> Any:
+    """Four threads, and a prefetcher before the batches."""
+    first = first_row()
+
+    def make(nodes: Any) -> Any:
+        mapped = nodes.ParallelMapper(
+            nodes.IterableWrapper(range(first, first + ROWS)), _as_row, num_workers=4, in_order=True, method="thread"
+        )
+        return nodes.Prefetcher(mapped, prefetch_factor=4, snapshot_frequency=3)
+
+    return _nodes(make)
+
+
+def nodes_sampler() -> Any:
+    """A sampler as a node, and noise in the mapping."""
+    sampler = RandomSampler(range(first_row(), first_row() + ROWS))
+    return _nodes(lambda nodes: nodes.Mapper(nodes.SamplerWrapper(sampler), _noisy_row))
+
+
+def nodes_unbatched() -> Any:
+    first = first_row()
+
+    def make(nodes: Any) -> Any:
+        threes = nodes.Batcher(nodes.IterableWrapper(range(first, first + ROWS)), 3)
+        return nodes.Mapper(nodes.Unbatcher(threes), _as_row)
+
+    return _nodes(make)
+
+
+def nodes_no_restart() -> Any:
+    """`restart_on_stop_iteration=False`."""
+    return _nodes(lambda nodes: nodes.IterableWrapper(SavedStream()), restart=False)
+
+
+# ---- Hugging Face datasets
+
+
+def _hf_rows(shards: int = 4) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    first = first_row()
+    return datasets.Dataset.from_dict({"row": list(range(first, first + 2 * ROWS))}).with_format("torch")
+
+
+def hf_map(workers: int = 0) -> Any:
+    return _stateful(_hf_rows().filter(_keeps, keep_in_memory=True, load_from_cache_file=False), workers, shuffle=True)
+
+
+def _keeps(example: dict[str, Any]) -> bool:
+    return int(example["row"]) % 2 == 0
+
+
+def _hf_stream() -> Any:
+    import datasets
+
+    first = first_row()
+
+    def part(starts: list[int]) -> Iterator[dict[str, int]]:
+        for start in starts:
+            for number in range(start, start + ROWS // 2):
+                yield {"row": number}
+
+    starts = [first + ROWS // 2 * number for number in range(4)]
+    return datasets.IterableDataset.from_generator(part, gen_kwargs={"starts": starts}).with_format("torch")
+
+
+def hf_iterable() -> Any:
+    """The dataset itself, with its own batches."""
+    return _hf_stream().filter(_keeps).batch(4)
+
+
+def hf_iterable_shuffled() -> Any:
+    return _hf_stream().shuffle(seed=3, buffer_size=10).filter(_keeps).batch(4)
+
+
+def hf_iterable_stateful(workers: int = 0, shuffle: bool = False) -> Any:
+    dataset = _hf_stream().filter(_keeps)
+    return _stateful(dataset.shuffle(seed=3, buffer_size=10) if shuffle else dataset, workers)
+
+
+def hf_iterable_torch(workers: int = 0) -> Any:
+    return DataLoader(_hf_stream().shuffle(seed=3, buffer_size=10), batch_size=4, num_workers=workers)
+
+
+def hf_arrow_iterable() -> Any:
+    """`to_iterable_dataset` of a table, in shards."""
+    return _hf_rows().to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=8).batch(4)
+
+
+# ---- webdataset
+
+
+def _tars() -> list[str]:
+    """Four archives of this worker, written once."""
+    import webdataset
+
+    first = first_row()
+    folder = _folder(f"tars-{first}")
+    paths = [folder / f"{number}.tar" for number in range(4)]
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        partial.mkdir(parents=True)
+        for number, path in enumerate(paths):
+            with webdataset.TarWriter(str(partial / path.name)) as writer:
+                for row in range(first + number * ROWS // 4, first + (number + 1) * ROWS // 4):
+                    writer.write({"__key__": f"{row:06}", "row.cls": row})
+        _finish(partial, folder)
+    return [str(path) for path in paths]
+
+
+def webdataset_shuffled() -> Any:
+    """Shards and samples shuffled; with seeds, for without them it draws from the clock."""
+    import webdataset
+
+    return (
+        webdataset.WebDataset(_tars(), shardshuffle=4, detshuffle=True, seed=5, nodesplitter=None, workersplitter=None)
+        .compose(webdataset.detshuffle(10, seed=3))
+        .decode()
+        .to_tuple("row.cls")
+        .batched(4)
+        .map(_rows_of)
+    )
+
+
+def webdataset_loader(workers: int = 0) -> Any:
+    import webdataset
+
+    dataset = webdataset.WebDataset(_tars(), shardshuffle=False, nodesplitter=None, workersplitter=_split)
+    return webdataset.WebLoader(
+        dataset.decode().to_tuple("row.cls").batched(4).map(_rows_of), batch_size=None, num_workers=workers
+    )
+
+
+def _split(sources: Iterator[Any]) -> Iterator[Any]:
+    import torch.utils.data._utils.worker as torch_worker
+
+    info = torch_worker._worker_info
+    for number, source in enumerate(sources):
+        if info is None or number % info.num_workers == info.id:
+            yield source
+
+
+def _rows_of(batch: Any) -> dict[str, Any]:
+    return {"row": torch.as_tensor(np.asarray(batch[0]))}
+
+
+# ---- Grain
+
+
+class _GrainRows:
+    def __init__(self) -> None:
+        self.first = first_row()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"row": np.int64(self.first + index)}
+
+
+def grain_loader(workers: int = 0) -> Any:
+    import grain.python as grain
+
+    source = _GrainRows()
+    sampler = grain.IndexSampler(len(source), grain.NoSharding(), shuffle=True, num_epochs=1, seed=3)
+    return grain.DataLoader(data_source=source, sampler=sampler, operations=[grain.Batch(4)], worker_count=workers)
+
+
+def grain_dataset() -> Any:
+    import grain.python as grain
+
+    return grain.MapDataset.source(_GrainRows()).seed(5).shuffle().batch(4).to_iter_dataset()
+
+
+class _GrainSaved:
+    """Grain's iterators have `get_state` and `set_state`: given the names that a loader's methods have here."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.iterator: Any = None
+        self.state: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iterator = iter(self.dataset)
+        if self.state is not None:
+            self.iterator.set_state(self.state)
+            self.state = None
+        return iter(self.iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.iterator is None:
+            return {}
+        state = self.iterator.get_state()
+        return {"bytes": state} if isinstance(state, bytes) else {"plain": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state.get("bytes", state.get("plain"))
+
+
+def grain_saved() -> Any:
+    return _GrainSaved(grain_dataset())
+
+
+def grain_loader_saved() -> Any:
+    return _GrainSaved(grain_loader())
+
+
+# ---- litData
+
+
+def _litdata_folder() -> str:
+    """A dataset of this worker's rows, written once, and not in a worker: its writer waits for those of the others."""
+    from litdata.streaming.writer import BinaryWriter
+
+    first = first_row()
+    folder = _folder(f"litdata-{first}")
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        partial.mkdir(parents=True)
+        writer = BinaryWriter(str(partial), chunk_size=16)
+        for number in range(ROWS):
+            writer[number] = {"row": first + number}
+        writer.done()
+        writer.merge()
+        _finish(partial, folder)
+    return str(folder)
+
+
+def litdata_loader(workers: int = 0, shuffle: bool = True) -> Any:
+    import litdata
+
+    dataset = litdata.StreamingDataset(_litdata_folder(), shuffle=shuffle, seed=3)
+    return litdata.StreamingDataLoader(dataset, batch_size=4, num_workers=workers)
+
+
+# ---- loaders with the habits of restartable loaders that Cerebras' users write
+
+
+class SummedLoader(DataLoader):  # type: ignore[type-arg]
+    """Four methods: one count of all samples streamed, by this launch and those before it. `load_state_dict` reads what
+    `deaggregate_state_dict` returns, which is not what `state_dict` returns."""
+
+    def __init__(self, rows: int = 160) -> None:
+        dataset = _Numbers(rows)
+        super().__init__(dataset, batch_sampler=_Dealt(dataset))
+        self.previous = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples_streamed": get_worker_state().samples_streamed, "previous": self.previous}
+
+    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
+        total = worker_states[0]["previous"] + sum(state["samples_streamed"] for state in worker_states)
+        return {"__version__": 1, "all_streamed": total}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any], strict: bool = True) -> dict[str, Any]:
+        return aggregated
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        if state["__version__"] != 1:
+            raise ValueError("an unknown version")
+        self.previous = state["all_streamed"]
+        self.batch_sampler.set_state(self.previous)  # type: ignore[union-attr]
+
+
+class _Numbers(Dataset[torch.Tensor]):
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class _Dealt:
+    """Batches of four rows, shuffled by (seed, epoch) and dealt to all workers in turn; a batch may cross an epoch's
+    end, and goes on with the next one then."""
+
+    def __init__(self, dataset: _Numbers) -> None:
+        place = current_assignment()
+        self.rows = len(dataset)
+        self.worker, self.workers = place.global_worker_id, place.total_num_workers
+        self.start = 0
+
+    def set_state(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, begin = divmod(self.start, self.rows)
+        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(epoch)).tolist()
+        groups = [order[at : at + 4] for at in range(begin, self.rows - 3, 4)]
+        yield from groups[self.worker :: self.workers]
+        self.start = (epoch + 1) * self.rows
+
+    def __len__(self) -> int:
+        return (self.rows - self.start % self.rows) // 4 // self.workers
+
+
+def summed() -> Any:
+    return SummedLoader()
+
+
+class BeginsWhereItWas:
+    """Two methods: once it was loaded, every later epoch begins there again, too, as Hugging Face's IterableDataset
+    has it."""
+
+    def __init__(self) -> None:
+        self.first = first_row()
+        self.start = self.done = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for at in range(self.start, ROWS, 4):
+            self.done = at + 4
+            yield {"row": torch.arange(at, at + 4) + self.first}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = self.done = state["done"]
+
+
+def begins_where_it_was() -> Any:
+    return BeginsWhereItWas()
+
+
+class ShardPerWorker:
+    """Four methods: each worker reads a shard of its own, and counts the samples of it over all launches."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        place = current_assignment()
+        self.shard, self.shards = place.global_worker_id, place.total_num_workers
+        self.rows = rows
+        self.previous = self.seen = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start = self.seen % self.rows
+        for at in range(start, self.rows, 4):
+            yield {"row": torch.arange(at, at + 4) + 1000 * self.shard}
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples_streamed": get_worker_state().samples_streamed + self.previous, "shard_index": self.shard}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != {"samples_streamed", "shard_index"}:
+            raise RuntimeError(f"not a state of one shard: {sorted(state)}")
+        self.previous = self.seen = state["samples_streamed"]
+        self.shard = state["shard_index"]
+
+    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"all_worker_states": sorted(worker_states, key=lambda state: state["shard_index"])}
+
+    def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
+        states = aggregated["all_worker_states"]
+        if len(states) != self.shards:
+            raise RuntimeError("saved by another number of workers")
+        behind = min(range(len(states)), key=lambda at: (states[at]["samples_streamed"], at))
+        return dict(states[(self.shard + behind) % len(states)])
+
+
+def shard_per_worker() -> Any:
+    return ShardPerWorker()
+
+
+def prepare() -> None:
+    """Write the data that several processes read; in one that is no worker, for some writers ask."""
+    if importlib.util.find_spec("litdata") is None:
+        return
+    for slot in range(2):
+        with assigned(Assignment(0, 1, slot, 2, 7, 1)):
+            _litdata_folder()

@@ -1,0 +1,109 @@
+"""A run that is saved and resumed again and again, compared batch by batch with the one that was not interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.state import decode_state, encode_state
+
+__all__ = ["ENDS", "INSIDE", "OVER", "Chain", "compare", "plain", "runners", "whole"]
+
+INSIDE, OVER, ENDS = (5, 11, 19), (10, 31, 55), (24, 36, 48)
+"""Steps to save at, where two workers have 12 batches in an epoch: within the first one, in one after the other, and at
+ends of epochs."""
+LOST_AFTER = 4
+"""Steps of a launch before one of its runners is killed."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Where a run is saved, and resumed by the next launch."""
+
+    saves: tuple[int, ...]
+    """Steps of the box, over all launches."""
+    announced: bool = False
+    """The steps are checkpoint steps, so that workers take a snapshot just there."""
+    lost: bool = False
+    """A runner of each launch but the first is killed."""
+
+    def __str__(self) -> str:
+        words = ["-".join(map(str, self.saves)), "announced" if self.announced else "other"]
+        return " ".join([*words, *(["lost"] if self.lost else [])])
+
+
+def plain(batch: Any) -> Any:
+    """A batch as something that == compares to the bit."""
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [plain(value) for value in batch]
+    return batch.tolist() if isinstance(batch, torch.Tensor) or hasattr(batch, "tolist") else batch
+
+
+def whole(appliance: Appliance, input_fn: Callable[..., Any], steps: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """The run without a save."""
+    loader = DataLoader(input_fn, *args, **kwargs)
+    return [plain(batch) for batch in DataExecutor(loader, num_steps=steps, appliance=appliance)]
+
+
+def compare(
+    appliance: Appliance, chain: Chain, expected: list[Any], input_fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    """Go along the chain. Raises AssertionError at the first batch that is another one."""
+    state: bytes | None = None
+    start = 0
+    for launch, stop in enumerate([*chain.saves, len(expected)]):
+        loader = DataLoader(input_fn, *args, **kwargs)
+        if state is not None:
+            loader.load_state_dict(decode_state(state))  # type: ignore[arg-type]
+        steps = [stop] if chain.announced else None
+        executor = DataExecutor(loader, num_steps=stop - start, checkpoint_steps=steps, appliance=appliance)
+        for batch in executor:
+            step = executor.step
+            assert plain(batch) == expected[step - 1], (
+                f"launch {launch}, from step {start}: step {step} is {plain(batch)}, not {expected[step - 1]}"
+            )
+            if chain.lost and launch and step == start + LOST_AFTER:
+                _kill_one(launch)
+        assert executor.step == stop, f"launch {launch} ended at step {executor.step} of {stop}"
+        if stop < len(expected):
+            state = encode_state(loader.state_dict())
+        start = stop
+
+
+def _kill_one(number: int) -> None:
+    found = sorted(runners())
+    os.kill(found[number % len(found)], signal.SIGKILL)
+
+
+def runners() -> set[int]:
+    """Runners below this process that have sent something: children of a zygote, child of a daemon, child of ours.
+    Helpers have no ring, and neither has a runner that was killed a moment ago."""
+    parents, leaders = {}, set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            pid = int(entry.name)
+            parents[pid] = int(stat[1])
+            if stat[2] == entry.name:
+                leaders.add(pid)
+    below = {pid for pid in leaders if parents.get(parents.get(parents.get(pid, 0), 0), 0) == os.getpid()}
+    return {pid for pid in below if _has_ring(pid)}
+
+
+def _has_ring(pid: int) -> bool:
+    try:
+        return "penstock-ring" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,56 @@
+"""Frames and acks as tests write them: by the names that their fields have in each kind."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from xxhash import xxh3_64
+
+from penstock.proto import tcp
+from penstock.proto.frames import Ack, Frame, pack_shapes, read_ack, read_frame
+from penstock.proto.tcp import SEAL, check_of, is_checked
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["a_frame", "ack_of", "checked", "frame_of", "read_sealed"]
+
+
+def a_frame(
+    kind: int = 0,
+    *,
+    shapes: Sequence[int] = (),
+    inline: bytes = b"",
+    slot_bytes: int = 0,
+    slots: int = 0,
+    error: records_pb2.ErrorDetail | None = None,
+    **fields: int,
+) -> Frame:
+    """A frame. inline: of a STRUCTURE, and of any other whatever follows the header."""
+    rest = pack_shapes(shapes) + inline + (b"" if error is None else error.SerializeToString())
+    if slot_bytes:
+        fields["nbytes"] = slot_bytes
+    if slots:
+        fields["slot"] = slots
+    return Frame(kind, **fields, rest=rest)
+
+
+def frame_of(data: bytes | memoryview) -> Frame:
+    return read_frame(memoryview(data), 0, len(data))
+
+
+def ack_of(data: bytes | memoryview) -> Ack:
+    return read_ack(memoryview(data), 0, len(data))
+
+
+def checked(frame: Frame, payload: bytes) -> bytes:
+    """A BATCH frame over TCP, with its payload as it travels and what follows that."""
+    return tcp.sealed(frame.encode()) + payload + (check_of(xxh3_64(payload)) if is_checked(frame) else b"")
+
+
+def read_sealed(sock: socket.socket) -> bytes:
+    """The next message over TCP."""
+    size, complement, check = SEAL.unpack(sock.recv(SEAL.size, socket.MSG_WAITALL))
+    assert size ^ complement == 0xFFFFFFFF
+    data = sock.recv(size, socket.MSG_WAITALL)
+    assert xxh3_64(data).intdigest() == check
+    return data

@@ -1,0 +1,70 @@
+"""Large values are fetched once for all slots, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from penstock.proto.errors import CoordinatorUnavailableError
+from penstock.proto.v1 import records_pb2
+from penstock.worker.blobs import Blobs
+from penstock.worker.control import Message, assignment_of, payload_of
+
+VALUE = bytes(range(256)) * 100
+
+
+class Coordinator:
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.away = True
+
+    def get_blob_into(self, name: str, write: Callable[[bytes], None]) -> None:
+        self.asked.append((name, threading.get_ident()))
+        if self.away:
+            self.away = False
+            raise CoordinatorUnavailableError("it is away")
+        write(VALUE[:1000])
+        write(VALUE[1000:])
+
+    def close(self) -> None: ...
+
+
+def test_value_is_fetched_once_by_a_thread() -> None:
+    async def body() -> None:
+        coordinator = Coordinator()
+        blobs = Blobs(lambda: coordinator)
+        with pytest.raises(CoordinatorUnavailableError):
+            await blobs.descriptor("one")
+        fds = await asyncio.gather(*[blobs.descriptor("one") for _ in range(3)])
+        assert [name for name, _ in coordinator.asked] == ["one", "one"]
+        assert threading.get_ident() not in [thread for _, thread in coordinator.asked]
+        with pytest.raises(PermissionError), mmap.mmap(fds[0], 0):
+            pass  # no child can change what the others read
+        assert await blobs.read("one") == VALUE
+        blobs.keep({"one"})
+        os.close(await blobs.descriptor("one"))
+        assert len(coordinator.asked) == 2
+        blobs.keep(())
+        assert [payload_of(Message("resume", fds=[fd])) for fd in fds] == [VALUE] * 3
+        os.close(await blobs.descriptor("one"))
+        assert len(coordinator.asked) == 3, "nobody had needed it any more"
+        before = len(os.listdir("/proc/self/fd"))
+        blobs.close()
+        await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_child_takes_arguments_from_either() -> None:
+    spec = records_pb2.WorkerAssignment(run="job/0", loader=records_pb2.LoaderSpec(arguments=b"small"))
+    assert assignment_of(Message("assign", payload=spec.SerializeToString())) == spec
+    fd = os.memfd_create("large")
+    os.write(fd, VALUE)
+    spec.loader.ClearField("arguments")
+    assert assignment_of(Message("assign", payload=spec.SerializeToString(), fds=[fd])).loader.arguments == VALUE

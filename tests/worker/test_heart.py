@@ -1,0 +1,50 @@
+"""The daemon's lease while its event loop is busy with something else."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from penstock.proto.errors import CoordinatorUnavailableError
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.worker.heart import HANGS_S, LATE, Heart
+
+LEASE_S = 0.4
+DEADLINE_S = 20
+
+
+class Coordinator:
+    def __init__(self) -> None:
+        self.heard, self.closed, self.calls = threading.Semaphore(0), threading.Event(), 0
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        self.calls += 1
+        if self.calls == 1:
+            raise CoordinatorUnavailableError("it is away")
+        assert not request.slots
+        self.heard.release()
+        return pb.HeartbeatReply()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_busy_event_loop_keeps_its_lease() -> None:
+    coordinator = Coordinator()
+    heart = Heart(lambda: coordinator, lambda: pb.HeartbeatRequest(worker="w"), lambda: LEASE_S)
+    heart.start()
+    for _ in range(3):  # nobody tells it of any answer
+        assert coordinator.heard.acquire(timeout=DEADLINE_S)
+    heart.stop()
+    assert coordinator.closed.wait(DEADLINE_S)
+    assert heart.beats >= 2
+
+
+def test_speaks_only_for_a_loop_that_is_late_and_does_not_hang() -> None:
+    heart = Heart(Coordinator, pb.HeartbeatRequest, lambda: 3.0)
+    heart.heard()
+    now = time.monotonic()
+    assert not heart.is_due(now, 3.0), "it was heard just now"
+    assert heart.is_due(now + 3.0 * LATE + 1, 3.0)
+    assert not heart.is_due(now + 3.0 * LATE + 1, 0.0), "no lease is known"
+    assert not heart.is_due(now + HANGS_S + 1, 3.0), "the loop hangs: others are to take over"

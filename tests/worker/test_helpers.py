@@ -1,0 +1,123 @@
+"""Tasks in helper processes come out as in fresh ones, and cost less."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.proto.assignment import assigned, current_assignment
+from penstock.proto.errors import InputFnError
+from penstock.proto.state import decode_state, encode_state
+from penstock.proto.v1 import records_pb2
+from penstock.worker.children import Zygote
+from penstock.worker.control import Message
+from penstock.worker.helper import _warm_up
+from penstock.worker.helpers import PAYS, Helpers
+from penstock.worker.ledger import Ledger
+from penstock.worker.scratches import run_task
+from penstock.worker.source import Source
+from penstock.worker.tempdirs import TempDirs
+from penstock.worker.turn_queue import TurnQueue
+
+DEADLINE_S = 60.0
+
+
+def assignment(run: str, *arguments: Any) -> records_pb2.WorkerAssignment:
+    made = records_pb2.WorkerAssignment(run=run, attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
+    made.loader.input_fn = "stained:stained"
+    made.loader.allow.append("stained")
+    made.loader.arguments = encode_state({"args": arguments, "kwargs": {}})
+    return made
+
+
+def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, support = (str(Path(__file__).parent.parent / folder) for folder in ("inputs", "support"))
+    monkeypatch.setenv("PYTHONPATH", f"{inputs}:{support}")
+
+    async def body() -> None:
+        zygote = Zygote(TempDirs())
+        await zygote.start(5, main_script=False)
+
+        async def get(_: Any) -> Zygote:
+            return zygote
+
+        helpers = Helpers(get)
+        host: Any = SimpleNamespace(scratches=TurnQueue(2), zygote=get, helpers=helpers, blobs=None)
+        ledger = Ledger.create()
+
+        async def burst(of: records_pb2.WorkerAssignment, base: bytes, tasks: int) -> list[Message]:
+            fields: dict[str, Any] = {
+                "epoch": 0,
+                "delivered": 3,
+                "total": 3,
+                "step": 3,
+                "from_origin": False,
+                "digests": {},
+            }
+            fields |= {"doubting": False, "left": {}, "left_from": 0}
+            each = [run_task(host, of, "slot 0", ledger, [base], "state", **fields) for _ in range(tasks)]
+            return await asyncio.gather(*each)
+
+        with assigned(current_assignment()):
+            source = Source(assignment("plain/0", 10))
+            source.build()
+            base = source.open_pass().encode()
+        plain = assignment("plain/0", 10)
+        (alone,) = await burst(plain, base, 1)
+        assert [message.payload for message in await burst(plain, base, 2 * PAYS)] == [alone.payload] * 2 * PAYS
+        state: Any = decode_state(alone.payload)
+        assert state["user"] == {"done": 3, "built": 1}
+        crew = next(iter(helpers._crews.values()))
+        assert (crew.unfit, len(crew.idle)) == ("", 2)
+        assert {"stained", "statistics"} <= crew.idle[0].modules
+        busy = {helper.child.pid for helper in crew.idle if helper.child is not None}
+        await burst(plain, base, 2 * PAYS)
+        assert {helper.child.pid for helper in crew.idle if helper.child is not None} == busy, "they are used again"
+        for otherwise in ("raises", "dies"):
+            odd = assignment(f"{otherwise}/0", 10, zygote.pid, otherwise)
+            await burst(odd, base, 1)
+            payloads = {message.payload for message in await burst(odd, base, 2 * PAYS)}
+            assert payloads == {alone.payload}
+        with pytest.raises(InputFnError, match="no child of the zygote"):
+            await burst(assignment("wrong/0", 10, 1, "raises"), base, 1)
+        helpers.forget(set())
+        assert not helpers._crews
+        zygote.close()
+        await zygote.wait()
+        ledger.close()
+
+    asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import json", ""),
+        ("import random; random.random()", "it changed its random generators"),
+        ("import penstock.worker; penstock.worker.current_assignment()", "it asked for its assignment"),
+        ("import threading; over = threading.Event(); threading.Thread(target=over.wait).start()", "its threads"),
+        ("file = open(__file__)", "its open files"),
+        ("raise SystemExit", "it raised InputFnError"),
+    ],
+)
+def test_imports_that_do_more_are_told(code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "imported.py").write_text(f"{code}\n\ndef make(): ...\n")
+    monkeypatch.delitem(sys.modules, "imported", raising=False)
+    spec = records_pb2.LoaderSpec(input_fn="imported:make", allow=["imported"])
+    with assigned(current_assignment()):
+        said = _warm_up(spec, ["json", "no_such_module"])
+    imported: Any = sys.modules.pop("imported", None)
+    assert why in said
+    assert bool(why) == bool(said)
+    if over := getattr(imported, "over", None):
+        over.set()
+    if file := getattr(imported, "file", None):
+        file.close()
+    assert threading.active_count() < 10

@@ -1,0 +1,249 @@
+"""Restart points: which are proven, what a resume falls back on, and how a restored loader gets into its next epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.proto.assignment import assigned, current_assignment
+from penstock.proto.errors import ReplayMismatchError
+from penstock.proto.state import decode_state, encode_state
+from penstock.proto.v1 import records_pb2
+from penstock.worker.offprint import Offprint
+from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, Base
+from penstock.worker.scratch import _advanced, _prove
+from penstock.worker.source import Source
+from penstock.worker.starting import start
+
+
+@pytest.fixture(autouse=True)
+def undisturbed() -> Iterator[None]:
+    with assigned(current_assignment()):
+        yield
+
+
+def assignment_of(name: str, *arguments: Any) -> records_pb2.WorkerAssignment:
+    assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
+    assignment.loader.input_fn = name if ":" in name else f"doubtful:{name}"
+    assignment.loader.arguments = encode_state({"args": arguments, "kwargs": {}})
+    assignment.loader.allow.append("doubtful")
+    assignment.loader.allow.append("streams")
+    return assignment
+
+
+class Run:
+    """A slot's stream, with the base after each batch."""
+
+    def __init__(self, assignment: records_pb2.WorkerAssignment, resume: dict[str, Any] | None = None) -> None:
+        self.source = Source(assignment)
+        self.source.build()
+        self.offprint = Offprint()
+        self.kept: list[Base] = []
+        self.bases: dict[int, Base] = {}
+        self.digests: dict[int, tuple[int, int]] = {}
+        self.generators: dict[int, int] = {}
+        start(self.source, resume, self.kept.append, self._seek)
+
+    def _seek(self, total: int, epoch: int, digest: int) -> None:
+        reached = self.source.seek(total, epoch, self._seen)
+        if not reached or (digest and self.source.digest != digest):
+            raise ReplayMismatchError("it does not get there")
+
+    def _seen(self, batch: Any) -> None:
+        self.source.digest, samples = self.offprint.take(batch)
+        self.source.place.samples += samples
+
+    def take(self, batches: int) -> list[list[int]]:
+        source = self.source
+        got: list[list[int]] = []
+        while len(got) < batches:
+            if not source.is_open:
+                self.kept.append(source.open_pass())
+            batch = source.next()
+            if batch is END:
+                continue
+            self._seen(batch)
+            got.append((batch["x"] if isinstance(batch, dict) else batch).tolist())
+            self.digests[source.place.total] = source.place.epoch, source.digest
+            self.generators[source.place.total] = source.rng_hash()
+            if source.saves_state:
+                self.bases[source.place.total] = Base.decode(source.snapshot(source.place.total).encode())
+        return got
+
+    def prove(self, base: Base, count: int = 4) -> dict[str, Any]:
+        behind = range(base.place.total + 1, base.place.total + 1 + count)
+        digests = {str(n): self.digests[n] for n in behind if n in self.digests}
+        first = {str(n): self.digests[n] for n in range(1, 5) if n in self.digests}
+        helper = Source(self.source.assignment)
+        helper.build()
+        fields = {
+            "digests": digests,
+            "early": first,
+            "left": False,
+            "generators": self.generators[base.place.total + 1],
+        }
+        return _prove(helper, base, fields, Offprint())
+
+    def resumed(self, base: Base, *, value: Any = None, next_digest: int = 0) -> Run:
+        """The next launch, from here, over this restart point."""
+        source = self.source
+        assignment = records_pb2.WorkerAssignment()
+        assignment.CopyFrom(source.assignment)
+        place = source.place
+        assignment.base.CopyFrom(
+            records_pb2.BoxPosition(
+                step=place.total,
+                epoch=place.epoch,
+                live=[0],
+                slots=[records_pb2.SlotPosition(delivered=place.delivered, total=place.total)],
+            )
+        )
+        assignment.resume.blob, assignment.resume.same_shape = "blob", True
+        restart = decode_state(replace(base, past=source.past).encode())
+        part = {**restart, "digest": source.digest, "next_digest": next_digest, "samples": place.samples}  # type: ignore[dict-item]
+        return Run(assignment, {"aggregated": value, "strict": True, "slots": {0: part}})
+
+
+def test_a_base_is_proven_by_itself_and_not_by_its_kind() -> None:
+    run = Run(assignment_of("twice"))
+    run.take(20)
+    assert run.prove(run.bases[10])["same"]
+    later = run.resumed(run.bases[10])
+    assert later.take(20) == [[number] for number in range(20, 40)]
+    found = later.prove(later.bases[30])
+    assert not found["same"], "taken of a restored loader, it has counted twice"
+    assert found["alike"]
+    assert later.resumed(run.bases[10]).take(3) == [[40], [41], [42]], "what was proven, and the count"
+
+
+@pytest.mark.parametrize(
+    ("loader", "rewinds"), [("from_the_middle", FRESH), ("counts_epochs", KEPT), ("forgets", REPLAY)]
+)
+def test_a_proof_over_the_end_of_an_epoch_tells_how_to_get_there(loader: str, rewinds: str) -> None:
+    run = Run(assignment_of(loader))
+    run.take(20)
+    assert run.prove(run.bases[9], 7) == {"same": True, "rewinds": rewinds}
+
+
+@pytest.mark.parametrize("loader", ["from_the_middle", "counts_epochs", "orders_shards", "forgets", "streams:stateful"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_resumed_loader_goes_over_the_ends_of_epochs_as_one_that_ran_through(loader: str, known: bool) -> None:
+    assignment = assignment_of(loader, *((64,) if ":" in loader else ()))
+    truth = Run(assignment).take(60)
+    run = Run(assignment)
+    assert run.take(7) == truth[:7]
+    if known:
+        ahead = Run(assignment)
+        ahead.take(20)
+        run.source.learn_rewinds(ahead.prove(ahead.bases[9], 12)["rewinds"])
+    second = run.resumed(run.bases[7])
+    assert second.take(23) == truth[7:30], "over an end"
+    third = second.resumed(second.kept[-1])
+    assert third.take(30) == truth[30:]
+    if not known:
+        expected = {"counts_epochs": KEPT, "orders_shards": KEPT, "forgets": REPLAY}.get(loader, FRESH)
+        assert third.source.past.rewinds == expected, "found out once, and carried along"
+
+
+def test_a_loader_is_given_up_before_the_next_one_is_made() -> None:
+    """It may hold a file that is opened once in a process."""
+    assignment = assignment_of("only_one")
+    run = Run(assignment)
+    run.take(7)
+    base, run.source._loader, run.source._iterator = run.bases[7], None, None
+    again = run.resumed(base)
+    assert again.take(14) == [[number % 12] for number in range(7, 21)], "over an end, with another loader"
+    again.source.restore(base)
+    assert again.take(2) == [[7], [8]]
+
+
+def test_the_origin_of_a_lazy_loader_is_not_proven() -> None:
+    """It begins a pass in its first next(), and cannot say in the pass's origin that it was asked to."""
+    run = Run(assignment_of("streams:fresh"))
+    run.take(12)
+    assert not run.prove(run.kept[1])["same"]
+    assert run.prove(run.bases[9])["same"]
+
+
+def test_a_base_that_draws_other_random_numbers_is_not_proven() -> None:
+    """Its batches are the same, and those of the next epoch would not be."""
+    run = Run(assignment_of("draws_late"))
+    run.take(30)
+    assert run.prove(run.kept[1])["what"] == "draws other random numbers"
+    assert run.prove(run.bases[15])["same"]
+    assert run.prove(run.bases[10])["rewinds"] in (KEPT, FRESH)
+    for shuffled in ("streams:stateful", "streams:own_generator"):
+        run = Run(assignment_of(shuffled, *((True,) if "own" in shuffled else ())))
+        run.take(16)
+        assert run.prove(run.kept[1])["same"]
+        assert run.prove(run.bases[8])["same"]
+
+
+def test_a_loader_that_counts_late_is_no_error_and_one_that_does_not_repeat_itself_is() -> None:
+    run = Run(assignment_of("streams:counts_late"))
+    run.take(10)
+    found = run.prove(run.bases[3])
+    assert (found["same"], found["alike"], found["differs"]) == (False, True, 4)
+    run.digests = {total: (epoch, digest ^ 1) for total, (epoch, digest) in run.digests.items()}
+    assert not run.prove(run.bases[3])["alike"]
+
+
+# -------------------------------------------------------------------------------------------- loaders of four methods
+
+
+def test_three_launches_of_a_loader_that_adds_what_former_ones_streamed() -> None:
+    """Its load_state_dict reads nothing but what its deaggregate_state_dict returns."""
+    truth = Run(assignment_of("streamed")).take(30)
+    run, got = Run(assignment_of("streamed")), []
+    for launch in range(3):
+        got += run.take(10)
+        base = run.bases[10 * (launch + 1)]
+        assert base.is_origin, "nothing else can be restored"
+        state = decode_state(run.source.snapshot(run.source.place.total).encode())["user"]  # type: ignore[index]
+        assert state == {"samples": 40 * (launch + 1)}
+        snapshot = run.source.snapshot(run.source.place.total)
+        run = run.resumed(snapshot, value={"all_samples": state["samples"]}, next_digest=0)
+    assert got == truth
+
+
+def test_a_runner_that_is_replaced_in_a_later_launch_goes_on_counting() -> None:
+    run = Run(assignment_of("streamed"))
+    run.take(10)
+    second = run.resumed(run.source.snapshot(10), value={"all_samples": 40})
+    got = second.take(10)
+    again = Source(second.source.assignment)
+    again.build()
+    again.resume = second.source.resume
+    again.restore(Base.decode(second.kept[0].encode()))
+    replayed: list[list[int]] = []
+
+    def seen(batch: Any) -> None:
+        replayed.append(batch.tolist())
+        again.place.samples += len(batch)
+
+    assert again.seek(20, 0, seen)
+    assert replayed == got
+    assert again.state(20) == second.source.state(20) == ({"samples": 80}, True)
+
+
+def test_own_methods_that_lead_elsewhere_are_found_out_before_the_first_batch() -> None:
+    truth = Run(assignment_of("misled"))
+    batches = truth.take(24)
+    run = Run(assignment_of("misled"))
+    run.take(10)
+    second = run.resumed(run.source.snapshot(10), value={"all_samples": 40}, next_digest=truth.digests[11][1])
+    assert second.take(10) == batches[10:20], "made again from the beginning"
+    third = second.resumed(second.source.snapshot(20), value={"all_samples": 80}, next_digest=truth.digests[21][1])
+    assert third.take(4) == batches[20:]
+
+
+def test_a_state_by_arithmetic_needs_no_loader() -> None:
+    run = Run(assignment_of("arithmetic"))
+    run.take(9)
+    assert run.source.traits.advances_state == "doubtful:Arithmetic"
+    fields = {"loader": "doubtful:Arithmetic", "delivered": 9, "total": 9, "samples": 36, "digest": 7}
+    state = Base.decode(_advanced(run.bases[2], run.source.assignment, fields))
+    assert (state.state, state.place, state.digest) == (run.bases[9].state, run.bases[9].place, 7)

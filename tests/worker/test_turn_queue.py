@@ -1,0 +1,117 @@
+"""Who starts when, and what keeps the others waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.worker.processor import NOTHING, cores, unless_it_stands_still, used_by
+from penstock.worker.turn_queue import TurnQueue
+
+
+@contextmanager
+def running(*command: str) -> Iterator[int]:
+    process = subprocess.Popen(command)
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_first_come_first_served() -> None:
+    async def body() -> None:
+        queue = TurnQueue(2)
+        turns = [queue.join() for _ in range(5)]
+        assert [turn.place for turn in turns] == [0, 0, 1, 2, 3]
+        assert [turn.came.done() for turn in turns] == [True, True, False, False, False]
+        turns[3].end()  # given up while it waited
+        assert [turn.place for turn in turns] == [0, 0, 1, 0, 2]
+        turns[0].end()
+        turns[0].end()
+        assert [turn.place for turn in turns] == [0, 0, 0, 0, 1]
+        for turn in turns:
+            turn.end()
+        assert len(queue) == 0
+        assert [queue.join().place for _ in range(3)] == [0, 0, 1]
+
+    asyncio.run(body())
+
+
+def test_urgent_turns_come_first() -> None:
+    """A slot of a job that trains goes on before others begin."""
+
+    async def body() -> None:
+        queue = TurnQueue(1)
+        queue.join()
+        turns = [queue.join(urgent=urgent) for urgent in (False, True, False, True)]
+        assert [turn.place for turn in turns] == [3, 1, 4, 2]
+
+    asyncio.run(body())
+
+
+def test_killed_process_that_stays_takes_a_place() -> None:
+    async def body() -> None:
+        queue, ended = TurnQueue(1), asyncio.Event()
+
+        async def wait() -> None:
+            await ended.wait()
+
+        queue.lend_until(wait())
+        turn = queue.join()
+        assert turn.place == 1
+        ended.set()
+        await asyncio.wait_for(turn.came, 10)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("how", ["stands still", "is ready"])
+def test_turn_ends_before_its_time(how: str) -> None:
+    """A runner that needs no processor keeps nobody waiting, nor does one that is ready."""
+
+    async def body(pid: int) -> None:
+        queue = TurnQueue(1)
+        turn, after = queue.join(), queue.join()
+        ending = asyncio.ensure_future(turn.end_when_idle(pid))
+        if how == "is ready":
+            turn.end()
+        await asyncio.wait_for(asyncio.gather(after.came, ending), 9)
+
+    command = ["sleep", "60"] if how == "stands still" else ["sh", "-c", "while :; do :; done"]
+    with running(*command) as pid:
+        asyncio.run(body(pid))
+
+
+def test_deadline_counts_time_in_which_a_process_stands_still() -> None:
+    async def body(idle: int, busy: int) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(unless_it_stands_still(asyncio.Event().wait(), idle, 0.6, 100), 50)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(unless_it_stands_still(asyncio.Event().wait(), busy, 100, 0.6), 50)
+        await unless_it_stands_still(asyncio.sleep(1.2), busy, 0.6, 100)
+
+    with running("sleep", "60") as idle, running("sh", "-c", "while :; do :; done") as busy:
+        asyncio.run(body(idle, busy))
+
+
+@pytest.mark.parametrize(("quota", "most"), [("150000 100000", 2), ("max 100000", 10**6), ("20000 100000", 1)])
+def test_cores_of_a_container(quota: str, most: int, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    assert 1 <= cores(tmp_path / "cpu.max") <= most
+
+
+def test_use_of_the_processors_is_counted_with_children() -> None:
+    before = used_by(os.getpid())
+    subprocess.run([sys.executable, "-S", "-c", "import time\nwhile time.process_time() < 0.1: pass"], check=True)
+    after = used_by(os.getpid())
+    assert after.cpu_s - before.cpu_s >= 0.05
+    assert after.delay_s >= before.delay_s >= 0.0
+    assert used_by(2**22 + 1) == NOTHING  # no process has that number

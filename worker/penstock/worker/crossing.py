@@ -1,0 +1,149 @@
+"""Over the end of an epoch with a loader that was restored within it.
+
+A loader that ran the whole epoch is asked for the next one by `iter()`. One that was restored in its middle may not
+know any more where an epoch begins: a Hugging Face IterableDataset begins every later epoch there again. One that
+input_fn makes anew begins where epochs begin, but may count epochs and know nothing of those before. The loader that
+ran from the beginning shows what is right, where it can be compared. `Past.rewinds` says which of three ways it is:
+
+    KEPT     go on with the restored loader
+    FRESH    input_fn() anew, with the generators as they are
+    REPLAY   neither: only a loader that comes from the beginning
+
+Where it is not known, the first batch of the next epoch is made in the first two ways. If they are equal, and what the
+loader says of itself after them (its `state_dict()`, the generators), FRESH will do; else the slot's stream is made
+again from the beginning, once, and what comes then is the answer for good. The batch alone would not tell: where an
+epoch's number decides on the order of shards, two epochs may well begin with the same one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.proto.errors import PenstockError, ReplayMismatchError
+from penstock.proto.state import encode_state
+from penstock.worker.offprint import Offprint
+from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, Base
+
+if TYPE_CHECKING:
+    from penstock.worker.source import Source
+
+__all__ = ["catch_up", "cross", "leave", "travel"]
+
+_log = logging.getLogger("penstock.worker")
+
+
+def cross(source: Source, step: int) -> Base:
+    """Open the next epoch of a restored source in the way that is right; returns its epoch start."""
+    end, untouched = source.rng(), source.is_untouched
+    own_word = source.traits.state_methods == 4 and not source.past.whole  # whose stream began on another topology
+    if own_word or (source.past.rewinds == KEPT and not (untouched or source.strays)):
+        return source.open(step=step)
+    if source.past.rewinds == FRESH and not source.strays:
+        source.renew(end)
+        return source.open(step=step)
+    take = Offprint(full_digest=source.assignment.loader.options.full_digest).take
+    if source.past.rewinds == REPLAY or source.strays:
+        _from_the_beginning(source, take)
+        return source.open(step=step)
+    source.open(step=step)
+    kept = _First.of(source, take)
+    source.abort()
+    source.renew(end)
+    source.open(step=step)
+    fresh = _First.of(source, take)
+    source.abort()
+    if fresh == kept or (fresh.digest == kept.digest and not source.past.whole):  # where nothing could tell more
+        source.learn_rewinds(FRESH)
+        source.renew(end)
+        return source.open(step=step)
+    _from_the_beginning(source, take)
+    opened = source.open(step=step)
+    right = _First.of(source, take)
+    if not untouched:
+        source.learn_rewinds(KEPT if right == kept else FRESH if right == fresh else REPLAY)
+        opened = source.marked(opened)
+        _log.warning(
+            "%s: restored within pass %d, it does not begin the next one as a loader made anew. Which "
+            "one is right was found out by making its stream again from the beginning, once: %s",
+            source.name,
+            source.place.epoch - 1,
+            {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.past.rewinds, "neither"),
+        )
+    return opened
+
+
+@dataclass(frozen=True)
+class _First:
+    """What an epoch begins with."""
+
+    digest: int | None
+    """Of its first batch, None if it has none."""
+    behind: bytes
+    """The loader's state after it, and the generators; b"" if it cannot be had."""
+
+    @classmethod
+    def of(cls, source: Source, take: Callable[[Any], tuple[int, int]]) -> _First:
+        batch = source.peek()
+        digest = None if batch is END else take(batch)[0]
+        try:
+            return cls(digest, encode_state(source.state(source.place.total)[0]) + source.rng())
+        except PenstockError:
+            return cls(digest, b"")
+
+
+def _from_the_beginning(source: Source, take: Callable[[Any], tuple[int, int]]) -> None:
+    """Bring a loader from the beginning to where the source stands, between two epochs."""
+    goal, digest, past = source.place.copy(), source.digest, source.past
+    why = (
+        f"{source.name}: how it begins pass {goal.epoch} cannot be known: it was restored within the pass before, and "
+        "would not begin this one as a loader that input_fn makes anew"
+    )
+    if not past.whole:
+        raise ReplayMismatchError(
+            f"{why}; and its stream cannot be made again from the beginning, for it began on another shape, or more "
+            "than a thousand passes were left by `break`. Give the loader a state that says where an epoch begins"
+        )
+
+    def seen(batch: Any) -> None:
+        source.digest, samples = take(batch)
+        source.place.samples += samples
+
+    source.begin()
+    travel(source, dict(past.left), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen))
+    catch_up(source, goal.epoch)
+    if (source.place.epoch, source.place.total) != (goal.epoch, goal.total) or (digest and source.digest != digest):
+        raise ReplayMismatchError(
+            f"{why}; and made again from the beginning, batch {goal.total} is not the one that was delivered: the "
+            "loader does not reproduce its batches (see penstock doctor)"
+        )
+    source.past = past
+
+
+def travel(source: Source, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]) -> None:
+    """Go to batch `total` in pass `epoch`, the way that the loop went: out of the passes that it left, where it did."""
+    for known in sorted(known for known in left if source.place.epoch <= known < epoch):
+        seek(left[known], known)
+        leave(source, known, left[known])
+    seek(total, epoch)
+
+
+def catch_up(source: Source, epoch: int) -> None:
+    """Go to where pass `epoch` is opened, if the source is not that far, over the end of the pass that it is in and of
+    those in between, of which it had no batch. Raises ReplayMismatchError if one comes."""
+    while source.place.epoch < epoch:
+        if not source.is_open:
+            source.open_pass()
+        source.reach_end()
+
+
+def leave(source: Source, epoch: int, total: int) -> None:
+    """Leave pass `epoch` after batch `total`, where the source stands, as the loop left it."""
+    catch_up(source, epoch)
+    if not source.is_open:
+        source.open_pass()
+    if not source.saves_state:
+        source.reseed("left", epoch, total)
+    source.abandon_pass(total)

@@ -1,0 +1,63 @@
+"""Values of Parquet columns: Python's, but where these are too coarse.
+
+Python's datetime, timedelta and time end at microseconds. Parquet has nanoseconds too, and all times that Spark wrote
+are such. They are numpy's datetime64[ns] and timedelta64[ns], whatever their last three digits are, and whether pandas
+is there or not: the type of a column's values must not depend on a value, nor on what else is installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["value_of"]
+
+Value = Callable[[Any], Any]
+"""A scalar of pyarrow's -> what a sample has."""
+
+
+def value_of(kind: Any) -> Value:
+    """For a column of this type of pyarrow's."""
+    return _fine(kind) or _as_py
+
+
+def _as_py(scalar: Any) -> Any:
+    return scalar.as_py()
+
+
+def _fine(kind: Any) -> Value | None:
+    """None if no nanoseconds are in it."""
+    types = importlib.import_module("pyarrow.types")
+    if types.is_timestamp(kind) or types.is_duration(kind) or types.is_time64(kind):
+        if kind.unit != "ns":
+            return None
+        make = np.datetime64 if types.is_timestamp(kind) else np.timedelta64
+        return lambda scalar: make(scalar.value, "ns") if scalar.is_valid else None
+    if types.is_dictionary(kind):
+        chosen = _fine(kind.value_type)
+        return chosen and (lambda scalar: chosen(scalar.value) if scalar.is_valid else None)
+    if types.is_map(kind):
+        keys, values = _fine(kind.key_type), _fine(kind.item_type)
+        return _map(keys or _as_py, values or _as_py) if keys or values else None
+    if types.is_struct(kind):
+        fields = {kind.field(i).name: _fine(kind.field(i).type) for i in range(kind.num_fields)}
+        return _struct({name: fine or _as_py for name, fine in fields.items()}) if any(fields.values()) else None
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _fine(kind.value_type)
+        return inner and (lambda scalar: [inner(each) for each in scalar.values] if scalar.is_valid else None)
+    return None
+
+
+def _struct(fields: dict[str, Value]) -> Value:
+    return lambda scalar: {name: fields[name](scalar[name]) for name in fields} if scalar.is_valid else None
+
+
+def _map(key: Value, value: Value) -> Value:
+    def pairs(scalar: Any) -> list[tuple[Any, Any]] | None:
+        # As pyarrow gives a map; the scalar's values are an array of structs.
+        return [(key(each[0]), value(each[1])) for each in scalar.values] if scalar.is_valid else None
+
+    return pairs

@@ -1,0 +1,84 @@
+"""Whether the index that a dataset was opened with is still the one that lies there.
+
+A dataset that is written again while it is read has old rows before some moment and new ones behind it. Hashes in the
+index find that out, where shards are verified. This finds it out for shards that are read where they lie, and for a
+cache's folder that another job fills anew: who writes a dataset removes or replaces its index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.proto.errors import DatasetError
+
+__all__ = ["IndexWatch"]
+
+
+@dataclass
+class IndexWatch:
+    """Of one index file."""
+
+    path: Path
+    digest: bytes
+    """Of what it held."""
+    hashed: bool
+    """It has a hash of each shard: who writes the same one again has the same data."""
+    in_place: bool
+    """The shards lie beside it; else it is a copy in a cache, which may be removed."""
+    seen: tuple[int, int, int] | None
+    """Its size, time in ns and inode, when it was found to be the same."""
+    older_ns: int | None = None
+    """Without hashes, once it was written again as it was: shards that are younger than this were written again too."""
+
+    @staticmethod
+    def of(path: Path, content: bytes, *, hashed: bool, in_place: bool) -> IndexWatch:
+        return IndexWatch(path, _digest(content), hashed, in_place, _seen(path))
+
+    def check(self, shard: Sequence[Path]) -> None:
+        """Raises DatasetError if the dataset was written again; `shard`: the files that were just opened. One look at
+        the index; its content is read if it was touched."""
+        seen = _seen(self.path)
+        if seen is None:
+            if self.in_place:
+                self._refuse(self.path, "removed")
+            return
+        if seen != self.seen:
+            if self.seen is None or not self._is_same():
+                self._refuse(self.path, "written again")
+            if not self.hashed and self.older_ns is None:
+                self.older_ns = self.seen[1]
+            self.seen = seen
+        if self.older_ns is not None:
+            for path in shard:
+                found = _seen(path)
+                if found is None or found[1] > self.older_ns:
+                    self._refuse(path, "written again")
+
+    def _refuse(self, path: Path, what: str) -> NoReturn:
+        raise DatasetError(
+            f"{path} was {what} since the dataset was opened: its rows would be of two datasets. Write new data to a "
+            "new folder, or open the dataset anew"
+        )
+
+    def _is_same(self) -> bool:
+        try:
+            return _digest(self.path.read_bytes()) == self.digest
+        except OSError:
+            return False
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _seen(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino

@@ -1,0 +1,94 @@
+"""Heartbeats that do not wait for the daemon's event loop.
+
+The loop says what its slots do, and hears what it shall run. While it is busy with something else, hundreds of states
+at once or a large value, it says nothing, and the coordinator would take the worker for dead after one lease and move
+all of its slots. So a thread with a connection of its own watches how long ago the coordinator was last heard, and
+says that the worker is alive where that is too long: a bare heartbeat, without slots, whose answer nobody reads.
+
+A thread and no process, for it must stop when the daemon is stopped or killed: then silence is the truth. It is so,
+too, if the loop hangs: after `HANGS_S` the thread falls silent, and others take over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.proto.errors import PenstockError
+from penstock.proto.v1 import coordinator_pb2
+
+__all__ = ["Heart"]
+
+LATE = 0.5
+"""Share of a lease without an answer after which the thread speaks up."""
+LOOKS = 8
+"""Looks at that in a lease."""
+HANGS_S = 60.0
+"""Seconds without a turn of the event loop after which it hangs, and is not only busy."""
+SOON_S = 0.5
+"""Seconds between two looks while no lease is known."""
+
+
+class _Client(Protocol):
+    def heartbeat(self, request: coordinator_pb2.HeartbeatRequest) -> coordinator_pb2.HeartbeatReply: ...
+    def close(self) -> None: ...
+
+
+class Heart:
+    """
+    Args:
+        connect: makes the client that the thread calls with.
+        bare: makes a heartbeat that says no more than that the worker is there.
+        lease_s: the lease that the coordinator told last, 0 before it did.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], _Client],
+        bare: Callable[[], coordinator_pb2.HeartbeatRequest],
+        lease_s: Callable[[], float],
+    ) -> None:
+        self._connect, self._bare, self._lease_s = connect, bare, lease_s
+        self._answered = self._turned = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-heart", daemon=True)
+        self.beats = 0
+        """Heartbeats that the thread had to make."""
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Say nothing from now on: the worker is about to take its leave. Returns at once."""
+        self._stopped.set()
+
+    def heard(self) -> None:
+        """The coordinator has answered the event loop."""
+        self._answered = self._turned = time.monotonic()
+
+    def turned(self) -> None:
+        """The event loop makes progress."""
+        self._turned = time.monotonic()
+
+    def is_due(self, now: float, lease_s: float) -> bool:
+        """Whether to say that the worker is alive: the loop has been silent for too long, and does not hang."""
+        return lease_s > 0 and now - self._answered > LATE * lease_s and now - self._turned < HANGS_S
+
+    def _run(self) -> None:
+        client: _Client | None = None
+        while not self._stopped.wait(self._lease_s() / LOOKS or SOON_S):
+            if not self.is_due(time.monotonic(), self._lease_s()):
+                continue
+            if client is None:
+                client = self._connect()
+            try:
+                client.heartbeat(self._bare())
+            except PenstockError:
+                continue  # the loop finds out, and tells
+            self._answered = time.monotonic()
+            self.beats += 1
+        if client is not None:
+            client.close()
