@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from penstock.proto.channel import (
     SERVICE,
     VERSION,
     Served,
+    connect,
     connect_aio,
     detail_of,
     error_of,
@@ -41,6 +43,7 @@ from penstock.proto.errors import (
     PortTakenError,
     ProtocolError,
     StateCorruptError,
+    UnsafeBindError,
     VersionSkewError,
     error_named,
 )
@@ -458,14 +461,30 @@ def test_what_comes_is_checked_against_what_was_declared() -> None:
 # ---------------------------------------------------------------------------------------------------------- addresses
 
 
-def test_an_abstract_unix_socket_serves_as_well() -> None:
+def test_a_unix_socket_serves_as_well(tmp_path: Path) -> None:
     async def body(served: Served, _: Scripted, client: AsyncCoordinatorClient) -> None:
-        assert served.address.startswith("unix-abstract:")
+        assert served.address == listen
         assert (await client.open_run(pb.OpenRunRequest())).run == "inline"
         with pytest.raises(PortTakenError, match="is in use by another process"):
             await server_aio(served.address, TOKEN, lambda server: None)
 
-    trial(body, listen=f"unix-abstract:penstock-test-{host_id()}")
+    tmp_path.chmod(0o700)
+    listen = f"unix:{tmp_path}/coordinator"
+    trial(body, listen=listen)
+
+
+def test_a_unix_socket_where_others_could_answer_is_refused(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/coordinator"
+    tmp_path.chmod(0o777)
+    for attempt in (lambda: connect(address), lambda: asyncio.run(server_aio(address, TOKEN, lambda server: None))):
+        with pytest.raises(UnsafeBindError, match=f"{tmp_path} must be a folder of this user that no other can write"):
+            attempt()
+    tmp_path.chmod(0o755)
+    (tmp_path / "coordinator").symlink_to("/dev/null")
+    if os.getuid() == 0:
+        os.chown(tmp_path / "coordinator", 12345, 12345, follow_symlinks=False)
+        with pytest.raises(UnsafeBindError, match="belongs to another user"):
+            connect(address)
 
 
 def test_a_taken_port_is_named() -> None:
@@ -482,9 +501,10 @@ def test_a_taken_port_is_named() -> None:
         ("0.0.0.0:0", "without TLS token and data would cross"),
         ("[::]:0", "can be reached from other machines"),
         ("example.org:80", "can be reached from other machines"),
-        ("no-port", 'neither "host:port" nor "unix-abstract:name"'),
+        ("no-port", 'neither "host:port" nor "unix:/path"'),
         ("host:99999", "neither"),
-        ("unix-abstract:", "neither"),
+        ("unix:", "neither"),
+        ("unix:x", "neither"),
     ],
 )
 def test_addresses_that_are_refused(listen: str, words: str) -> None:

@@ -6,6 +6,8 @@ import gc
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -95,15 +97,45 @@ def test_the_default_appliance_closes_after_its_last_loader(pidfds: Any) -> None
     assert module._default is None
 
 
-def test_the_death_of_a_daemon_is_named(pidfds: Any, capfd: pytest.CaptureFixture[str]) -> None:
+STRANGER = """
+import os, socket, sys
+os.setgid(12345)
+os.setuid(12345)
+path = sys.argv[1]
+for attempt in (
+    lambda: socket.socket(socket.AF_UNIX).connect(path),
+    lambda: socket.socket(socket.AF_UNIX).bind(path + "2"),
+    lambda: os.listdir(os.path.dirname(path)),
+    lambda: os.rename(os.path.dirname(path), os.path.dirname(path) + "-moved"),
+):
+    try:
+        attempt()
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.parametrize(("number", "title"), [(0, "coordinator"), (1, "worker daemon")])
+def test_the_death_of_a_daemon_is_named(
+    pidfds: Any, capfd: pytest.CaptureFixture[str], number: int, title: str
+) -> None:
     with Appliance(timeout_s=SOON_S) as appliance:
         steps = iter(DataExecutor(DataLoader(streams.slow, 0.01, 100_000), num_steps=100_000, appliance=appliance))
         next(steps)
-        assert appliance._daemons is not None
-        os.kill(appliance._daemons._children[1].process.pid, signal.SIGKILL)
-        with pytest.raises(PenstockError, match="the embedded worker daemon was killed by signal 9"):
+        daemons = appliance._daemons
+        assert daemons is not None
+        socket = daemons.address.removeprefix("unix:")
+        if os.getuid() == 0:
+            there = [sys.executable, "-I", "-c", STRANGER, socket]
+            assert subprocess.run(there, capture_output=True, check=True).stdout.split() == [b"refused"] * 4
+        os.kill(daemons._children[number].process.pid, signal.SIGKILL)
+        with pytest.raises(PenstockError, match=f"the embedded {title} was killed by signal 9"):
             for _ in steps:
                 pass
+        # A worker whose coordinator is gone serves nobody who might answer in its place.
+        if title == "coordinator":
+            assert daemons._children[1].process.wait(SOON_S) == 0
+    assert not os.path.exists(os.path.dirname(socket))
 
 
 def test_daemons_that_do_not_start_are_explained_by_what_they_print(
@@ -150,7 +182,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_ranks_meet_and_rank_0_leaves_last(ranks: Any) -> None:
     host, other = ranks(0), ranks(1)
     assert (host.hosts, other.hosts) == (True, False)
-    place = Place("unix-abstract:x", "token", "job")
+    place = Place("unix:/x", "token", "job")
     joined: list[Place] = []
     join = threading.Thread(target=lambda: joined.append(other.join(time.monotonic() + SOON_S, SOON_S)))
     join.start()

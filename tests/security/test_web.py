@@ -182,7 +182,7 @@ def test_an_address_that_cannot_be() -> None:
         with pytest.raises(PortTakenError, match=f"{taken} is in use by another process"):
             WebServer(taken, ROUTES)
     wrong: list[tuple[str, type[PenstockError]]] = [
-        ("unix-abstract:x", InvalidArgumentError),
+        ("unix:/x", InvalidArgumentError),
         ("127.0.0.1", InvalidArgumentError),
         ("127.0.0.1:99999", InvalidArgumentError),
     ]

@@ -255,8 +255,8 @@ def _kept_for_children(daemon: int) -> list[str]:
     for fd in Path(f"/proc/{daemon}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it has closed that one just now
             held.append(os.readlink(fd))
-    (mine,) = [path for path in held if f"/penstock-{os.getuid()}/" in path]
-    return os.listdir(mine)
+    (mine,) = [path for path in held if f"/penstock-{os.getuid()}-" in path]
+    return [name for name in os.listdir(mine) if not name.startswith(".")]
 
 
 @pytest.mark.parametrize(("sharing", "kills"), [("file_descriptor", 2), ("file_system", 1)])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The system's temporary directory, in this process and below."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return tmp_path
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The system's temporary directory, in this process and below; its name is short, as sockets need it.
+    `tmp_path` is made first, elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
 
 
 def test_each_child_has_its_own_and_all_go_at_the_end(there: Path) -> None:
@@ -54,8 +57,49 @@ def test_those_of_a_killed_daemon_are_removed_by_the_next_and_those_of_a_live_on
         assert not its.exists()
 
 
-def test_without_a_place_for_them_there_are_none(there: Path) -> None:
-    (there / f"penstock-{os.getuid()}").touch()
+def test_nothing_that_is_not_certainly_left_by_a_daemon_is_removed(there: Path, tmp_path: Path) -> None:
+    dirs = TempDirs()
+    left = Path(dirs.make()).parent
+    mark, prefix = next(left.glob(".*")).name, f"penstock-{os.getuid()}-"
+
+    home = tmp_path / "home"
+    (home / "thesis").mkdir(parents=True, mode=0o700)
+    home.chmod(0o700)
+    (home / mark).touch()
+    (there / f"{prefix}link").symlink_to(home)  # a stranger's link to what looks like ours
+    (there / f"penstock-{os.getuid()}").symlink_to(home)
+    for name, mode in (("unmarked", 0o700), ("open", 0o755)):
+        folder = there / f"{prefix}{name}"
+        (folder / "data").mkdir(parents=True)
+        folder.chmod(mode)
+    (there / f"{prefix}open" / mark).touch()
+    linked = there / f"{prefix}linkedmark"
+    (linked / "data").mkdir(parents=True)
+    linked.chmod(0o700)
+    (linked / mark).symlink_to(home / "thesis")
+    (there / f"{prefix}file").touch()
+
+    TempDirs().close()
+    assert (home / "thesis").is_dir()
+    assert sorted(path.name.removeprefix(prefix) for path in there.iterdir() if path != left) == sorted(
+        [f"penstock-{os.getuid()}", "file", "link", "linkedmark", "open", "unmarked"]
+    )
+    dirs.close()
+
+
+def test_a_link_in_a_left_folder_is_removed_and_not_what_it_leads_to(there: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    dirs = TempDirs()
+    left = Path(dirs.make()).parent
+    (left / "link").symlink_to(tmp_path)
+    (left / "1" / "link").symlink_to(tmp_path)
+    dirs.close()
+    assert not left.exists()
+    assert (tmp_path / "data").exists()
+
+
+def test_without_a_place_for_them_there_are_none(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(there / "gone"))
     dirs = TempDirs()
     assert dirs.make() == ""
     dirs.remove("")

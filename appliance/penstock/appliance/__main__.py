@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -23,6 +24,7 @@ from penstock.appliance.limits import MEMORY_BUDGET, Limits
 from penstock.appliance.server import IN_MEMORY, announcer, serve
 from penstock.proto.channel import load_tls, read_tokens
 from penstock.proto.errors import PenstockError, UnsafeBindError
+from penstock.proto.own_folders import OwnFolder
 from penstock.proto.sizes import bytes_of
 
 UNSAFE_BIND = 16
@@ -32,9 +34,10 @@ UNSAFE_BIND = 16
 def main() -> int:
     defaults = Limits()
     parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix-abstract:name")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix:/path")
     parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the books, or {IN_MEMORY}")
     parser.add_argument("--lifeline-pid", type=int, help="the parent process; ends with it")
+    parser.add_argument("--folder-fd", type=int, help="the parent's own temporary folder, which goes with us")
     parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
     for what in ("ca", "cert", "key"):
@@ -57,19 +60,22 @@ def main() -> int:
         budget=bytes_of(given.budget) or (MEMORY_BUDGET if given.state_dir == IN_MEMORY else defaults.budget),
     )
     try:
-        asyncio.run(
-            serve(
-                given.listen,
-                given.state_dir,
-                read_tokens(),
-                tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key),
-                insecure=given.insecure,
-                lifeline_pid=given.lifeline_pid,
-                ready=announcer(given.ready_fd),
-                limits=limits,
-                http=given.http,
+        with contextlib.ExitStack() as closing:
+            if given.folder_fd is not None:
+                closing.callback(OwnFolder.shared(given.folder_fd).close)
+            asyncio.run(
+                serve(
+                    given.listen,
+                    given.state_dir,
+                    read_tokens(),
+                    tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key),
+                    insecure=given.insecure,
+                    lifeline_pid=given.lifeline_pid,
+                    ready=announcer(given.ready_fd),
+                    limits=limits,
+                    http=given.http,
+                )
             )
-        )
     except PenstockError as error:
         print(f"penstock coordinator: {error}", file=sys.stderr)
         return UNSAFE_BIND if isinstance(error, UnsafeBindError) else 2

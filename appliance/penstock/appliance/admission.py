@@ -68,6 +68,6 @@ class Admission:
 
 
 def address_of(peer: str) -> str:
-    """The address in what gRPC calls a peer: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5", "unix-abstract:..."."""
+    """The address in what gRPC calls a peer: "ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5", "unix:"."""
     scheme, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if scheme in ("ipv4", "ipv6") else scheme

@@ -60,7 +60,7 @@ async def serve(
     """Runs a coordinator until it is told to stop.
 
     Args:
-        listen: "host:port" (port 0 takes a free one) or "unix-abstract:name".
+        listen: "host:port" (port 0 takes a free one) or "unix:/path", in a folder of this user alone.
         state_dir: a directory on a local disk, made if it is not there; ":memory:" keeps the books in memory.
         tokens: what callers must show, one bare token or lines "role:token".
         tls: what to show to callers; with a CA in it they must show certificates too.

@@ -1,8 +1,9 @@
 """Coordinator and worker daemon as children of the training process: what `Appliance()` without an address starts.
 
-The two are started side by side and found by an abstract Unix socket, so there is no port to collide and no file to
-leave behind. They have a session of their own: a Ctrl-C in the terminal reaches the training script, which may still
-want to save its state, and not them. Both watch this process by its pidfd and end with it, also when it is killed.
+The two are started side by side and meet at a Unix socket in a folder that is this user's alone: there is no port to
+collide, and no stranger can take the name first. Whoever is left last removes the folder. They have a session of their
+own: a Ctrl-C in the terminal reaches the training script, which may still want to save its state, and not them. Both
+watch this process by its pidfd and end with it, also when it is killed; the worker watches its coordinator too.
 
 What they print, user code in the runners included, comes out at this process's stderr by way of a pipe, whose last
 lines are kept: a daemon that does not start is explained by them. The one thread of this module moves those lines and
@@ -21,12 +22,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.proto.errors import PenstockError
+from penstock.proto.own_folders import OwnFolder
 
 __all__ = ["Embedded"]
 
@@ -49,10 +52,16 @@ class Embedded:
     """
 
     def __init__(self, on_death: Callable[[PenstockError], None]) -> None:
-        name = f"penstock-{secrets.token_hex(8)}"
-        self.address = f"unix-abstract:{name}"
+        try:
+            self._folder = OwnFolder()
+        except OSError as error:
+            raise PenstockError(
+                f"Appliance(): the coordinator's socket needs a folder in {tempfile.gettempdir()}, and there can be "
+                f"none: {error}; set TMPDIR to a folder that this user can write to"
+            ) from error
+        self._socket = str(self._folder.path / "coordinator")
+        self.address = f"unix:{self._socket}"
         self.token = secrets.token_urlsafe(24)
-        self._name = name
         self._pid = os.getpid()
         self._on_death = on_death
         self._closing = False
@@ -62,30 +71,23 @@ class Embedded:
         lifeline = ["--lifeline-pid", str(self._pid)]
         self._children: list[_Child] = []
         try:
-            self._children.append(
-                self._start(
-                    "coordinator",
-                    "penstock.appliance",
-                    ["--listen", self.address, "--state-dir", ":memory:", *lifeline],
-                )
-            )
-            self._children.append(
-                self._start(
-                    "worker daemon",
-                    "penstock.worker",
-                    ["--coordinator", self.address, "--slots", str(SLOTS), "--allow", "*", "--embedded", *lifeline],
-                )
-            )
+            folder = self._folder.fileno()
+            books = ["--listen", self.address, "--state-dir", ":memory:", "--folder-fd", str(folder)]
+            self._children.append(self._start("coordinator", "penstock.appliance", [*books, *lifeline], [folder]))
+            lifeline += ["--lifeline-pid", str(self._children[0].process.pid)]
+            what = ["--coordinator", self.address, "--slots", str(SLOTS), "--allow", "*", "--embedded"]
+            self._children.append(self._start("worker daemon", "penstock.worker", [*what, *lifeline]))
         except BaseException:
             for child in self._children:
                 child.process.kill()
                 child.process.wait()
                 child.drop()
+            self._folder.close()
             raise
         self._thread = threading.Thread(target=self._attend, name="penstock-embedded", daemon=True)
         self._thread.start()
 
-    def _start(self, title: str, module: str, arguments: list[str]) -> _Child:
+    def _start(self, title: str, module: str, arguments: list[str], fds: Sequence[int] = ()) -> _Child:
         if not sys.executable:
             raise PenstockError(
                 "Appliance(): sys.executable is empty, so the daemons cannot be started; give an address"
@@ -100,6 +102,7 @@ class Embedded:
                 stdout=write if module == "penstock.worker" else subprocess.DEVNULL,
                 stderr=write,
                 env=self._environment(),
+                pass_fds=fds,
                 start_new_session=True,
             )
         except BaseException:
@@ -130,7 +133,7 @@ class Embedded:
                 raise self._failure
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 try:
-                    probe.connect("\0" + self._name)
+                    probe.connect(self._socket)
                     return
                 except OSError:
                     pass
@@ -158,11 +161,13 @@ class Embedded:
                     continue
                 poll.unregister(fd)
                 alive -= 1
-                self._ended(child)
+                child.process.wait()
+                # The worker ends with its coordinator, and may be the first to be noticed.
+                self._ended(next(other for other in self._children if other.has_ended()))
 
     def _ended(self, child: _Child) -> None:
         code = child.process.wait()
-        if self._closing:
+        if self._closing or self._failure is not None:
             return
         child.read_rest()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
@@ -194,6 +199,7 @@ class Embedded:
             self._thread.join(STOP_S)
         for child in self._children:
             child.drop()
+        self._folder.close()
 
 
 class _Child:
@@ -232,6 +238,9 @@ class _Child:
         for _ in range(TAIL_LINES):
             if not select.select([self.out], [], [], 0)[0] or not self.forward():
                 return
+
+    def has_ended(self) -> bool:
+        return bool(select.select([self.pidfd], [], [], 0)[0])
 
     def last_words(self) -> str:
         lines = [*self._tail, self._part.decode(errors="backslashreplace")] if self._part else list(self._tail)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from penstock.deploy.findings import Finding, ok, problem, warning
-from penstock.proto.addresses import host_id, is_local
+from penstock.proto.addresses import host_id, is_local, socket_path
 from penstock.proto.allow import module_of, under
 from penstock.proto.calls import CoordinatorClient
 from penstock.proto.channel import VERSION
@@ -98,7 +98,7 @@ def check_cluster(
 
 def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
     """To the coordinator: name, connection, TLS."""
-    if address.startswith("unix-abstract:"):
+    if socket_path(address) is not None:
         return
     host, port = host_of(address)
     try:

@@ -151,7 +151,7 @@ def run_worker(
                 allow=settings.prefixes,
                 listen=settings.listen,
                 name=name,
-                lifeline_pid=lifeline_pid,
+                lifeline_pids=() if lifeline_pid is None else (lifeline_pid,),
                 runner_memory=bytes_of(settings.runner_memory),
                 starts=settings.starts,
                 start_timeout_s=settings.start_timeout,

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock.deploy.resolving import describe, flag, resolve, variable
+from penstock.proto.addresses import socket_path
 from penstock.proto.settings import IN_MEMORY, FilePath, IsList, IsPath, Section
 from penstock.proto.settings_file import CLUSTER
 from penstock.proto.sizes import bytes_of
@@ -65,7 +66,7 @@ def _page_address(value: str) -> str:
 
 
 def _peer_address(value: str) -> str:
-    if value.startswith("unix-abstract:") and len(value) > len("unix-abstract:"):
+    if (path := socket_path(value)) is not None and path.is_absolute():
         return value
     if value.endswith(":0"):
         raise ValueError('an address to connect to is "HOST:PORT" with the port that the coordinator printed, not 0')

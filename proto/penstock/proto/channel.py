@@ -21,7 +21,14 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto import tracing
-from penstock.proto.addresses import check_address, host_id, is_local, refuse_unsafe
+from penstock.proto.addresses import (
+    check_address,
+    host_id,
+    is_local,
+    refuse_strangers,
+    refuse_unsafe,
+    socket_path,
+)
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.guard import SERVICE, Guard
 from penstock.proto.tallies import CallTally
@@ -123,8 +130,12 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
 
 
 def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
-    """A blocking channel to the coordinator. Opens no connection yet; use it through calls.CoordinatorClient."""
+    """A blocking channel to the coordinator. Opens no connection yet; use it through calls.CoordinatorClient.
+
+    Raises InvalidArgumentError for what is no address, UnsafeBindError for a Unix socket that another user controls.
+    """
     check_address(address)
+    refuse_strangers(address)
     if tls is None:
         return tracing.traced(grpc.insecure_channel(address, options=_options(tls)))
     return tracing.traced(grpc.secure_channel(address, _credentials(tls), options=_options(tls)))
@@ -133,6 +144,7 @@ def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """The same for the running event loop; use it through calls.AsyncCoordinatorClient."""
     check_address(address)
+    refuse_strangers(address)
     interceptors = tracing.aio_client_interceptors()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_options(tls), interceptors=interceptors)
@@ -182,6 +194,9 @@ async def server_aio(
     check_address(listen)
     guard = Guard(Tokens(tokens), calls if calls is not None else CallTally())
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
+    refuse_strangers(listen)
+    if _answers(listen):
+        raise PortTakenError(f"{listen} is in use by another process")
     server = grpc.aio.server(handlers=(guard,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors())
     register(guard)
     status = health.aio.HealthServicer()
@@ -199,15 +214,30 @@ async def server_aio(
     except RuntimeError as error:
         raise _why_not_bound(listen) from error
     await server.start()
-    if listen.startswith("unix-abstract:"):
+    if socket_path(listen) is not None:
         return Served(server, listen, status)
     return Served(server, f"{listen.rpartition(':')[0]}:{port}", status)
 
 
+def _answers(listen: str) -> bool:
+    """Does somebody listen on this Unix socket? gRPC would take its name over without a word."""
+    path = socket_path(listen)
+    if path is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
 def _why_not_bound(listen: str) -> PenstockError:
     """gRPC says only "failed to bind": ask the kernel once more for the reason."""
-    if listen.startswith("unix-abstract:"):
-        return PortTakenError(f"{listen} is in use by another process")
+    if (path := socket_path(listen)) is not None:
+        return InvalidArgumentError(
+            f"{path} must be at most 107 bytes long and in a folder that exists, to listen there"
+        )
     host, _, port = listen.rpartition(":")
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]

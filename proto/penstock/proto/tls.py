@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.proto.addresses import socket_path
 from penstock.proto.errors import TlsError
 
 __all__ = ["Tls", "WrappedSocket", "expires", "explain", "load_tls", "no_tls_here"]
@@ -290,7 +291,7 @@ def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsE
 
     gRPC says "Socket closed" to all of it, so this connects once more, to look.
     """
-    if address.startswith("unix-abstract:"):
+    if socket_path(address) is not None:
         return None
     host, port = host_of(address)
     try:

@@ -31,7 +31,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.proto.addresses import check_address, is_local, refuse_unsafe
+from penstock.proto.addresses import check_address, is_local, refuse_unsafe, socket_path
 from penstock.proto.errors import InvalidArgumentError, PortTakenError
 from penstock.proto.tls import Tls, host_of
 from penstock.proto.tokens import Tokens
@@ -89,7 +89,7 @@ class WebServer:
         insecure: bool = False,
     ) -> None:
         check_address(listen)
-        if listen.startswith("unix-abstract:"):
+        if socket_path(listen) is not None:
             raise InvalidArgumentError(f"a browser cannot reach {listen}: give HOST:PORT")
         refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
         context = tls.for_server().server_context() if tls is not None else None

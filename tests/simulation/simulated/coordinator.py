@@ -116,7 +116,7 @@ class _Peer:
     """What handlers ask of a call's context."""
 
     def peer(self) -> str:
-        return "unix-abstract:simulated"
+        return "unix:/simulated"
 
 
 _PEER = _Peer()

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=0)
     parser.add_argument("--start-timeout", type=float, default=START_DEADLINE_S)
     parser.add_argument("--drain-s", type=float, default=0.0)
-    parser.add_argument("--lifeline-pid", type=int)
+    parser.add_argument("--lifeline-pid", type=int, action="append", default=[])
     parser.add_argument("--insecure", action="store_true")
     for what in ("ca", "cert", "key", "name"):
         parser.add_argument(f"--tls-{what}", default="")
@@ -55,7 +55,7 @@ def main() -> int:
             allow=options.allow,
             listen=options.listen,
             name=options.name,
-            lifeline_pid=options.lifeline_pid,
+            lifeline_pids=options.lifeline_pid,
             embedded=options.embedded,
             tls=load_tls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name),
             insecure=options.insecure,

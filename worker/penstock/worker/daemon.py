@@ -77,8 +77,8 @@ class Settings:
     listen: str = "127.0.0.1:0"
     """For lanes from other hosts."""
     name: str = ""
-    lifeline_pid: int | None = None
-    """End when this process is gone (embedded mode)."""
+    lifeline_pids: Sequence[int] = ()
+    """End when one of these processes is gone (embedded mode: the training job and its coordinator)."""
     embedded: bool = False
     runner_memory: int = 0
     """Bytes that a runner may hold; 0 = any."""
@@ -480,17 +480,16 @@ def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
 
 
 async def serve(settings: Settings, ready: Callable[[str], None] | None = None) -> None:
-    """Run a daemon until SIGTERM or SIGINT, or until its lifeline is gone."""
+    """Run a daemon until SIGTERM or SIGINT, or until a process that it is to end with is gone."""
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
-    if settings.lifeline_pid is not None:
+    for pid in settings.lifeline_pids:
         try:
-            lifeline = os.pidfd_open(settings.lifeline_pid)
+            loop.add_reader(os.pidfd_open(pid), daemon.stopping.set)
         except ProcessLookupError:
             return
-        loop.add_reader(lifeline, daemon.stopping.set)
     become_subreaper()  # of what is below a zygote that dies
     with unblocked_logging(), contextlib.ExitStack() as closing:
         if settings.http:
