@@ -86,7 +86,10 @@ def test_processor_time_of_one_that_is_gone_is_none() -> None:
 
 
 def test_roles_follow_command_lines_and_forks() -> None:
-    zygote = "python -P -c from penstock.worker.zygote import main; main()"
+    zygote = (
+        "python -P -c from penstock.worker.user_path import add_working_directory; add_working_directory(); "
+        "from penstock.worker.zygote import main; main()"
+    )
     there = [
         Process(1, 0, "python -m benchmarks.penstock_path tcp"),
         Process(2, 1, "python -P -m penstock.appliance --listen x"),

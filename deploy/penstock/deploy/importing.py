@@ -1,6 +1,6 @@
 """Can this input_fn be imported here? Tried in a process of its own with a deadline, for importing runs user code.
 
-The child is found by the same rules as a worker's runner: installed modules, PYTHONPATH, the working directory.
+The module is found by the same rules as in a worker's runner: what is installed, PYTHONPATH, the working directory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError, error_named
+from penstock.worker.user_path import interpreter
 
 __all__ = ["Imported", "main", "try_import"]
 
@@ -38,9 +39,12 @@ def try_import(input_fn: str, deadline_s: float) -> Imported:
         raise InvalidArgumentError(f"{input_fn!r} is not MODULE:NAME, such as mypackage.data:train_input")
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as answer:
-        command = [sys.executable, "-c", "from penstock.deploy.importing import main; main()", input_fn, str(writing)]
         child = subprocess.Popen(
-            command, pass_fds=[writing], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True
+            interpreter("penstock.deploy.importing", input_fn, str(writing)),
+            pass_fds=[writing],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
         )
         os.close(writing)
         try:

@@ -23,6 +23,7 @@ from penstock.proto import forks
 from penstock.proto.errors import DeadlineError, LaneLostError, WorkerLostError
 from penstock.worker.children import START_DEADLINE_S, child_environment
 from penstock.worker.control import Channel, Message
+from penstock.worker.user_path import interpreter
 from penstock.worker.zygote import die_with_parent
 
 __all__ = ["Interpreter", "begin", "fork", "kill_group", "show_stack"]
@@ -42,13 +43,7 @@ class Interpreter:
         self.channel = Channel(ours)
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    f"from {module} import main; main()",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
+                interpreter(module, str(theirs.fileno()), str(os.getpid())),
                 pass_fds=[theirs.fileno()],
                 env=child_environment(seed),
                 stdin=subprocess.DEVNULL,

@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from penstock.worker.output import PAUSE_S, READ_BYTES, Lines
 from penstock.worker.processor import unless_it_stands_still
 from penstock.worker.stacks import StackFile
 from penstock.worker.tempdirs import TempDirs
+from penstock.worker.user_path import interpreter
 
 __all__ = ["Child", "Zygote", "about_slot", "end_orphans"]
 
@@ -369,12 +369,7 @@ class Zygote:
         try:
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-c",
-                    # Not -m: the package would be imported twice, once as __main__.
-                    "from penstock.worker.zygote import main; main()",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
+                    *interpreter("penstock.worker.zygote", str(theirs.fileno()), str(os.getpid())),
                     *(["main"] if main_script else []),
                     pass_fds=[theirs.fileno()],
                     env=child_environment(seed),

@@ -19,6 +19,7 @@ from penstock.proto.allow import module_of, under
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
+from penstock.worker.user_path import why_not_searched
 
 __all__ = ["MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn"]
 
@@ -69,7 +70,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         if module_name == missing or module_name.startswith(missing + "."):
             raise InputFnNotFoundError(
                 f"input_fn {spec.input_fn!r}: no module named {missing!r} on this worker; install it there, or start "
-                f"the worker where it can be imported (PYTHONPATH or working directory; now: {os.getcwd()})"
+                f"the worker where it can be imported (PYTHONPATH or working directory; now: {_working_directory()})"
             ) from error
         raise _import_failed(spec, error) from error
     except BaseException as error:
@@ -90,6 +91,10 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
     if spec.allow and module_name != MAIN:
         _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
     return target  # type: ignore[no-any-return]
+
+
+def _working_directory() -> str:
+    return why_not_searched() or os.getcwd()
 
 
 def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
