@@ -220,6 +220,19 @@ def test_two_coordinators_cannot_share_a_directory(tmp_path: Path) -> None:
     StateDir(tmp_path).close()
 
 
+def test_a_directory_that_others_could_have_filled_or_can_read_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(JournalError, match=rf"must be closed to other users, got mode 0755, .*: chmod 700 {tmp_path}"):
+        StateDir(tmp_path)
+    tmp_path.chmod(0o700)
+    if os.getuid() == 0:
+        os.chown(tmp_path, 12345, 12345)
+        with pytest.raises(JournalError, match="must belong to the user that the coordinator runs as"):
+            StateDir(tmp_path)
+        os.chown(tmp_path, 0, 0)
+    StateDir(tmp_path).close()
+
+
 def test_the_directory_is_nobody_else_s(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "new" / "state")
     assert stat.S_IMODE(state.path.stat().st_mode) == 0o700

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ PENSTOCK = """#!/bin/bash
 trap 'exit 0' TERM
 if [ "$1" = coordinator ]; then
     echo "$*" >> "$FAKE/starts"
+    echo "$PENSTOCK_COORDINATOR_STATE_DIR" >> "$FAKE/state"
     while [ "$1" != --ready-file ]; do [ "$1" != --listen ] || listen=$2; shift; done
     echo "${listen%:0}:4711" | sed 's/:4711:4711/:4711/' > "$2"
     read -r code < "$FAKE/ends" && sed -i 1d "$FAKE/ends" && { sleep 0.3; exit "$code"; }
@@ -52,7 +54,9 @@ def run(script: Path, environment: dict[str, str], *command: str) -> subprocess.
 
 
 def fleet_script(folder: Path) -> Path:
-    plan = Plan("slurm", "f", 1, 1, "m", "127.0.0.1:0", "/token", insecure=True, options={"state_dir": str(folder)})
+    token = folder / "token"
+    token.write_text("secret")
+    plan = Plan("slurm", "f", 1, 1, "m", "127.0.0.1:0", str(token), insecure=True, options={"state_dir": ""})
     script = folder / "fleet.sbatch"
     script.write_text(render(plan, folder))
     return script
@@ -66,7 +70,11 @@ def test_a_coordinator_that_is_gone_for_good_ends_the_job_with_its_code(tmp_path
     done = run(script, environment)
     assert done.returncode == code, done.stderr
     assert f"the coordinator is gone (status {code})" in done.stderr
-    assert len((tmp_path / "starts").read_text().splitlines()) == 1, "another try would not help"
+    (start,) = (tmp_path / "starts").read_text().splitlines()  # another try would not help
+    token = tmp_path / ("penstock/token" if kind == "service" else "token")
+    secret = hashlib.sha256(token.read_bytes()).hexdigest()[:24]
+    where = (tmp_path / "state").read_text() if kind == "service" else start
+    assert f"/var/tmp/penstock-{secret}/" in where, "a name that no other user of the node can take first"
 
 
 def test_a_service_keeps_its_coordinator_at_its_address(tmp_path: Path) -> None:

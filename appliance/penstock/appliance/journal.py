@@ -16,6 +16,7 @@ import fcntl
 import os
 import secrets
 import sqlite3
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,13 +65,30 @@ def filesystem(path: Path, mounts: str) -> str:
     return kind
 
 
+def _refuse_strangers(path: Path) -> None:
+    """Raises JournalError for a directory that another user could have put books into, or can read."""
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid():
+        raise JournalError(
+            f"the state directory {path} must belong to the user that the coordinator runs as ({os.geteuid()}), got "
+            f"{found.st_uid}, who could have written its books: choose another directory"
+        )
+    if mode & 0o077:
+        raise JournalError(
+            f"the state directory {path} must be closed to other users, got mode {mode:04o}, and holds what tickets "
+            f"are made of: chmod 700 {path}"
+        )
+
+
 class StateDir:
-    """A directory that one coordinator holds. Created with mode 0700: the journal holds what tickets are made of."""
+    """A directory that one coordinator holds, of its user alone: the journal holds what tickets are made of."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_strangers(self.path)
             kind = filesystem(self.path, Path("/proc/self/mountinfo").read_text())
             if kind in NETWORK:
                 raise JournalError(

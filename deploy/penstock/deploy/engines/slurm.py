@@ -8,7 +8,6 @@ repository's deploy/slurm.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import shlex
 import time
 from importlib import resources
@@ -29,13 +28,12 @@ POLL_S = 1.0
 
 def render(plan: Plan, folder: Path) -> str:
     """The job's script."""
-    state_dir = str(plan.options["state_dir"]) or f"/var/tmp/penstock-{getpass.getuser()}/{plan.name}"
     files = [(name, plan.tls.get(f"tls_{name}", "")) for name in ("ca", "cert", "key")]
     given = {
         "penstock": "penstock",
         "name": plan.name,
         "folder": str(folder / "slurm"),
-        "state_dir": state_dir,
+        "state_dir": str(plan.options["state_dir"]),
         "token_file": plan.token_file,
         "port": plan.listen.rpartition(":")[2],
         "slots": str(plan.slots),
