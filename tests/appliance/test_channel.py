@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -538,13 +539,14 @@ def test_host_id_is_one_for_this_machine_and_network() -> None:
 
 
 def test_a_coordinator_at_another_address_is_found_by_its_name(tmp_path: Path) -> None:
-    """gRPC's own pause between two looks at a name is 30 s, longer than all leases."""
+    """gRPC's own pause between two looks at a name is 30 s, and until it gives a silent peer up a minute: both are
+    longer than all leases."""
     names = tmp_path / "hosts"
     names.touch()
     program = Path(__file__).parents[1] / "support" / "moving_coordinator.py"
-    command = ["unshare", "--mount", sys.executable, str(program), str(names)]
+    command = ["unshare", "--mount", sys.executable, str(program), str(names), "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     if "unshare" in done.stderr or "mount" in done.stderr.splitlines()[-1:]:
         pytest.skip(f"a table of names of its own needs unshare(1) and mount(2): {done.stderr}")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 20
+    assert max(json.loads(done.stdout)) < 20

@@ -41,6 +41,21 @@ def test_slots_take_turns_whatever_came_first(rigs: Any) -> None:
     assert rig.feed.position.total == [2, 2, 2]
 
 
+def test_a_worker_out_of_reach_is_told_for_all_of_its_slots(rigs: Any) -> None:
+    """The loop waits for one at a time; the others' lanes are as silent."""
+    rig = rigs(3)
+    rig.feed.flush()
+    run, lanes = rig.run, rig.feed._lanes
+    for slot, worker in enumerate(("far", "near", "far")):
+        run.views[slot].worker = worker
+        run.views[slot].generation = lanes[slot].generation = 5
+    assert run.progress.unreachable() == []
+    lanes[0].unreachable = "timed out"
+    assert run.progress.unreachable() == [(0, 5, "timed out"), (2, 5, "timed out")]
+    run.views[2].generation = 6  # it has moved, and the feed does not know yet
+    assert run.progress.unreachable() == [(0, 5, "timed out")]
+
+
 def test_leaves_are_views_of_the_ring_and_their_death_frees_the_slot(rigs: Any) -> None:
     rig = rigs()
     rig.numbers(0, 7)

@@ -237,8 +237,16 @@ class Feed:
             self._run.report_soon()
 
     def _unreachable(self) -> list[tuple[int, int, str]]:
-        """(slot, generation, why) of workers that cannot be reached, for the watch thread."""
-        return [(lane.slot, lane.generation, lane.unreachable) for lane in self._lanes if lane.unreachable]
+        """(slot, generation, why) of workers that cannot be reached, for the watch thread: all that they have of this
+        box. The loop waits for one slot at a time, and would find out of each only when its turn comes."""
+        views, lanes = self._run.views, list(self._lanes)
+        why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
+        known = [(lane, views[lane.slot]) for lane in lanes]
+        return [
+            (lane.slot, lane.generation, why[view.worker])
+            for lane, view in known
+            if view.worker in why and view.generation == lane.generation
+        ]
 
     def _pass_over(self, lane: SlotLane) -> None:
         """A frame came that nobody needs. If that is all that comes, no wait and no deadline would ever be reached."""

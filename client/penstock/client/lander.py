@@ -48,6 +48,7 @@ from xxhash import xxh3_64
 
 from penstock.proto import tcp
 from penstock.proto.compression import Unpacker, check_claim, load
+from penstock.proto.dialer import Dialer
 from penstock.proto.errors import BatchCorruptError, PenstockError, ProtocolError, format_remote
 from penstock.proto.frames import (
     BATCH,
@@ -74,8 +75,6 @@ _log = logging.getLogger("penstock.client.lander")
 
 HELLO_S = 10.0
 """Seconds that a consumer has for its Hello, and a lane whose consumer has left for its last acks."""
-CONNECT_S = 1.25
-"""Seconds to connect to one address of a daemon: the kernel asks once more after one. A consumer comes back at once."""
 SHAKE_S = 10.0
 """Seconds for each step of TLS; twice that for all that comes before a lane is there, names and addresses too."""
 SMALL = 16 << 10
@@ -419,6 +418,7 @@ class Lane:
         else:
             if self._ended and not producer.blocked:
                 if self._silent is not None:
+                    self._loop.dialer.fell_silent(host_of(self._address), sock)
                     self._cut_off(self._silent)
                 else:
                     self.end("the connection ended")
@@ -441,6 +441,7 @@ class Loop:
     def __init__(self, name: str, lifeline_pid: int, max_batch_bytes: int, tls: Tls | None = None) -> None:
         self.again: set[Lane] = set()
         """Lanes that have something to read which epoll does not know of."""
+        self.dialer = Dialer()
         self._tls = tls
         self._max_batch_bytes = max_batch_bytes
         self._epoll = select.epoll()
@@ -526,7 +527,7 @@ class Loop:
 
     def _connection(self, address: str) -> socket.socket:
         where = host_of(address)
-        sock = socket.create_connection(where, CONNECT_S)
+        sock = self.dialer.connect(where)
         sock.settimeout(SHAKE_S)
         if self._tls is None:
             return sock

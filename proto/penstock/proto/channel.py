@@ -66,10 +66,16 @@ REQUEST_MAX = 4 * 1024 * 1024
 REPLY_MAX = 32 * 1024 * 1024
 """Largest reply that a peer of the coordinator takes: a heartbeat's reply holds a loader's spec per slot."""
 
-# A coordinator that does not answer a ping for 5 s, 10 s after its last byte, is gone: half-open TCP and SIGSTOP show
-# within 15 s. The coordinator itself has leases, which find the same by silence; its pings only free the connections of
-# those that are gone. A peer that is merely busy must not lose its connection by them, or it would have more to do.
-_FIND_GONE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
+# A coordinator that does not answer a ping for 2 s, 2 s after its last byte, is gone: half-open TCP and SIGSTOP show
+# within 4 s, so that one that is started elsewhere is found while leases last. gRPC's own threads answer pings, however
+# busy ours are. The last of the three is what ends it: else gRPC waits a minute for the answer to a ping.
+# The coordinator itself has leases, which find the same by silence; its pings only free the connections of those that
+# are gone. A peer that is merely busy must not lose its connection by them, or it would have more to do.
+_FIND_GONE = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+)
 _FREE_GONE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 30_000))
 _COMMON = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0))
 
@@ -85,8 +91,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # A restarted coordinator is found again within a second: callers retry, gRPC's own backoff goes up to 2 minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # This one is also how long a connection may take to be made. A coordinator that thousands of daemons come back to
-    # at once takes seconds; to give up and begin anew would only make it more.
-    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # at once takes seconds; to give up and begin anew would only make it more. But while a machine that has vanished is
+    # tried, its name is not looked up again.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # One that comes back at another address under its name is found as soon: gRPC asks again for the name's addresses
     # after a connection that failed, and no more often than this; its default is 30 s, longer than every lease.
@@ -98,7 +105,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON,
     *_FREE_GONE,
     # The server's side of the bargain: without it a client that pings more often than every 5 minutes is thrown out.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_send_message_length", REPLY_MAX),
     ("grpc.max_receive_message_length", REQUEST_MAX),

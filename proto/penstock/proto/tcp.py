@@ -61,6 +61,8 @@ NEAR_BUFFER = 256 << 10
 """Bytes, which the kernel doubles for what it needs itself. Half of it is slower, twice of it no better."""
 _MIN_RTT_AT = 148
 """Where tcpi_min_rtt stands in Linux's struct tcp_info."""
+_NO_RTT_US = (1 << 32) - 1
+"""It, of a connection that has measured none."""
 
 
 def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
@@ -76,9 +78,10 @@ def tune(sock: socket.socket, *, user_timeout: bool = False) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * USER_TIMEOUT_S)
 
 
-def unreachable(address: str, error: OSError) -> LaneLostError:
-    """What is said of an address to which no connection came about."""
-    return LaneLostError(f"no connection to {address}: {error}")
+def unreachable(address: str, error: OSError) -> DeadlineError | LaneLostError:
+    """What is said of an address to which no connection came about: a DeadlineError if nothing was heard of it."""
+    kind = DeadlineError if isinstance(error, TimeoutError) else LaneLostError
+    return kind(f"no connection to {address}: {error}")
 
 
 def silence(address: str, error: OSError) -> DeadlineError | None:
@@ -191,9 +194,19 @@ def fit_send_buffer(sock: socket.socket) -> None:
     1,370 us of the sender's processor instead of 1,050. A bounded buffer also bounds the speed, to its size in each
     round trip; at NEAR_US that is 3 GB/s, more than a lane moves, so a peer further away keeps the kernel's choice.
     """
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
-    if len(info) == _MIN_RTT_AT + 4 and struct.unpack_from("=I", info, _MIN_RTT_AT)[0] < NEAR_US:
+    min_rtt_us = _min_rtt_us(sock)
+    if min_rtt_us is not None and min_rtt_us < NEAR_US:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR_BUFFER)
+
+
+def round_trip_s(sock: socket.socket) -> float:
+    """Seconds to the peer and back, 0 if the kernel does not know. `sock` is or was connected."""
+    return min(_min_rtt_us(sock) or 0, _NO_RTT_US) % _NO_RTT_US / 1e6
+
+
+def _min_rtt_us(sock: socket.socket) -> int | None:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
+    return int(struct.unpack_from("=I", info, _MIN_RTT_AT)[0]) if len(info) == _MIN_RTT_AT + 4 else None
 
 
 class Inbox:

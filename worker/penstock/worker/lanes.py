@@ -112,7 +112,7 @@ class LaneDoors:
             raise kind(f"cannot listen on {listen} for lanes: {error.strerror}") from error
         self.tcp_address = f"{host}:{tcp_door.getsockname()[1]}"
         for listener, greet in ((local, self._greet_local), (tcp_door, self._greet_tcp)):
-            listener.listen(256)
+            listener.listen(WAITING)
             listener.setblocking(False)
             self._sockets.append(listener)
             self._spawn(self._accept(listener, greet))
