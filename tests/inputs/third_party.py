@@ -25,6 +25,7 @@ from torch.utils.data import (
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from penstock.proto.assignment import Assignment, assigned
@@ -497,7 +498,7 @@ class SummedLoader(DataLoader):  # type: ignore[type-arg]
     """Four methods: one count of all samples streamed, by this launch and those before it. `load_state_dict` reads what
     `deaggregate_state_dict` returns, which is not what `state_dict` returns."""
 
-    def __init__(self, rows: int = 160) -> None:
+    def __init__(self, rows: int = 76) -> None:
         dataset = _Numbers(rows)
         super().__init__(dataset, batch_sampler=_Dealt(dataset))
         self.previous = 0
@@ -531,14 +532,14 @@ class _Numbers(Dataset[torch.Tensor]):
 
 
 class _Dealt:
-    """Batches of four rows, shuffled by (seed, epoch) and dealt to all workers in turn; a batch may cross an epoch's
-    end, and goes on with the next one then."""
+    """Batches of four rows, shuffled by (seed, epoch) and dealt to all workers in turn, which goes on over the ends of
+    epochs: the worker that gets an epoch's first batch is the one behind that of the last."""
 
     def __init__(self, dataset: _Numbers) -> None:
         place = current_assignment()
         self.rows = len(dataset)
         self.worker, self.workers = place.global_worker_id, place.total_num_workers
-        self.start = 0
+        self.start = self.turn = 0
 
     def set_state(self, start: int) -> None:
         self.start = start
@@ -547,11 +548,13 @@ class _Dealt:
         epoch, begin = divmod(self.start, self.rows)
         order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(epoch)).tolist()
         groups = [order[at : at + 4] for at in range(begin, self.rows - 3, 4)]
-        yield from groups[self.worker :: self.workers]
+        yield from groups[(self.worker - self.turn) % self.workers :: self.workers]
+        self.turn = (self.turn + len(groups)) % self.workers
         self.start = (epoch + 1) * self.rows
 
     def __len__(self) -> int:
-        return (self.rows - self.start % self.rows) // 4 // self.workers
+        groups = (self.rows - self.start % self.rows) // 4
+        return len(range((self.worker - self.turn) % self.workers, groups, self.workers))
 
 
 def summed() -> Any:
@@ -560,7 +563,7 @@ def summed() -> Any:
 
 class BeginsWhereItWas:
     """Two methods: once it was loaded, every later epoch begins there again, too, as Hugging Face's IterableDataset
-    has it."""
+    has it. Saved and loaded only in a process that is no worker of torch's, as litData's StreamingDataLoader."""
 
     def __init__(self) -> None:
         self.first = first_row()
@@ -572,14 +575,44 @@ class BeginsWhereItWas:
             yield {"row": torch.arange(at, at + 4) + self.first}
 
     def state_dict(self) -> dict[str, Any]:
+        assert get_worker_info() is None
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert get_worker_info() is None
         self.start = self.done = state["done"]
 
 
 def begins_where_it_was() -> Any:
     return BeginsWhereItWas()
+
+
+class RaisesOnceRestored:
+    """Two methods: what was loaded cannot be saved and loaded again, nor begun again in the next epoch: the loader
+    raises then, at the first batch, as Hugging Face's shuffled IterableDataset does."""
+
+    def __init__(self) -> None:
+        self.first = first_row()
+        self.done = self.loads = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for at in range(self.done, ROWS, 4):
+            if self.loads > 1:
+                raise IndexError("list index out of range")
+            self.done = at + 4
+            yield {"row": torch.arange(at, at + 4) + self.first}
+        self.done = 0
+        self.loads *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "loads": self.loads}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.loads = state["done"], state["loads"] + 1
+
+
+def raises_once_restored() -> Any:
+    return RaisesOnceRestored()
 
 
 class ShardPerWorker:

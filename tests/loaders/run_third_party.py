@@ -46,6 +46,7 @@ MAKERS: list[tuple[str, Callable[..., Any], list[tuple[Any, ...]]]] = [
     ("torch", third_party.summed, [()]),
     ("torch", third_party.shard_per_worker, [()]),
     ("torch", third_party.begins_where_it_was, [()]),
+    ("torch", third_party.raises_once_restored, [()]),
     ("datasets", third_party.hf_map, [(0,)]),
     ("datasets", third_party.hf_iterable, [()]),
     ("datasets", third_party.hf_iterable_shuffled, [()]),

@@ -47,6 +47,21 @@ def test_the_last_end_begins_the_next_epoch_with_all_slots() -> None:
     )
 
 
+def test_the_turn_goes_on_where_it_is_carried() -> None:
+    position = Position.start(2)
+    position.carry()
+    for length in (3, 1):  # batches dealt in turn: slot 1 begins the second epoch, slot 0 the third
+        for _ in range(length):
+            position.deliver()
+        assert not position.exhaust()
+        assert position.exhaust()
+    assert (position.step, position.epoch, position.turn) == (4, 2, 0)
+    position.deliver()
+    position.cut()
+    assert position.turn == 0
+    assert Position.from_proto(position.to_proto()).first == 0
+
+
 def test_two_empty_passes_in_a_row_are_an_empty_input() -> None:
     position = Position.start(1)
     assert position.exhaust()
@@ -67,6 +82,8 @@ def walks(draw: st.DrawFn) -> tuple[int, list[Position], dict[tuple[int, int], i
     """A box's life: the position after each step, and what ends and cuts there were."""
     slots = draw(st.integers(1, 6))
     position = Position.start(slots)
+    if draw(st.booleans()):
+        position.carry()
     lengths: dict[tuple[int, int], int] = {}
     ends: dict[tuple[int, int], int] = {}
     cuts: dict[int, int] = {}
@@ -162,9 +179,12 @@ def test_the_record_survives_its_message(
         assert Position.from_proto(position.to_proto()) == position
 
 
-@pytest.mark.parametrize(("live", "cursor"), [([], 0), ([2], 0), ([1, 0], 0), ([0, 1], 2)])
-def test_a_record_that_no_round_robin_reaches_is_refused(live: list[int], cursor: int) -> None:
+@pytest.mark.parametrize(
+    ("live", "cursor", "first"), [([], 0, 0), ([2], 0, 0), ([1, 0], 0, 0), ([0, 1], 2, 0), ([0, 1], 0, 2)]
+)
+def test_a_record_that_no_round_robin_reaches_is_refused(live: list[int], cursor: int, first: int) -> None:
     message = Position.start(2).to_proto()
+    message.first = first
     del message.live[:]
     message.live.extend(live)
     message.cursor = cursor

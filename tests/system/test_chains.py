@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import third_party
-from chains import ENDS, INSIDE, OVER, Chain, compare, whole
+from chains import ENDS, INSIDE, OVER, Chain, compare, plain, whole
 
 from penstock.client import Appliance
 
@@ -26,6 +26,7 @@ STEPS = 64
         (third_party.nodes_random, Chain(ENDS)),  # once restored, it draws at another moment
         (third_party.nodes_weighted, Chain(OVER)),  # restored, its next epoch has another length
         (third_party.begins_where_it_was, Chain(OVER, lost=True)),
+        (third_party.raises_once_restored, Chain(OVER, lost=True)),
         (third_party.summed, Chain(OVER, lost=True)),  # adds what former launches streamed
         (third_party.shard_per_worker, Chain(INSIDE, announced=True, lost=True)),
     ],
@@ -33,3 +34,9 @@ STEPS = 64
 )
 def test_chain_equals_uninterrupted(appliance: Appliance, make: Callable[..., Any], chain: Chain) -> None:
     compare(appliance, chain, whole(appliance, make, STEPS), make)
+
+
+def test_batches_dealt_in_turn_keep_their_order_over_epochs(appliance: Appliance) -> None:
+    """19 of them in an epoch, dealt to two workers: their state counts samples, and holds for no other order."""
+    alone = third_party.summed()
+    assert whole(appliance, third_party.summed, 50) == [plain(batch) for _ in range(3) for batch in alone][:50]

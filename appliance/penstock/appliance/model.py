@@ -20,6 +20,7 @@ from typing import NamedTuple
 from penstock.appliance.gauges import HALF_S, Gauge, Waits
 from penstock.proto.allow import under
 from penstock.proto.position import Position
+from penstock.proto.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
@@ -251,7 +252,11 @@ class Box:
         return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)
 
     def _known(self) -> list[Position]:
-        return [*self.history, *([Position.from_proto(self.delivered)] if self.delivered.slots else [])]
+        known = [*self.history, *([Position.from_proto(self.delivered)] if self.delivered.slots else [])]
+        if any(slot.traits is not None and by_own_methods(slot.traits) for slot in self.slots[:1]):
+            for position in known:
+                position.carry()
+        return known
 
     def is_fresh(self, position: Position) -> bool:
         """A pass has begun there of which no batch was taken, and it is not the one that the attempt started in."""

@@ -37,6 +37,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame
 from penstock.proto.position import Position, advance
+from penstock.proto.restartable import by_own_methods
 from penstock.proto.ring import MAX_SLOTS
 from penstock.proto.tcp import USER_TIMEOUT_S
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -211,6 +212,8 @@ class Feed:
                 return False  # of a slot that had ended, said again after a reconnect
             if frame.epoch != position.epoch or frame.total != position.total[slot]:
                 raise self._confused(lane, f"the end of pass {frame.epoch} after batch {frame.total}")
+            if by_own_methods(self._run.views[slot].traits):
+                position.carry()
             self._moving = True
             try:
                 return position.exhaust()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from penstock.client.saved import Saved
 from penstock.proto.errors import StateMismatchError, StateUnavailableError
 from penstock.proto.position import Position
+from penstock.proto.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["Known", "Route", "attempt_of", "route"]
@@ -85,6 +86,9 @@ def route(history: pb.History, checkpoints: Sequence[Saved], step: int) -> Route
         position = _place_of(opening, base.step, saved)
         if position is not None:
             known.append(Known(position, saved))
+    if history.slots and by_own_methods(history.slots[0].traits):
+        for one in known:
+            one.position.carry()
     start, snapshots = _start(history, known, cuts, step)
     told = [one.position for one in known if one.position.step >= step and one.position.chain is not None]
     check = min(told, key=lambda position: position.step, default=None)
@@ -158,7 +162,7 @@ def _snapshot(history: pb.History, slot: int, at: Position, cuts: dict[int, int]
     if slot >= len(history.slots):
         return None
     kept = history.slots[slot]
-    if kept.traits.state_methods == 4 and not kept.traits.loads_own_state:
+    if by_own_methods(kept.traits):
         return None
     fits = [
         header

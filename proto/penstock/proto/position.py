@@ -2,7 +2,9 @@
 
 The rule (DESIGN section 4): deliver from the slot under the cursor, then move on to the next live slot; a slot whose
 input ends at its turn leaves the live slots without taking a step; when none is left the pass ends and the next epoch
-starts with all slots live and the cursor at 0.
+starts with all slots live and the cursor at 0. Where only the loader's own methods can resume it (`carry`), the cursor
+goes on instead: such a loader counts the samples of all workers, and deals its batches to workers that are asked in
+turn for as long as the launch goes on.
 
 The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `cut`). The coordinator, asked for
 the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known of the
@@ -55,6 +57,8 @@ class Position:
     """Per slot, batches in all: its worker_step."""
     chain: int | None = field(default=0, compare=False)
     """chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not known."""
+    first: int | None = field(default=None, compare=False)
+    """The slot that this epoch began with, if the turn goes on over the ends of epochs; None: each begins with 0."""
     ended_before: bool = field(default=False, compare=False)
     """True once a pass of this object's life has ended without a single step; see `exhaust`."""
 
@@ -76,8 +80,14 @@ class Position:
             list(self.delivered),
             list(self.total),
             self.chain,
+            self.first,
             self.ended_before,
         )
+
+    def carry(self) -> None:
+        """From now on the turn goes on over the ends of epochs."""
+        if self.first is None:
+            self.first = 0
 
     @property
     def turn(self) -> int:
@@ -102,6 +112,8 @@ class Position:
         if self.live:
             self.cursor %= len(self.live)
             return False
+        if self.first is not None:
+            self.first = (self.first + sum(self.delivered)) % len(self.total)
         empty = not any(self.delivered)
         if empty and self.ended_before:
             raise EmptyInputError("the input yields no batch")
@@ -110,14 +122,14 @@ class Position:
         return True
 
     def cut(self) -> None:
-        """The loop left the pass before its end; the next epoch begins."""
+        """The loop left the pass before its end; the next epoch begins, with the slot that this one began with."""
         self._next_epoch()
 
     def _next_epoch(self) -> None:
         count = len(self.total)
         self.epoch += 1
         self.live = list(range(count))
-        self.cursor = 0
+        self.cursor = self.first or 0
         self.delivered = [0] * count
 
     def to_proto(self) -> records_pb2.BoxPosition:
@@ -125,7 +137,13 @@ class Position:
             records_pb2.SlotPosition(delivered=d, total=t) for d, t in zip(self.delivered, self.total, strict=True)
         ]
         return records_pb2.BoxPosition(
-            step=self.step, epoch=self.epoch, live=self.live, cursor=self.cursor, slots=slots, chain=self.chain
+            step=self.step,
+            epoch=self.epoch,
+            live=self.live,
+            cursor=self.cursor,
+            slots=slots,
+            chain=self.chain,
+            first=self.first,
         )
 
     @classmethod
@@ -139,12 +157,15 @@ class Position:
             [slot.delivered for slot in message.slots],
             [slot.total for slot in message.slots],
             message.chain if message.HasField("chain") else None,
+            message.first if message.HasField("first") else None,
         )
         count = len(position.total)
         if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
             raise InvalidArgumentError(f"position with live slots {position.live} of {count}")
         if position.cursor >= len(position.live):
             raise InvalidArgumentError(f"position with cursor {position.cursor} over {len(position.live)} live slots")
+        if position.first is not None and position.first >= count:
+            raise InvalidArgumentError(f"position in an epoch that began with slot {position.first} of {count}")
         if max(position.step, position.epoch, *position.total) > MOST:
             raise InvalidArgumentError(f"position at step {position.step}, epoch {position.epoch}: beyond {MOST}")
         if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):

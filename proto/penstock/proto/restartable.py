@@ -14,10 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from penstock.proto.v1 import records_pb2
+
 __all__ = [
     "DataLoaderCheckpoint",
     "RestartableDataLoader",
     "WorkerContext",
+    "by_own_methods",
     "get_worker_state",
     "state_methods",
     "takes_strict",
@@ -151,6 +154,11 @@ def state_methods(loader: object) -> int:
     if all(callable(getattr(loader, name, None)) for name in _FOUR):
         return 4
     return 2 if all(callable(getattr(loader, name, None)) for name in _TWO) else 0
+
+
+def by_own_methods(traits: records_pb2.LoaderTraits) -> bool:
+    """Whether load_state_dict takes only what deaggregate_state_dict returns."""
+    return traits.state_methods == 4 and not traits.loads_own_state
 
 
 def takes_strict(loader: object) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.proto.errors import PenstockError, ReplayMismatchError
+from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state import encode_state
 from penstock.worker.offprint import Offprint
 from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, Base
@@ -48,14 +48,10 @@ def cross(source: Source, step: int) -> Base:
     if source.past.rewinds == REPLAY or source.strays:
         _from_the_beginning(source, take)
         return source.open(step=step)
-    source.open(step=step)
-    kept = _First.of(source, take)
-    source.abort()
+    kept = _tried(source, step, take)
     source.renew(end)
-    source.open(step=step)
-    fresh = _First.of(source, take)
-    source.abort()
-    if fresh == kept or (fresh.digest == kept.digest and not source.past.whole):  # where nothing could tell more
+    fresh = _tried(source, step, take)
+    if fresh == kept or (fresh.alike(kept) and not source.past.whole):  # where nothing could tell more
         source.learn_rewinds(FRESH)
         source.renew(end)
         return source.open(step=step)
@@ -83,6 +79,12 @@ class _First:
     """Of its first batch, None if it has none."""
     behind: bytes
     """The loader's state after it, and the generators; b"" if it cannot be had."""
+    failure: str = ""
+    """What the loader raised instead."""
+
+    def alike(self, other: _First) -> bool:
+        """The batch is the same one."""
+        return (self.digest, self.failure) == (other.digest, other.failure)
 
     @classmethod
     def of(cls, source: Source, take: Callable[[Any], tuple[int, int]]) -> _First:
@@ -92,6 +94,18 @@ class _First:
             return cls(digest, encode_state(source.state(source.place.total)[0]) + source.rng())
         except PenstockError:
             return cls(digest, b"")
+
+
+def _tried(source: Source, step: int, take: Callable[[Any], tuple[int, int]]) -> _First:
+    """What the epoch begins with if it is opened as the source is now. A loader that raises where it was restored may
+    be one that cannot begin again, and another way is right; if it always raises, the last way says so."""
+    try:
+        source.open(step=step)
+        return _First.of(source, take)
+    except InputFnError as error:
+        return _First(None, b"", error.message)
+    finally:
+        source.abort()
 
 
 def _from_the_beginning(source: Source, take: Callable[[Any], tuple[int, int]]) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from penstock.proto.channel import detail_of
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
+from penstock.proto.restartable import by_own_methods
 from penstock.worker.snapshots import Kept
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Prover:
     @property
     def _provable(self) -> bool:
         traits = self._slot.traits
-        if not self._slot.is_savable or (traits.state_methods == 4 and not traits.loads_own_state):
+        if not self._slot.is_savable or by_own_methods(traits):
             return False
         findings = self._slot.findings
         believed = traits.exact_states and not findings.inexact

@@ -13,13 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from penstock.proto.errors import StateCorruptError
+from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state import decode_state, encode_state
 
-__all__ = ["END", "FRESH", "KEPT", "REPLAY", "Base", "Past", "Place"]
+__all__ = ["END", "FRESH", "KEPT", "REPLAY", "UNFIT", "Base", "Past", "Place"]
 
 KEPT, FRESH, REPLAY = "kept", "fresh", "replay"
 """How a loader that was restored within an epoch gets into the next one: see crossing.py."""
+UNFIT = (ReplayMismatchError, InputFnError)
+"""What says that a restart point does not lead to the batches that were delivered: another batch came, or the loader
+that was restored from it raised. The next way is tried then; an error of the last one is the user's."""
 MOST_LEFT = 1024
 """Abandoned epochs that a restart point names. One of more cannot be replayed from the beginning."""
 
@@ -116,6 +119,11 @@ class Base:
     def is_origin(self) -> bool:
         """Taken where a pass begins, and not after a batch."""
         return self.rng_before is not None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Where the slot's counts began, with a loader as input_fn makes it if `past.whole`."""
+        return self.is_origin and self.place.total == self.place.epoch == 0
 
     def encode(self) -> bytes:
         """As a slot's restart (docs/ARCHITECTURE.md)."""

@@ -22,7 +22,6 @@ from penstock.proto import assignment as place_of
 from penstock.proto import forks
 from penstock.proto.digest import layout, region_digest
 from penstock.proto.errors import (
-    InputFnError,
     LaneLostError,
     ReplayMismatchError,
     StateMismatchError,
@@ -42,7 +41,7 @@ from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
 from penstock.worker.offprint import Offprint, samples_in
 from penstock.worker.own_bases import Known, OwnBases
-from penstock.worker.restart_points import END, Base
+from penstock.worker.restart_points import END, UNFIT, Base
 from penstock.worker.source import Source
 from penstock.worker.stacking import Builder
 from penstock.worker.starting import start
@@ -186,16 +185,27 @@ class _Runner:
             raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
         # Each was proven, but over a few batches; what is kept besides lies further back.
         ways = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
-        for base in ways:
-            try:
-                self._replay(base, delivered, epoch, hello.last_digest)
-                break
-            except ReplayMismatchError as mismatch:
-                if base is ways[-1]:
-                    raise
-                _log.warning("%s; it is replayed from an older place instead", mismatch.message)
+        base = self._first_fit(ways, delivered, epoch, hello.last_digest)
         self._keep(base, origin=base.rng_before is not None, start=True)
         catch_up(self.source, epoch)
+
+    def _first_fit(self, ways: list[Base], total: int, epoch: int, digest: int) -> Base:
+        """Go to the place from the first of these that leads there, else from the beginning; returns that one."""
+        for base in ways:
+            try:
+                self._replay(base, total, epoch, digest)
+                return base
+            except UNFIT as mismatch:
+                _log.warning("%s; it is replayed from an older place instead", mismatch.message)
+                failure = mismatch
+        past = ways[0].past
+        if not past.whole or ways[-1].is_beginning:
+            raise failure
+        self.source.past = past
+        self.source.begin()
+        beginning = self.source.open_pass()
+        self._travel(dict(past.left) | self._left, total, epoch, digest)
+        return beginning
 
     def _await_resume(self) -> dict[str, Any]:
         """What the launch resumed from, which the daemon has fetched only for those that need it again."""
@@ -490,7 +500,7 @@ class _Runner:
             try:
                 self._replay(Base.decode(base.data), total, epoch, digest)
                 return
-            except (ReplayMismatchError, InputFnError) as mismatch:  # some fail in iter() when they are restored
+            except UNFIT as mismatch:
                 failure = StateMismatchError(mismatch.message)
         if not past.whole:
             raise failure
@@ -508,7 +518,7 @@ class _Runner:
             return True
         try:
             self._replay(Base.decode(origins[-1].data), total + 1, epoch, ahead.digest)
-        except (ReplayMismatchError, InputFnError):
+        except UNFIT:
             return False
         return True
 

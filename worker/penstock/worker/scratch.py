@@ -11,6 +11,7 @@ It sits in memory of its own, so whatever the user's code does here, the stream 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections import deque
@@ -25,11 +26,13 @@ from penstock.worker.control import Channel, Message, assignment_of, plain_detai
 from penstock.worker.crossing import leave
 from penstock.worker.ledger import ENTRIES
 from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, Base, Place
+from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, UNFIT, Base, Place
 from penstock.worker.source import Source
 from penstock.worker.usercode import MAIN, load_class
 
 __all__ = ["run_scratch"]
+
+_log = logging.getLogger("penstock.worker")
 
 MOST_MODULES = 8192
 """Names of modules that are told."""
@@ -165,9 +168,27 @@ def _all_over(source: Source, epoch: int) -> bool:
 
 
 def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, channel: _Answer) -> None:
-    """Replay to `total` in pass `epoch` and save there, as of the box's `step`."""
+    """Replay from the base to `total` in pass `epoch`, and save there, as of the box's `step`; from the beginning if
+    the base does not lead there."""
+    try:
+        source.restore(base)
+        told, data = _replayed(source, base, base.place.epoch, fields, offprint)
+    except UNFIT as mismatch:
+        if base.is_beginning or not base.past.whole:
+            raise
+        _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
+        past = source.past = base.past
+        source.begin()
+        told, data = _replayed(source, replace(source.open_pass(), past=past), base.place.epoch, fields, offprint)
+    channel.send("done", data, **told)
+
+
+def _replayed(
+    source: Source, base: Base, told_until: int, fields: dict[str, Any], offprint: Offprint
+) -> tuple[dict[str, Any], bytes]:
+    """What is told of the way from a base, where the source stands, and the state that was taken there. `told_until`:
+    the epoch before which the base's past names all that were left."""
     delivered = {int(total): digest for total, digest in fields["digests"].items()}
-    source.restore(base)
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 
     def seen(batch: Any) -> None:
@@ -184,21 +205,17 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
     epoch, total = fields["epoch"], fields["total"]
     way = dict(base.past.left) | {int(known): at for known, at in fields["left"].items()}
     left = {known: at for known, at in way.items() if base.place.epoch <= known < epoch}
-    pass_of_base = base.place.epoch
     for known in sorted(left):
         if not (source.seek(left[known], known, seen) and _all_over(source, known)):
-            channel.send("done", elsewhere=True)
-            return
+            return {"elsewhere": True}, b""
         leave(source, known, left[known])
     opened = source.open_pass(step=fields["step"]) if left else None
     if not source.seek(total, epoch, seen):
-        channel.send("done", ended=True, epoch=epoch, total=source.place.total)
-        return
+        return {"ended": True, "epoch": epoch, "total": source.place.total}, b""
     place = source.place.copy()
-    unheard = pass_of_base < fields["left_from"] <= epoch
+    unheard = told_until < fields["left_from"] <= epoch
     if unheard or (place.epoch == epoch and place.delivered != fields["delivered"]):
-        channel.send("done", elsewhere=True)
-        return
+        return {"elsewhere": True}, b""
     user, rng = None, b""
     if source.traits.state_methods == 4:  # which is aggregated; for others what is saved is the base and the count
         source.require_state()
@@ -208,10 +225,9 @@ def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
         rng = source.rng()
     data = source.marked(Base(place, user, rng, digest=source.digest, behind=base)).encode()
     if place.epoch < epoch and not _all_over(source, epoch):
-        channel.send("done", elsewhere=True)
-        return
+        return {"elsewhere": True}, b""
     there = {"samples": place.samples, "digest": source.digest, "replayed": list(replayed)}
     following = 0
     if fields.get("following") and place.epoch == epoch and (batch := source.next()) is not END:
         following = offprint.take(batch)[0]
-    channel.send("done", data, ended=False, following=following, **there)
+    return {"ended": False, "following": following, **there}, data

@@ -30,6 +30,7 @@ from penstock.proto.errors import (
 )
 from penstock.proto.logs import About
 from penstock.proto.position import PASSES_AHEAD
+from penstock.proto.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Child, about_slot
 from penstock.worker.control import Message, counts
@@ -565,8 +566,7 @@ class Slot:
 
     async def scratch(self, bases: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any) -> Message:
         """Have a scratch child do something with the loader; see run_task."""
-        traits = self.traits
-        if task == "state" and traits.state_methods == 4 and not traits.loads_own_state and self.assignment.resume.blob:
+        if task == "state" and by_own_methods(self.traits) and self.assignment.resume.blob:
             bases = [*bases, await self._resume_blob()]
         return await run_task(self.host, self.assignment, self.name, self.ledger, bases, task, deadline_s, **fields)
 

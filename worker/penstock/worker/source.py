@@ -19,9 +19,7 @@ declares `loads_own_state`. So it starts from the beginning, or from the state t
 
 from __future__ import annotations
 
-import os
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +39,7 @@ from penstock.proto.errors import (
     StateMismatchError,
     format_remote,
 )
-from penstock.proto.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
+from penstock.proto.restartable import DataLoaderCheckpoint, by_own_methods, state_methods, takes_strict, worker_state
 from penstock.proto.rng import capture_rng, derive_seed, restore_rng, seed_rng
 from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
@@ -50,12 +48,12 @@ from penstock.worker.crossing import cross
 from penstock.worker.restart_points import END, KEPT, Base, Past, Place
 from penstock.worker.skipping import CannotSkipError, skip_batch
 from penstock.worker.usercode import load_input_fn
+from penstock.worker.worker_info import as_main_process, offer_worker_info
 
 __all__ = ["Source"]
 
 
 _COUNT = struct.Struct("<I")
-_TORCH_COLLATE = "torch.utils.data._utils.collate"
 
 
 class Source:
@@ -129,7 +127,7 @@ class Source:
     @property
     def by_own_methods(self) -> bool:
         """Its load_state_dict takes only what its deaggregate_state_dict returns."""
-        return self.traits.state_methods == 4 and not self.traits.loads_own_state
+        return by_own_methods(self.traits)
 
     # ---- building
 
@@ -138,7 +136,7 @@ class Source:
         a = self.assignment
         self._seed()
         self._introduce(a.base.step + 1)
-        _offer_worker_info(a)
+        offer_worker_info(a)
         self._doing("input_fn")  # its module is the user's too
         with self._user("its module"):
             self._fn = load_input_fn(a.loader)
@@ -346,9 +344,13 @@ class Source:
             lifetime_worker_step=place.total,
             lifetime_samples_streamed=place.samples,
         )
-        with self._user("state_dict()", activity="state_dict"), worker_state(checkpoint) as context:
-            state = self._loader.state_dict()
-        return state, context.was_read
+
+        def save() -> tuple[Any, bool]:
+            with worker_state(checkpoint) as context:
+                return self._loader.state_dict(), context.was_read
+
+        with self._user("state_dict()", activity="state_dict"):
+            return as_main_process(save)
 
     def snapshot(self, step: int) -> Base:
         """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
@@ -364,7 +366,7 @@ class Source:
         """
         self.learn(base)
         self.abort()
-        as_made = base.is_origin and base.place.total == base.place.epoch == 0 and self.past.whole
+        as_made = base.is_beginning and self.past.whole
         if not self._unused and not self.traits.is_iterator and (as_made or not self.traits.exact_states):
             self._make_anew(1 if as_made else self.assignment.base.step + 1)
         if base.rng_before is not None:
@@ -439,7 +441,7 @@ class Source:
     def _load(self, state: Any, strict: bool) -> None:
         arguments = {"strict": strict} if self._strict else {}
         with self._user("load_state_dict()", activity="load_state_dict"):
-            self._loader.load_state_dict(state, **arguments)
+            as_main_process(lambda: self._loader.load_state_dict(state, **arguments))
 
     def seek(
         self, total: int, epoch: int, seen: Callable[[Any], None], open_pass: Callable[[], object] | None = None
@@ -529,34 +531,3 @@ class Source:
         """Raises NotRestartableError, with the reason, unless state_dict() can be called."""
         if self.traits.not_restartable:
             raise NotRestartableError(f"{self.name} cannot be saved: {self.traits.not_restartable}")
-
-
-def _offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Answer torch's get_worker_info() in this process with the worker's place among all of the run's.
-
-    Datasets that shard by it do the right thing unchanged. In the worker processes of a torch DataLoader its own answer
-    stands, and does not count as a look at ours. Nor does torch's own default_collate: it asks whether to build batches
-    in shared memory that it makes for each, which costs more than the batch and is of no use here.
-    """
-    from torch.utils.data._utils import worker as torch_worker
-
-    own = os.getpid()
-    info = torch_worker.WorkerInfo(
-        id=a.box * a.num_workers_per_box + a.slot,
-        num_workers=a.num_boxes * a.num_workers_per_box,
-        seed=derive_seed(a.seed, "torch", a.box, a.slot),
-        dataset=None,  # type: ignore[arg-type]  # the dataset is made after this, by the user
-    )
-    theirs = torch_worker.get_worker_info
-
-    def get_worker_info() -> Any:
-        if os.getpid() != own or place_of.stands_aside():
-            return theirs()
-        if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
-            return None
-        place_of.mark_looked_at()
-        return info
-
-    torch_worker.get_worker_info = get_worker_info
-    torch.utils.data.get_worker_info = get_worker_info
-    torch.utils.data._utils.worker.get_worker_info = get_worker_info

@@ -12,7 +12,7 @@ from penstock.proto.errors import ReplayMismatchError, StateMismatchError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.crossing import catch_up, travel
 from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, Base, Past, Place
+from penstock.worker.restart_points import END, UNFIT, Base, Past, Place
 from penstock.worker.source import Source
 
 __all__ = ["start"]
@@ -83,7 +83,7 @@ class _Resume:
             else:
                 self._from_restart_point()
             self._arrive()
-        except ReplayMismatchError as mismatch:
+        except UNFIT as mismatch:
             if not self._past.whole or (source.traits.state_methods != 4 and self._base.place.total == 0):
                 raise
             _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)

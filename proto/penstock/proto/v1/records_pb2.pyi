@@ -85,10 +85,15 @@ class BoxPosition(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     epoch: _builtins.int
     cursor: _builtins.int
     chain: _builtins.int
+    first: _builtins.int
+    """The slot that the epoch began with, of a stream whose turn goes on over the ends of epochs. Absent: slot 0 begins
+    each epoch.
+    """
     @_builtins.property
     def live(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -102,14 +107,20 @@ class BoxPosition(_message.Message):
         cursor: _builtins.int = ...,
         slots: _abc.Iterable[Global___SlotPosition] | None = ...,
         chain: _builtins.int | None = ...,
+        first: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "chain", b"chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "chain", b"chain", "first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "chain", b"chain", "cursor", b"cursor", "epoch", b"epoch", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "chain", b"chain", "cursor", b"cursor", "epoch", b"epoch", "first", b"first", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chain: _TypeAlias = _typing.Literal["chain"]  # noqa: Y015
     _WhichOneofArgType__chain: _TypeAlias = _typing.Literal["_chain", b"_chain"]  # noqa: Y015
+    _WhichOneofReturnType__first: _TypeAlias = _typing.Literal["first"]  # noqa: Y015
+    _WhichOneofArgType__first: _TypeAlias = _typing.Literal["_first", b"_first"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chain) -> _WhichOneofReturnType__chain | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first) -> _WhichOneofReturnType__first | None: ...
 
 Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
 
