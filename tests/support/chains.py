@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -80,8 +81,11 @@ def compare(
 
 
 def _kill_one(number: int) -> None:
-    found = sorted(runners())
-    os.kill(found[number % len(found)], signal.SIGKILL)
+    while True:
+        found = sorted(runners())
+        with contextlib.suppress(ProcessLookupError):  # one of the launch before, which has just ended
+            os.kill(found[number % len(found)], signal.SIGKILL)
+            return
 
 
 def runners() -> set[int]:

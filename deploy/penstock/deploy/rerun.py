@@ -112,7 +112,7 @@ class _Rerun:
         catch_up(source, epoch if fields["live"] else epoch + 1)
         self._done(traits=source.traits.state_methods)
 
-    def _keep(self, base: Base) -> None:
+    def _keep(self, base: Base, _: bool) -> None:
         self._base = base
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:

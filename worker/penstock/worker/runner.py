@@ -139,7 +139,12 @@ class _Runner:
                     source.resume = self._await_resume()
                 self._recover(sent.bases)
             else:
-                start(source, sent.resume, lambda base: self._keep(base, origin=True, start=True), self._seek)
+                start(
+                    source,
+                    sent.resume,
+                    lambda base, from_here: self._keep(base, origin=True, start=from_here),
+                    self._seek,
+                )
                 self._say_ready()
         except (_StopError, LaneLostError, DescriptorsClosedError):
             raise

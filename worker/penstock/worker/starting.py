@@ -19,7 +19,7 @@ __all__ = ["start"]
 
 _log = logging.getLogger("penstock.worker")
 
-Keep = Callable[[Base], None]
+Keep = Callable[[Base, bool], None]
 Seek = Callable[[int, int, int], None]
 
 
@@ -28,7 +28,7 @@ def start(source: Source, resume: dict[str, Any] | None, keep: Keep, seek: Seek)
 
     Args:
         resume: decoded blob of the assignment's resume, None to start from nothing.
-        keep: gets each origin that is taken.
+        keep: gets each restart point, and whether the stream comes from there and needs no proof of it.
         seek: replays to a place, (total, epoch, digest of that batch or 0).
     """
     a = source.assignment
@@ -37,7 +37,7 @@ def start(source: Source, resume: dict[str, Any] | None, keep: Keep, seek: Seek)
     source.place = Place(base.epoch, own.delivered, own.total, 0)
     source.resume = resume
     if resume is None:
-        keep(source.open_pass(step=base.step))
+        keep(source.open_pass(step=base.step), True)
         return
     part = resume["slots"].get(a.slot) if a.resume.same_shape else None
     if part is None:
@@ -47,7 +47,7 @@ def start(source: Source, resume: dict[str, Any] | None, keep: Keep, seek: Seek)
                 f"{source.traits.state_methods or 'none'} of the four state methods cannot take another's"
             )
         source.resume_by_own_methods(resume["aggregated"], resume["strict"])
-        keep(source.open_pass(step=base.step))
+        keep(source.open_pass(step=base.step), True)
         return
     # Over the end of the pass, if it had ended when the state was saved: for this slot, or for all.
     epoch = base.epoch if a.slot in base.live else base.epoch + 1
@@ -62,7 +62,7 @@ class _Resume:
     ) -> None:
         self._source, self._part, self._seek = source, part, seek
         self._keep_for_good = keep
-        self._kept: list[Base] = []
+        self._kept: list[tuple[Base, bool]] = []
         """Of the way that is tried: what comes of a wrong one must not be restarted from."""
         self._total, self._epoch, self._then = total, epoch, then
         self._base = Base.of(part)
@@ -90,11 +90,11 @@ class _Resume:
             self._kept.clear()
             self._from_the_beginning()
             self._arrive()
-        for base in self._kept:
-            self._keep_for_good(base)
+        for base, start in self._kept:
+            self._keep_for_good(base, start)
 
-    def _keep(self, base: Base) -> None:
-        self._kept.append(base)
+    def _keep(self, base: Base, *, start: bool = True) -> None:
+        self._kept.append((base, start))
 
     def _by_own_methods(self) -> None:
         source, resume, restart = self._source, self._source.resume, self._part["restart"]
@@ -141,7 +141,7 @@ class _Resume:
         if not (expected and self._as_saved):
             return
         if not source.is_open:
-            self._keep(source.open_pass(step=source.assignment.base.step))
+            self._keep(source.open_pass(step=source.assignment.base.step), start=False)
         batch = source.peek()
         take = Offprint(full_digest=source.assignment.loader.options.full_digest).take
         if batch is END or take(batch)[0] != expected:
