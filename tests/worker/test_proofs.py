@@ -45,7 +45,7 @@ class Run:
         self.bases: dict[int, Base] = {}
         self.digests: dict[int, tuple[int, int]] = {}
         self.generators: dict[int, int] = {}
-        start(self.source, resume, self.kept.append, self._seek)
+        start(self.source, resume, lambda base, _: self.kept.append(base), self._seek)
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
         reached = self.source.seek(total, epoch, self._seen)
