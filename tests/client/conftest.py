@@ -26,7 +26,7 @@ from penstock.client.saved import Start
 from penstock.client.settings import resolve
 from penstock.client.staging import DeviceFeed
 from penstock.proto.calls import FetchedState
-from penstock.proto.digest import batch_digest
+from penstock.proto.digest import Cover, batch_digest
 from penstock.proto.errors import PenstockError
 from penstock.proto.frames import pack_shapes
 from penstock.proto.lane import Producer
@@ -295,12 +295,12 @@ class FakeAppliance:
         start: Start,
         seed: int | None,
         key: str,
-        full_digest: bool,
+        cover: Cover,
     ) -> Any:
         self.opened.append(
             {"name": reference.name, "start": start, "seed": seed, "key": key, "arguments": decode_state(arguments)}
         )
-        run = LoadedRun(self, start, seed, full_digest)
+        run = LoadedRun(self, start, seed, cover)
         self.runs.append(run)
         return run
 
@@ -316,12 +316,12 @@ class FakeAppliance:
 class LoadedRun(FakeRun):
     """A run that a loader has opened on a FakeAppliance."""
 
-    def __init__(self, appliance: FakeAppliance, start: Start, seed: int | None, full_digest: bool) -> None:
+    def __init__(self, appliance: FakeAppliance, start: Start, seed: int | None, cover: Cover) -> None:
         self.appliance = appliance
         self.base = Position.from_proto(start.base)
         self.seed = 5 if seed is None else seed
         self.abandoned = False
-        self.full_digest = full_digest
+        self.cover = cover
         self.fetched: list[int] = []
         count = appliance.settings.num_workers_per_box
         base = self.base

@@ -13,12 +13,28 @@ from penstock.deploy.ending import raised
 def test_a_closed_terminal_ends_a_command_unless_nohup_was_asked(nohup: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
-        with raised(InterruptedError):
-            if nohup:
+        if nohup:
+            with raised(InterruptedError):
                 signal.raise_signal(signal.SIGHUP)
-            else:
-                with pytest.raises(InterruptedError):
-                    signal.raise_signal(signal.SIGHUP)
+        else:
+            with pytest.raises(InterruptedError), raised(InterruptedError):
+                signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if nohup else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+class Finalized:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_error_that_a_finalizer_swallowed_is_raised_again() -> None:
+    again = raised(InterruptedError)
+    check = again.__enter__()
+    Finalized()
+    with pytest.raises(InterruptedError):
+        check()
+    with pytest.raises(InterruptedError):
+        again.__exit__(None, None, None)

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.proto.digest import EDGE, FULL_BELOW, WORDS, batch_digest
+from penstock.proto.digest import EDGE, FULL_BELOW, WORDS, batch_digest, rows_digest
 from penstock.proto.tensors import Flattener, wrap_buffer
 
 KNOWN = (0xFFCA8C0BF9AE2DD, 0x59319B0FE32F1CFC, 0xF5C2140065FE99A1)
@@ -122,3 +123,36 @@ def test_it_covers_the_gaps_that_write_to_clears() -> None:
 def test_a_region_outside_the_buffer(offset: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="in a buffer of 100"):
         batch_digest(1, bytes(100), offset, nbytes, [])
+
+
+def test_rows_add_up_however_they_are_shared_and_each_byte_of_a_row_counts() -> None:
+    def digest(batch: Any) -> int:
+        flat = Flattener().flatten(batch)
+        region = np.zeros(flat.nbytes, np.uint8)
+        flat.write_to(region.ctypes.data)
+        return rows_digest(flat.structure, flat.shapes, region, 0, flat.nbytes)
+
+    images, labels = torch.arange(7 * 5 * 3).reshape(7, 5, 3), np.arange(7)
+
+    def rows(begin: int, end: int) -> dict[str, Any]:
+        own = {"image": images[begin:end].clone(), "label": labels[begin:end].copy()}
+        return {**own, "epoch": 3, "scale": torch.ones(2, 2)}
+
+    whole = digest(rows(0, 7))
+    assert (digest(rows(0, 3)) + digest(rows(3, 4)) + digest(rows(4, 7))) % 2**64 == whole
+    assert digest(rows(2, 2)) == 0
+    assert digest({**rows(0, 7), "epoch": 4}) == whole, "no row"
+    for column, place in (("image", (6, 4, 2)), ("label", (3,))):
+        other = rows(0, 7)
+        other[column][place] += 1
+        assert digest(other) != whole
+    swapped = rows(0, 7)
+    swapped["label"][:2] = swapped["label"][1::-1].copy()
+    assert digest(swapped) != whole, "a label belongs to its image"
+    flat = Flattener().flatten(rows(0, 7))
+    with pytest.raises(ValueError, match="dims for a structure"):
+        rows_digest(flat.structure, flat.shapes[1:], bytes(flat.nbytes), 0, flat.nbytes)
+    with pytest.raises(ValueError, match="a leaf ends at"):
+        rows_digest(flat.structure, [1 << 40, *flat.shapes[1:]], bytes(flat.nbytes), 0, flat.nbytes)
+    with pytest.raises(ValueError, match="a region of"):
+        rows_digest(flat.structure, flat.shapes, bytes(8), 0, flat.nbytes)

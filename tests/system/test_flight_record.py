@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mapped
 import pytest
 import streams
 from neighbours import beside
@@ -68,6 +69,39 @@ def test_it_goes_on_over_other_workers_and_ends_with_other_boxes(appliance: Appl
     assert same
     assert other
     assert not boxes, "two boxes have no one record to go on with"
+
+
+def test_by_rows_it_is_that_of_the_stream_on_any_boxes(appliance: Appliance) -> None:
+    """Parts of all boxes add up: 1 box with 3 workers, saved; then 2 boxes with 1; saved; then 3 with 2."""
+
+    def train(boxes: int, workers: int, steps: int, state: Any, job: str) -> tuple[int, Any]:
+        def one(number: int) -> tuple[int | None, Any]:
+            loader = DataLoader(mapped.mapped, global_batch_size=7, keys=None)
+            if state is not None:
+                loader.load_state_dict(state)
+            digest: Any = "rows" if state is None else None  # a loaded state says it
+            with beside(
+                appliance, box=number, num_boxes=boxes, num_workers_per_box=workers, job=job, digest=digest
+            ) as box:
+                executor = DataExecutor(loader, num_steps=steps, appliance=box)
+                assert len(list(executor)) == steps
+                return executor.digest, loader.state_dict()
+
+        with ThreadPoolExecutor(boxes) as pool:
+            parts = list(pool.map(one, range(boxes)))
+        digests = [digest for digest, _ in parts]
+        assert None not in digests
+        return sum(digests) % 2**64, parts[-1][1]  # type: ignore[arg-type]
+
+    whole, _ = train(2, 2, 12, None, "rows-whole")
+    first, state = train(1, 3, 3, None, "rows-1")
+    second, state = train(2, 1, 5, state, "rows-2")
+    third, state = train(3, 2, 4, state, "rows-3")
+    assert third == whole
+    assert len({first, second, third}) == 3
+    assert sum(position.chain or 0 for position in read(state).positions) % 2**64 == whole
+    other, _ = train(1, 2, 12, None, "rows-alone")
+    assert other == whole
 
 
 def test_it_is_the_same_after_a_runner_died(appliance: Appliance, tmp_path: Path) -> None:

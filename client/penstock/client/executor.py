@@ -109,6 +109,11 @@ class DataExecutor:
         Equal for equal streams: it goes on where a loaded state left it, on any number of workers. chain(0) = 0,
         chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None where it is not known: before
         the loop has begun, and after a state that was loaded onto another number of boxes, or that does not know it.
+
+        With Appliance(digest="rows") it is this box's part of the stream's: the parts of all boxes, added modulo 2^64,
+        are equal for streams whose steps deliver equal rows, however many boxes share them and wherever a state was
+        resumed on other boxes. A built-in loader gives that for one global batch size. The order of rows within a step
+        is not covered, nor what is no row: see penstock.proto.digest.
         """
         return self._session.feed.position.chain if self._session is not None else None
 

@@ -21,9 +21,9 @@ from collections import deque
 from typing import Any
 
 from penstock.proto import forks
-from penstock.proto.digest import Layouts, region_digest
+from penstock.proto.digest import Cover, Layouts, region_digest, rows_digest
 from penstock.proto.errors import BatchCorruptError, ProtocolError
-from penstock.proto.frames import FULL_DIGEST, Frame
+from penstock.proto.frames import Frame
 from penstock.proto.lane import Consumer, dims_of
 from penstock.proto.ring import Ring
 from penstock.proto.structure import Structure
@@ -264,8 +264,15 @@ class SlotLane:
         if len(dims) & 7:
             raise ProtocolError(f"{self.name}: dims of {len(dims)} bytes")
         shapes, seed = layouts.find(nbytes, dims)
-        full = frame.flags & FULL_DIGEST != 0
-        if region_digest(seed, ring.ring.view, frame.slot * ring.slot_bytes, nbytes, full) != frame.digest:
+        view, offset, cover = ring.ring.view, frame.slot * ring.slot_bytes, frame.flags
+        if cover == Cover.ROWS:
+            try:
+                digest = rows_digest(assembler.structure, shapes, view, offset, nbytes)
+            except ValueError as error:
+                raise ProtocolError(f"{self.name}: {error}") from None
+        else:
+            digest = region_digest(seed, view, offset, nbytes, cover == Cover.FULL)
+        if digest != frame.digest:
             raise BatchCorruptError(
                 f"{self.name}: batch {frame.total} of the slot is not what its runner made, by its digest"
             )

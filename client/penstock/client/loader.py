@@ -28,6 +28,7 @@ from penstock.client.saved import Part, Saved, Start, blank, is_to_be_filled, re
 from penstock.client.settings import Settings
 from penstock.client.staging import feed_for
 from penstock.proto.assignment import Assignment
+from penstock.proto.digest import Cover
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,
@@ -262,7 +263,8 @@ class DataLoader:
 
     def _open(self, appliance: Appliance) -> Session:
         settings = appliance.settings
-        saved, seed, full_digest = self._loaded, settings.seed, settings.digest == "full"
+        saved, seed = self._loaded, settings.seed
+        cover = Cover.SAMPLE if settings.digest is None else Cover[settings.digest.upper()]
         if self._drawn is not None and seed is not None and seed != self._drawn:
             raise StateMismatchError(
                 f"a state of {self.name} was taken before its run was opened, with seed {self._drawn} drawn for it, "
@@ -290,16 +292,17 @@ class DataLoader:
                     "asks for another: leave seed out, or start from no state"
                 )
             seed = saved.seed if seed is None else seed
-            if saved.positions and settings.digest is not None and full_digest != saved.full_digest:
-                had = "full" if saved.full_digest else "sample"
+            if saved.positions and settings.digest is not None and cover != saved.cover:
+                had = saved.cover.name.lower()
                 raise StateMismatchError(
                     f"the loaded state of {self.name} was saved with digest={had!r}, and Appliance(digest="
                     f"{settings.digest!r}) asks for another: leave digest out, or start from no state"
                 )
-            full_digest = full_digest or saved.full_digest
+            cover = saved.cover if saved.positions else cover
+        start.base.by_rows = cover == Cover.ROWS
         # Another key for every opening in one launch, or a loader that starts over would join what it has just left.
         key = f"#{self._openings}" if self._openings else ""
-        run = appliance.open_run(self, self._reference, self._arguments, start, seed, key, full_digest)
+        run = appliance.open_run(self, self._reference, self._arguments, start, seed, key, cover)
         self._openings += 1
         position = Position.from_proto(start.base)
         feed = feed_for(settings.device, run, position, self.name, settings.timeout_s)
@@ -476,7 +479,7 @@ class DataLoader:
             fetched.records[0][0].num_workers_per_box,
             run.seed,
             [Position.from_proto(fetched.positions[box]) for box in boxes],
-            run.full_digest,
+            run.cover == Cover.FULL,
         )
         users = []
         for record, envelope in fetched.records:

@@ -24,6 +24,7 @@ from typing import Protocol, TypeVar
 from penstock.proto import forks
 from penstock.proto.calls import CoordinatorClient, FetchedState
 from penstock.proto.compression import require
+from penstock.proto.digest import cover_of
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
@@ -118,7 +119,7 @@ class Run:
         self.num_slots = request.num_workers_per_box
         self.num_workers = request.num_boxes * request.num_workers_per_box
         """Of all boxes."""
-        self.full_digest = request.loader.options.full_digest
+        self.cover = cover_of(request.loader.options)
         self.name = f"{request.job}/{request.ordinal}"
         self.attempt = 0
         self.seed = 0

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import xxhash
 
+from penstock.proto.digest import MASK, Cover
 from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
 from penstock.proto.position import MOST, Position
 from penstock.proto.state import decode_state, encode_state
@@ -91,6 +92,18 @@ class Saved:
     parts: list[Part] = field(default_factory=list)
     """By global_worker_id; empty at step 0, and for a shape that the state was not saved on."""
     aggregated: Any = None
+
+    @property
+    def by_rows(self) -> bool:
+        """The digests in it are sums over rows."""
+        return any(position.by_rows for position in self.positions)
+
+    @property
+    def cover(self) -> Cover:
+        """What the digests in it cover: a stream that goes on from here must make them so too."""
+        if self.by_rows:
+            return Cover.ROWS
+        return Cover.FULL if self.full_digest else Cover.SAMPLE
 
     is_changed: bool = False
     """The user has made another state of the visible part: what was streamed when it was saved is no measure."""
@@ -173,8 +186,15 @@ class Saved:
             )
         epoch = max((position.epoch for position in self.positions), default=0)
         positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
-        for box, position in enumerate(positions):  # the same stream over other workers, or the streams of other boxes
-            position.chain = self.positions[box].chain if num_boxes == self.num_boxes else None
+        chains = [position.chain for position in self.positions]
+        for box, position in enumerate(positions):
+            position.by_rows = self.by_rows
+            if num_boxes == self.num_boxes:  # the same streams over other workers
+                position.chain = chains[box]
+            elif self.by_rows and None not in chains:  # one box goes on with the sum, which is what counts
+                position.chain = 0 if box else sum(cast(list[int], chains)) & MASK
+            else:
+                position.chain = None
         return replace(
             self, num_boxes=num_boxes, num_workers_per_box=num_workers_per_box, positions=positions, parts=[]
         )

@@ -17,16 +17,27 @@ def ending() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[None]:
+def raised(error: Callable[[signal.Signals], BaseException]) -> Iterator[Callable[[], None]]:
     """SIGTERM and SIGHUP (a closed terminal) are raised as this error inside, as Ctrl-C is as KeyboardInterrupt. Under
-    nohup, which ignores SIGHUP, it stays ignored."""
+    nohup, which ignores SIGHUP, it stays ignored.
+
+    Python drops an error that is raised while a finalizer or a weak reference's callback runs. So it is raised again at
+    the end, and by calling what this gives, for who goes round in a loop.
+    """
+    told: list[signal.Signals] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise error(signal.Signals(number))
+        told.append(signal.Signals(number))
+        again()
+
+    def again() -> None:
+        if told:
+            raise error(told[0])
 
     before = {number: signal.signal(number, end) for number in ending()}
     try:
-        yield
+        yield again
+        again()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -137,7 +137,7 @@ def _of_checkpoint(saved: Saved, request: Request) -> pb.History:
     opening.num_workers_per_box = saved.num_workers_per_box
     opening.has_seed, opening.seed = True, saved.seed or 0
     opening.loader.input_fn = saved.input_fn
-    opening.loader.options.full_digest = saved.full_digest
+    opening.loader.options.full_digest, opening.loader.options.row_digest = saved.full_digest, saved.by_rows
     opening.base.CopyFrom(saved.positions[request.box].to_proto())
     return history
 

@@ -27,6 +27,7 @@ import torch
 from penstock.deploy import batches
 from penstock.deploy.interpreter import begin, fork
 from penstock.proto import forks
+from penstock.proto.digest import cover_of
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
@@ -91,7 +92,7 @@ class _Rerun:
     def __init__(self, channel: Channel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
         self._source = Source(assignment)
-        self._offprint = Offprint(full_digest=assignment.loader.options.full_digest)
+        self._offprint = Offprint(cover=cover_of(assignment.loader.options))
         self._batch: Any = None
         self._digests: list[int] = []
         self._base: Base | None = None

@@ -148,13 +148,14 @@ def _live(watch: _Watch, interval_s: float, console: Console) -> None:
         return whole
 
     with (
-        raised(lambda number: SystemExit(128 + number)),  # so that the terminal is put in order
+        raised(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is put in order
         _keys() as quits,
         Live(drawn(), console=console, screen=True, auto_refresh=False) as live,
     ):
         while True:
             until = time.monotonic() + interval_s
             while (left := until - time.monotonic()) > 0:
+                check()
                 if quits(left):
                     return
             if not _ask(watch.ask, quits):

@@ -5,10 +5,14 @@ of the data everything up to 64 KiB, above that the first and last 4 KiB and fro
 between: a batch of other samples differs in nearly all of them, and it costs 1 to 2 us at any size, where all of
 1 MiB takes 9 to 18. Up to 64 KiB, right after they were written, all bytes cost no more than the sample. The words
 lie an odd number of words apart, so that with rows of a power of two (images, padded sequences) they do not all fall
-on one column. `full` covers every byte of any batch.
+on one column. With Cover.FULL it covers every byte of any batch.
 
 The flight record is the chain of a box's digests in the order of delivery (penstock.proto.position): equal chains at
 a step are equal streams up to it.
+
+With Cover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and arrays that
+have as many rows. It says which rows a step delivered, however they are shared among boxes; what is no row (a number, a
+text, a tensor of other length) and the order of the rows within the batch it does not cover.
 
 It is computed once, by the runner, when the batch lies in its ring. From there on the frame carries it, and whoever
 hands the batch out compares it with the bytes: see penstock.client.lanes.
@@ -20,11 +24,47 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from enum import IntEnum
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
 
 from xxhash import xxh3_64_intdigest
 
-__all__ = ["FULL_BELOW", "Layouts", "batch_digest", "layout", "region_digest"]
+if TYPE_CHECKING:
+    from penstock.proto.structure import Structure
+    from penstock.proto.v1 import records_pb2
+
+__all__ = [
+    "FULL_BELOW",
+    "MASK",
+    "Cover",
+    "Layouts",
+    "batch_digest",
+    "cover_of",
+    "layout",
+    "region_digest",
+    "rows_digest",
+    "rows_in",
+]
+
+
+class Cover(IntEnum):
+    """What a digest covers; as it stands in a BATCH frame's flags."""
+
+    SAMPLE = 0
+    FULL = 1
+    ROWS = 2
+
+
+def cover_of(options: records_pb2.Options) -> Cover:
+    """The one that a run's options ask for."""
+    if options.row_digest:
+        return Cover.ROWS
+    return Cover.FULL if options.full_digest else Cover.SAMPLE
+
+
+MASK: Final = (1 << 64) - 1
+"""Sums of digests are taken modulo 2^64."""
 
 FULL_BELOW: Final = 64 << 10
 """Bytes up to which a region is covered in full."""
@@ -88,12 +128,58 @@ def batch_digest(
     structure_key: Structure.key. shapes: FlatBatch.shapes. full: cover every byte. Padding between leaves is covered:
     FlatBatch.write_to zeroes it. Raises ValueError if the region does not lie in the buffer.
     """
+    memory = _checked(region, offset, nbytes)
+    return region_digest(layout(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
+
+
+def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
     memory = memoryview(region)
     if memory.format != "B" or memory.ndim != 1:
         memory = memory.cast("B")
     if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
         raise ValueError(f"a region of {nbytes} bytes at {offset} in a buffer of {len(memory)}")
-    return region_digest(layout(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
+    return memory
+
+
+def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
+    """Rows of the first tensor or array that has a dimension; 1 if there is none. shapes: FlatBatch.shapes."""
+    dims = 0
+    for leaf in structure.leaves:
+        if leaf.rank:
+            return shapes[dims]
+        dims += leaf.dims
+    return 1
+
+
+def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int) -> int:
+    """The sum, modulo 2^64, of the digests of the rows of the batch whose data lie there in the buffer `region`.
+
+    A row's digest is xxh3_64 of its bytes in the first tensor or array, which seeds that of its bytes in the next, and
+    so on; the first seed is that of the structure. Raises ValueError for shapes that are not those of `nbytes`.
+    """
+    if len(shapes) != structure.dims:
+        raise ValueError(f"{len(shapes)} dims for a structure that takes {structure.dims}")
+    memory = _checked(region, offset, nbytes)
+    count = rows_in(structure, shapes)
+    columns: list[tuple[int, int]] = []
+    at = start = 0
+    for leaf in structure.leaves:
+        shape = shapes[at : at + leaf.dims]
+        at += leaf.dims
+        size = prod(shape, start=leaf.itemsize)
+        if start + size > nbytes:
+            raise ValueError(f"a leaf ends at {start + size} of a region of {nbytes} bytes")
+        if leaf.rank and size and shape[0] == count:
+            columns.append((offset + start, size // count))
+        start += (size + 63) & -64
+    total, key = 0, structure.key
+    for row in range(count if columns else 0):
+        digest = key
+        for begin, size in columns:
+            begin += row * size
+            digest = xxh3_64_intdigest(memory[begin : begin + size], digest)
+        total += digest
+    return total & MASK
 
 
 def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, full: bool) -> int:

@@ -30,7 +30,6 @@ __all__ = [
     "END",
     "ERROR",
     "FRAME_BYTES",
-    "FULL_DIGEST",
     "HEAD",
     "KNOWN_BYTES",
     "KNOWN_STRUCTURES",
@@ -89,8 +88,6 @@ MAX_UNUSED = 1 << 16
 
 BATCH, RING, STRUCTURE, END, ERROR, CLOSE = range(1, 7)
 """Kinds of frames."""
-FULL_DIGEST: Final = 1
-"""A flag of BATCH frames: the digest covers every byte of the batch, whatever its size."""
 
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})
 """What a send says when nobody is there any more. What it had sent before may still be read."""

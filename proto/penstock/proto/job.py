@@ -87,10 +87,10 @@ class JobSettings(Section):
     max_batch_bytes: int = Field(
         1 << 30, ge=1, validation_alias=_named("max_batch_bytes"), description="Bytes; a batch above is an error."
     )
-    digest: Literal["sample", "full"] | None = Field(
+    digest: Literal["sample", "full", "rows"] | None = Field(
         None,
         validation_alias=_named("digest"),
-        description="What digests of batches cover, sample or full (default: as in the loaded state, else sample).",
+        description="What digests of batches cover: sample, full, rows (default: as in the loaded state, else sample).",
     )
     strict_structure: bool = Field(
         False, validation_alias=_named("strict_structure"), description="A batch of another structure is an error."

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
+from penstock.proto.digest import MASK
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
 from penstock.proto.v1 import records_pb2
 
@@ -34,10 +35,18 @@ PASSES_AHEAD = 64
 """Passes that workers may run ahead where passes follow each other. A ring has at most 32 slots, so only empty passes
 come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
 _pack_link = struct.Struct("<QQ").pack
+_pack_step = struct.Struct("<Q").pack
 
 
 def _linked(chain: int | None, digest: int | None) -> int | None:
     return None if digest is None or chain is None else xxh3_64_intdigest(_pack_link(chain, digest))
+
+
+def _added(chain: int | None, digest: int | None, step: int) -> int | None:
+    """Steps have factors of their own, so that it tells in which one a row came."""
+    if digest is None or chain is None:
+        return None
+    return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
 
 
 @dataclass
@@ -56,7 +65,10 @@ class Position:
     total: list[int]
     """Per slot, batches in all: its worker_step."""
     chain: int | None = field(default=0, compare=False)
-    """chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not known."""
+    """chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not known. With
+    `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
+    by_rows: bool = field(default=False, compare=False)
+    """Digests are sums over rows: the chains of all boxes add up to that of the stream, on any number of boxes."""
     first: int | None = field(default=None, compare=False)
     """The slot that this epoch began with, if the turn goes on over the ends of epochs; None: each begins with 0."""
     ended_before: bool = field(default=False, compare=False)
@@ -80,6 +92,7 @@ class Position:
             list(self.delivered),
             list(self.total),
             self.chain,
+            self.by_rows,
             self.first,
             self.ended_before,
         )
@@ -96,9 +109,9 @@ class Position:
 
     def deliver(self, digest: int | None = None) -> None:
         """The slot under the cursor handed over a batch of this digest."""
-        self.chain = _linked(self.chain, digest)
         slot = self.live[self.cursor]
         self.step += 1
+        self.chain = _added(self.chain, digest, self.step) if self.by_rows else _linked(self.chain, digest)
         self.delivered[slot] += 1
         self.total[slot] += 1
         self.cursor = (self.cursor + 1) % len(self.live)
@@ -143,6 +156,7 @@ class Position:
             cursor=self.cursor,
             slots=slots,
             chain=self.chain,
+            by_rows=self.by_rows,
             first=self.first,
         )
 
@@ -157,6 +171,7 @@ class Position:
             [slot.delivered for slot in message.slots],
             [slot.total for slot in message.slots],
             message.chain if message.HasField("chain") else None,
+            message.by_rows,
             message.first if message.HasField("first") else None,
         )
         count = len(position.total)

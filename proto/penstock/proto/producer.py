@@ -24,13 +24,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.proto.digest import Cover
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError
 from penstock.proto.forks import silence
 from penstock.proto.frames import (
     CLOSE,
     END,
     ERROR,
-    FULL_DIGEST,
     HEAD,
     KNOWN_BYTES,
     KNOWN_STRUCTURES,
@@ -340,12 +340,12 @@ class Producer:
         dims: bytes,
         digest: int,
         more: bool = False,
-        full_digest: bool = False,
+        cover: Cover = Cover.SAMPLE,
     ) -> None:
         """Send the batch that was written into `slab`, and keep it until it was delivered.
 
         dims: its shapes, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
-        go in one packet with the next. full_digest: `digest` covers every byte of it, whatever its size.
+        go in one packet with the next. cover: what `digest` covers.
         """
         count = len(dims) >> 3
         if count > LONG_SHAPES:
@@ -356,9 +356,8 @@ class Producer:
             dims = b""
         else:
             count = 0
-        flags = FULL_DIGEST if full_digest else 0
         ring, slot = slab.ring_id, slab.slot
-        message = framed_batch(flags, ring, slot, structure, self.cuts, count, total, epoch, nbytes, digest, dims)
+        message = framed_batch(cover, ring, slot, structure, self.cuts, count, total, epoch, nbytes, digest, dims)
         self._keep_and_send(slab, total, epoch, structure, message, more)
 
     def forward(self, slab: Slab, frame: Frame, more: bool = False) -> None:

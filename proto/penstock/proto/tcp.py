@@ -26,7 +26,7 @@ import time
 from google.protobuf.message import DecodeError
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from penstock.proto.digest import FULL_BELOW
+from penstock.proto.digest import FULL_BELOW, Cover
 from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, ProtocolError
 from penstock.proto.frames import MAX_FRAME, Frame
 from penstock.proto.v1 import lane_pb2
@@ -122,7 +122,7 @@ def check_message(seal: bytes | bytearray | memoryview, at: int, message: bytes 
 def is_checked(frame: Frame) -> bool:
     """Whether CHECK_BYTES follow the payload of this BATCH: where the digest of the batch does not cover every byte of
     it, and where those that travel are to be unpacked first."""
-    return frame.codec != 0 or frame.nbytes > FULL_BELOW
+    return frame.codec != 0 or frame.nbytes > FULL_BELOW or frame.flags == Cover.ROWS
 
 
 def check_of(hasher: xxh3_64) -> bytes:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.proto.digest import cover_of
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state import encode_state
 from penstock.worker.offprint import Offprint
@@ -44,7 +45,7 @@ def cross(source: Source, step: int) -> Base:
     if source.past.rewinds == FRESH and not source.strays:
         source.renew(end)
         return source.open(step=step)
-    take = Offprint(full_digest=source.assignment.loader.options.full_digest).take
+    take = Offprint(cover=cover_of(source.assignment.loader.options)).take
     if source.past.rewinds == REPLAY or source.strays:
         _from_the_beginning(source, take)
         return source.open(step=step)

@@ -38,7 +38,6 @@ from xxhash import xxh3_64
 
 from penstock.proto import tcp
 from penstock.proto.compression import Packer, first_of
-from penstock.proto.digest import FULL_BELOW
 from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError
 from penstock.proto.frames import BATCH, Ack, Frame, read_ack
 from penstock.proto.lane import Consumer
@@ -230,7 +229,7 @@ class Pump(threading.Thread):
         packed = None if packer is None else packer.pack(payload)
         if packer is None or packed is None:
             out.append(tcp.sealed(runner.frame_bytes))
-            if frame.nbytes > FULL_BELOW:
+            if tcp.is_checked(frame):
                 out.append(_Payload([payload]))
             elif size:
                 out.append(payload)

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from penstock.proto import assignment as place_of
 from penstock.proto import forks
-from penstock.proto.digest import layout, region_digest
+from penstock.proto.digest import Cover, cover_of, layout, region_digest, rows_digest, rows_in
 from penstock.proto.errors import (
     LaneLostError,
     ReplayMismatchError,
@@ -39,7 +39,7 @@ from penstock.worker.control import Channel, DescriptorsClosedError, Message, as
 from penstock.worker.crossing import catch_up, travel
 from penstock.worker.lease import Lease
 from penstock.worker.ledger import Ledger
-from penstock.worker.offprint import Offprint, samples_in
+from penstock.worker.offprint import Offprint
 from penstock.worker.own_bases import Known, OwnBases
 from penstock.worker.restart_points import END, UNFIT, Base
 from penstock.worker.source import Source
@@ -97,7 +97,7 @@ class _Runner:
         self._channel = channel
         self._ledger = ledger
         self._flattener = Flattener(strict=options.strict_structure)
-        self._full_digest = options.full_digest
+        self._cover = cover_of(assignment.loader.options)
         self._lease = Lease(self.producer, self._wait_in_user_code)
         self._interrupt: Exception | None = None  # what came up while user code waited for a slot
         lend(Builder(self._lease))
@@ -237,7 +237,7 @@ class _Runner:
         travel(self.source, left, total, epoch, seek)
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
-        source, offprint = self.source, Offprint(self._flattener, full_digest=self._full_digest)
+        source, offprint = self.source, Offprint(self._flattener, cover=self._cover)
 
         def seen(batch: Any) -> None:
             source.digest, samples = offprint.take(batch)
@@ -302,7 +302,7 @@ class _Runner:
     def _stream_pass(self) -> None:
         source, producer, ledger, flatten = self.source, self.producer, self._ledger, self._flattener.flatten
         place = source.place
-        clock, full_digest = time.monotonic, self._full_digest
+        clock, cover = time.monotonic, self._cover
         self._doing("next")
         ledger.here(place.epoch, 0)
         while True:
@@ -329,8 +329,11 @@ class _Runner:
             flat.write_to(ring.address + offset)
             structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
             seed, dims = layout(structure.key, nbytes, shapes)
-            digest = source.digest = region_digest(seed, ring.view, offset, nbytes, full_digest)
-            place.samples += samples_in(flat)
+            if cover == Cover.ROWS:
+                digest = source.digest = rows_digest(structure, shapes, ring.view, offset, nbytes)
+            else:
+                digest = source.digest = region_digest(seed, ring.view, offset, nbytes, cover == Cover.FULL)
+            place.samples += rows_in(structure, shapes)
             known = self._numbers.get(id(structure))
             number = self._learn(structure) if known is None else known[0]
             del flat
@@ -345,7 +348,7 @@ class _Runner:
                 self._looked = True
                 ledger.saw_look()
             ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
-            producer.publish(slab, total, place.epoch, number, nbytes, dims, digest, full_digest=full_digest)
+            producer.publish(slab, total, place.epoch, number, nbytes, dims, digest, cover=cover)
             if not self._begun:
                 self._begun = True
                 self._channel.send("begun")

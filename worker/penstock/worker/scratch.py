@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from penstock.proto import forks
+from penstock.proto.digest import cover_of
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
@@ -71,7 +72,7 @@ def run_scratch(channel: Channel) -> None:
                 return
             source = Source(assignment)
             source.build()
-            offprint = Offprint(full_digest=assignment.loader.options.full_digest)
+            offprint = Offprint(cover=cover_of(assignment.loader.options))
             if message.kind == "aggregate":
                 states = cast(list[Any], decode_state(values[0]))
                 answer.send("done", encode_state(source.aggregate(states)))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from penstock.proto.digest import cover_of
 from penstock.proto.errors import ReplayMismatchError, StateMismatchError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.crossing import catch_up, travel
@@ -143,7 +144,7 @@ class _Resume:
         if not source.is_open:
             self._keep(source.open_pass(step=source.assignment.base.step), start=False)
         batch = source.peek()
-        take = Offprint(full_digest=source.assignment.loader.options.full_digest).take
+        take = Offprint(cover=cover_of(source.assignment.loader.options)).take
         if batch is END or take(batch)[0] != expected:
             raise ReplayMismatchError(
                 f"{source.name}: resumed from its state after batch {self._total} of the slot, it "

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,13 @@ def run_up(
     if detach:
         from penstock.deploy.engines.local import LocalEngine
 
-        with _told_to_end(folder):
+        with _told_to_end(folder) as check:
             fleet = LocalEngine().up(plan, folder.path)
+            try:
+                check()
+            except CommandError:
+                LocalEngine().down(folder.path, DOWN_S)
+                raise
         _say(fleet, as_json)
         return
     from penstock.deploy.engines.supervisor import supervise
@@ -66,11 +72,15 @@ def run_up(
     supervise(plan, folder, lambda fleet: _say(fleet, as_json))
 
 
+DOWN_S = 60.0
+"""For an orderly end of a fleet that was told to end while it started."""
+
+
 def _folder(settings: UpSettings) -> Folder:
     return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
 
 
-def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[None]:
+def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
     is: the fleet ends with it."""
     return raised(

@@ -15,7 +15,7 @@ reads them. All numbers are little endian and unsigned; x is a byte of 0 that no
 Kinds of frames, and the fields that they use. What is not named is 0.
 
   1 BATCH      total: this batch's count over the run, from 1. epoch. ring, slot: where it lies. structure: its id.
-               nbytes: of its region. digest: of structure, shapes and region; flag 1: of every byte, else as
+               nbytes: of its region. digest: of structure, shapes and region; flag 1: of every byte, 2: of rows, else as
                penstock.proto.digest samples it. cut: abandons that the producer had seen; frames with fewer than the
                consumer has sent belong to a pass that was left, and are to be ignored unreleased. The rest: its
                shapes, u64 each; or there is no rest, and `size` shapes lie behind the region in its slot.
@@ -32,7 +32,7 @@ ends its own. Hello and acks are a packet each.
 
 TCP lane: Hello, frames and acks all travel sealed (penstock.proto.tcp): u32 length, u32 its complement, u64 xxh3 of
 what follows, and that. The payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire` bytes of it where
-the frame names a codec. Behind a payload that has a codec, or more than 64 KiB in `nbytes`, comes the u64 xxh3 of
+the frame names a codec. Behind a payload that has a codec, flag 2, or more than 64 KiB in `nbytes`, comes the u64 xxh3 of
 the payload as it travelled; of others the batch's digest covers every byte. What arrives otherwise is fetched again.
 
 Order. The producer answers a Hello with STRUCTURE and RING frames before the first BATCH that needs them, and sends

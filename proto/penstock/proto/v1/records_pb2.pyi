@@ -73,8 +73,9 @@ Global___SlotPosition: _TypeAlias = SlotPosition  # noqa: Y015
 class BoxPosition(_message.Message):
     """Where one box stands: the record of DESIGN section 4. The next batch comes from live[cursor]; `slots` has one entry
     per slot, live or not. `step` counts the batches of the box over the whole life of the run. `chain` is the flight
-    record up to there: chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); absent
-    where it is not known.
+    record up to there; absent where it is not known. chain(0) = 0, and without `by_rows` chain(n) = xxh3_64(little-endian
+    u64 chain(n - 1), u64 digest of batch n). With it chain(n) = chain(n - 1) + factor(n) * digest of batch n, modulo 2^64,
+    where factor(n) = xxh3_64(little-endian u64 n) | 1: the sum over all boxes is that of the whole stream, on any boxes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -86,6 +87,7 @@ class BoxPosition(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
+    BY_ROWS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     epoch: _builtins.int
     cursor: _builtins.int
@@ -94,6 +96,7 @@ class BoxPosition(_message.Message):
     """The slot that the epoch began with, of a stream whose turn goes on over the ends of epochs. Absent: slot 0 begins
     each epoch.
     """
+    by_rows: _builtins.bool
     @_builtins.property
     def live(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -108,10 +111,11 @@ class BoxPosition(_message.Message):
         slots: _abc.Iterable[Global___SlotPosition] | None = ...,
         chain: _builtins.int | None = ...,
         first: _builtins.int | None = ...,
+        by_rows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "chain", b"chain", "first", b"first"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "chain", b"chain", "cursor", b"cursor", "epoch", b"epoch", "first", b"first", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain", b"_chain", "_first", b"_first", "by_rows", b"by_rows", "chain", b"chain", "cursor", b"cursor", "epoch", b"epoch", "first", b"first", "live", b"live", "slots", b"slots", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chain: _TypeAlias = _typing.Literal["chain"]  # noqa: Y015
     _WhichOneofArgType__chain: _TypeAlias = _typing.Literal["_chain", b"_chain"]  # noqa: Y015
@@ -185,6 +189,7 @@ class Options(_message.Message):
     REPLAY_WITHOUT_STATE_FIELD_NUMBER: _builtins.int
     RETENTION_STEPS_FIELD_NUMBER: _builtins.int
     FULL_DIGEST_FIELD_NUMBER: _builtins.int
+    ROW_DIGEST_FIELD_NUMBER: _builtins.int
     FORCE_TCP_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     SKIP_POISON_FIELD_NUMBER: _builtins.int
@@ -198,6 +203,8 @@ class Options(_message.Message):
     """how many delivered steps back a state can be had"""
     full_digest: _builtins.bool
     """digests cover every byte of a batch, not a sample"""
+    row_digest: _builtins.bool
+    """a digest is a sum over the batch's rows; see BoxPosition.by_rows"""
     force_tcp: _builtins.bool
     """use the TCP lane on the same host too"""
     timeout_s: _builtins.float
@@ -214,13 +221,14 @@ class Options(_message.Message):
         replay_without_state: _builtins.bool = ...,
         retention_steps: _builtins.int = ...,
         full_digest: _builtins.bool = ...,
+        row_digest: _builtins.bool = ...,
         force_tcp: _builtins.bool = ...,
         timeout_s: _builtins.float = ...,
         skip_poison: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "skip_poison", b"skip_poison", "strict_structure", b"strict_structure", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "row_digest", b"row_digest", "skip_poison", b"skip_poison", "strict_structure", b"strict_structure", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from penstock.proto.digest import Cover
 from penstock.proto.errors import UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import encode_state
 from penstock.worker.offprint import Offprint
@@ -50,7 +51,7 @@ class Digests:
         except UnsupportedStateError:
             pass
         if self._offprint is None:
-            self._offprint = Offprint(full_digest=True)
+            self._offprint = Offprint(cover=Cover.FULL)
         try:
             return _WORD.pack(self._offprint.take(sample)[0])
         except UnsupportedLeafError:
