@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -292,13 +293,16 @@ def test_down_ends_a_fleet_that_is_being_started(shell: Any, until: Until) -> No
     assert (folder.supervised, folder.fleet()) == (False, None)
 
 
+def _is_held_by_another(folder: Folder, one: Identity) -> bool:
+    return folder.holder() not in (None, one)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_up_that_is_told_to_end_leaves_no_fleet(shell: Any, until: Until, number: signal.Signals) -> None:
     folder = Folder(shell.folder / "fleet")
     for _ in range(5):
         starting = shell.begin(*UP)
-        nobody = (None, Identity.of(starting.process.pid))
-        until(lambda nobody=nobody: folder.holder() not in nobody)
+        until(partial(_is_held_by_another, folder, Identity.of(starting.process.pid)))
         starting.process.send_signal(number)
         if (status := starting.process.wait(20)) != 0:
             break

@@ -68,7 +68,7 @@ def test_a_snapshot_with_numbers_that_no_database_holds_is_refused() -> None:
     asyncio.run(run())
 
 
-def opening(**base: int) -> pb.OpenRunRequest:
+def opening(**base: Any) -> pb.OpenRunRequest:
     slot = records_pb2.SlotPosition(delivered=base.pop("delivered", 0), total=base.pop("total", 0))
     position = records_pb2.BoxPosition(live=[0], slots=[slot], **base)
     request = pb.OpenRunRequest(job="far", client_id="c", num_boxes=1, num_workers_per_box=1, base=position)
