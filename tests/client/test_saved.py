@@ -85,6 +85,7 @@ def test_on_the_same_shape_each_box_gets_its_own_slots_and_position() -> None:
                 "restart": part.restart,
                 "digest": part.digest,
                 "next_digest": part.next_digest,
+                "next_epoch": False,
                 "samples": part.samples,
                 "changed": False,
             }

@@ -146,6 +146,33 @@ def forgets(batches: int = 12) -> Forgets:
     return Forgets(batches, saves_epoch=False)
 
 
+class CountsAnew:
+    """Rotates its batches by the number of epochs that this object began, and saves how far it is in one. Restored at
+    an epoch's end it is at it again, and begins the next one as the first, just as a new loader does."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.done, self.epochs = batches, 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        epoch = self.epochs
+        while self.done < self.batches:
+            self.done += 1
+            yield torch.tensor([(self.done + 5 * epoch) % self.batches])
+        self.done = 0
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+        self.epochs = -1
+
+
+def counts_anew(batches: int = 12) -> CountsAnew:
+    return CountsAnew(batches)
+
+
 class DrawsLate:
     """Draws an epoch's order when its first batch is asked for; restored at an epoch's start, before."""
 

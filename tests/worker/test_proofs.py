@@ -87,7 +87,7 @@ class Run:
         }
         return _prove(helper, base, fields, Offprint())
 
-    def resumed(self, base: Base, *, value: Any = None, next_digest: int = 0) -> Run:
+    def resumed(self, base: Base, *, value: Any = None, next_digest: int = 0, next_epoch: bool = False) -> Run:
         """The next launch, from here, over this restart point."""
         source = self.source
         assignment = records_pb2.WorkerAssignment()
@@ -104,6 +104,7 @@ class Run:
         assignment.resume.blob, assignment.resume.same_shape = "blob", True
         restart = decode_state(replace(base, past=source.past).encode())
         part = {**restart, "digest": source.digest, "next_digest": next_digest, "samples": place.samples}  # type: ignore[dict-item]
+        part["next_epoch"] = next_epoch
         return Run(assignment, {"aggregated": value, "strict": True, "slots": {0: part}})
 
 
@@ -146,6 +147,15 @@ def test_a_resumed_loader_goes_over_the_ends_of_epochs_as_one_that_ran_through(l
     if not known:
         expected = {"counts_epochs": KEPT, "orders_shards": KEPT, "forgets": REPLAY}.get(loader, FRESH)
         assert third.source.past.rewinds == expected, "found out once, and carried along"
+
+
+def test_a_state_of_an_epochs_end_is_compared_with_the_next_epoch() -> None:
+    truth = Run(assignment_of("counts_anew"))
+    batches = truth.take(40)
+    run = Run(assignment_of("counts_anew"))
+    run.take(24)
+    again = run.resumed(run.bases[24], next_digest=truth.digests[25][1], next_epoch=True)
+    assert again.take(16) == batches[24:]
 
 
 def test_a_loader_is_given_up_before_the_next_one_is_made() -> None:

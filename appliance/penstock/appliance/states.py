@@ -457,5 +457,6 @@ class Gathering:
                 traits=traits,
                 digest=answer.digest,
                 next_digest=answer.next_digest,
+                next_epoch=answer.next_epoch,
             )
             state.records.append((record, have.data))

@@ -495,6 +495,7 @@ class DataLoader:
                     value["restart"],
                     None if methods == 4 else value["user"],
                     record.next_digest,
+                    record.next_epoch,
                 )
             )
         if methods == 4:

@@ -60,6 +60,8 @@ class Part:
     """The loader's own state; None for a loader with the four methods, whose states were aggregated."""
     next_digest: int = 0
     """Of the worker's next batch, 0 if it was not known: a loader that resumes is compared with it."""
+    next_epoch: bool = False
+    """That batch is the next epoch's first."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Saved:
                     "restart": part.restart,
                     "user": part.user,
                     "next_digest": part.next_digest,
+                    "next_epoch": part.next_epoch,
                 }
                 for part in self.parts
             ],
@@ -164,6 +167,7 @@ class Saved:
                 "restart": part.restart,
                 "digest": part.digest,
                 "next_digest": part.next_digest,
+                "next_epoch": part.next_epoch,
                 "samples": part.samples,
                 "changed": self.is_changed,
             }

@@ -12,7 +12,8 @@ ran from the beginning shows what is right, where it can be compared. `Past.rewi
 Where it is not known, the first batch of the next epoch is made in the first two ways. If they are equal, and what the
 loader says of itself after them (its `state_dict()`, the generators), FRESH will do; else the slot's stream is made
 again from the beginning, once, and what comes then is the answer for good. The batch alone would not tell: where an
-epoch's number decides on the order of shards, two epochs may well begin with the same one.
+epoch's number decides on the order of shards, two epochs may well begin with the same one. Where a state was saved at
+an epoch's end, the batch that came next then is known (`Source.awaited`): ways that agree on another one are wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def cross(source: Source, step: int) -> Base:
     kept = _tried(source, step, take)
     source.renew(end)
     fresh = _tried(source, step, take)
-    if fresh == kept or (fresh.alike(kept) and not source.past.whole):  # where nothing could tell more
+    same = fresh == kept or (fresh.alike(kept) and not source.past.whole)  # where nothing could tell more
+    awaited = source.awaited.get(source.place.total, fresh.digest)
+    if same and awaited == fresh.digest:
         source.learn_rewinds(FRESH)
         source.renew(end)
         return source.open(step=step)

@@ -82,6 +82,8 @@ class Source:
         self.strays = False
         """Restored at an epoch's start, it drew otherwise there than the loader that streamed: at the epoch's end the
         generators are not what they were then."""
+        self.awaited: dict[int, int] = {}
+        """Batches in all at an epoch's end -> digest of the batch that came next when the state was saved there."""
         self._restored_at = 0
         self._doing = doing
         self._left_out = left_out

@@ -141,8 +141,9 @@ class States:
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
             following = slot.ledger.entry(total + 1)
-            if following is not None and following.epoch == request.epoch:
-                answer.next_digest = following.digest
+            over = slot.ledger.ends().get(request.epoch) == total
+            if following is not None and following.epoch == request.epoch + over:
+                answer.next_digest, answer.next_epoch = following.digest, over
                 return
             slot.ledger.refresh()
             if time.monotonic() >= patience or request.epoch in slot.ledger.ends():

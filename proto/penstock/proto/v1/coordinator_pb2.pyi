@@ -598,6 +598,7 @@ class WorkerRecord(_message.Message):
     TRAITS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     NEXT_DIGEST_FIELD_NUMBER: _builtins.int
+    NEXT_EPOCH_FIELD_NUMBER: _builtins.int
     local_worker_id: _builtins.int
     num_workers_per_box: _builtins.int
     num_boxes: _builtins.int
@@ -611,7 +612,9 @@ class WorkerRecord(_message.Message):
     digest: _builtins.int
     """of the slot's last batch up to the step, 0 if none"""
     next_digest: _builtins.int
-    """of the batch after that in the same epoch; 0 = not known, or there is none"""
+    """of the batch after that; 0 = not known"""
+    next_epoch: _builtins.bool
+    """next_digest is of the next epoch's first batch"""
     @_builtins.property
     def traits(self) -> _records_pb2.LoaderTraits: ...
     def __init__(
@@ -629,10 +632,11 @@ class WorkerRecord(_message.Message):
         traits: _records_pb2.LoaderTraits | None = ...,
         digest: _builtins.int = ...,
         next_digest: _builtins.int = ...,
+        next_epoch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "next_digest", b"next_digest", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "traits", b"traits", "worker_step", b"worker_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "digest", b"digest", "epoch", b"epoch", "local_worker_id", b"local_worker_id", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "samples_streamed", b"samples_streamed", "state_bytes", b"state_bytes", "step", b"step", "traits", b"traits", "worker_step", b"worker_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1252,6 +1256,7 @@ class StateAnswer(_message.Message):
     DIGESTS_AFTER_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
     NEXT_DIGEST_FIELD_NUMBER: _builtins.int
+    NEXT_EPOCH_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     worker: _builtins.str
     session: _builtins.str
@@ -1265,7 +1270,9 @@ class StateAnswer(_message.Message):
     digests_after: _builtins.int
     """of the request that is answered: the same may be asked again from another place"""
     next_digest: _builtins.int
-    """of the batch after the position in the same epoch; 0 = not known, or there is none"""
+    """of the batch after the position; 0 = not known"""
+    next_epoch: _builtins.bool
+    """next_digest is of the next epoch's first batch"""
     @_builtins.property
     def error(self) -> _records_pb2.ErrorDetail: ...
     @_builtins.property
@@ -1296,10 +1303,11 @@ class StateAnswer(_message.Message):
         digests_after: _builtins.int = ...,
         ends: _abc.Iterable[Global___PassEnd] | None = ...,
         next_digest: _builtins.int = ...,
+        next_epoch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "traits", b"traits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "next_digest", b"next_digest", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "digests", b"digests", "digests_after", b"digests_after", "ended", b"ended", "ended_epoch", b"ended_epoch", "ended_total", b"ended_total", "ends", b"ends", "error", b"error", "next_digest", b"next_digest", "next_epoch", b"next_epoch", "request", b"request", "samples_streamed", b"samples_streamed", "session", b"session", "state_bytes", b"state_bytes", "traits", b"traits", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
