@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from listed import Counting, Listed
@@ -136,3 +138,34 @@ def test_a_key_that_cannot_be_is_refused() -> None:
     loader.source = Listed([3])
     with pytest.raises(DatasetError, match="shard 0 of epoch 0 ends before sample 3"):
         loader.restore_sample(key)
+
+
+def drawn(rows: list[Any]) -> dict[str, Any]:
+    """A collate function that draws from all three generators."""
+    return {"rows": rows, "drawn": [random.random(), float(np.random.rand()), torch.rand(1).item()]}
+
+
+@pytest.mark.parametrize(
+    "source", [Listed([5, 0, 9]), Listed([5, 0, 9], known=False), Counting(6)], ids=["lengths", "none", "endless"]
+)
+def test_what_a_collate_function_draws_is_keyed_by_position(source: Any) -> None:
+    options = {"collate_fn": drawn, "rank": (0, 2), "batch_size": 3}
+    stream = iter(loader := loader_of(source, **options))
+    first, state = next(stream), loader.state_dict()
+    rest = [next(stream), next(stream)]
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+    before = [random.getstate()[1][-1], torch.get_rng_state().sum().item(), np.random.get_state(legacy=False)]
+    equal = iter(loader_of(source, **options))
+    assert [next(equal) for _ in range(3)] == [first, *rest], "another loader, with other generators around it"
+    resumed = loader_of(source, **options)
+    resumed.load_state_dict(state)
+    stream = iter(resumed)
+    assert [next(stream), next(stream)] == rest, "from a state"
+    skipped: Any = iter(loader_of(source, **options))
+    skipped.skip_batch()
+    assert next(skipped) == rest[0], "behind a batch that is passed over"
+    assert len({tuple(batch["drawn"]) for batch in [first, *rest]}) == 3
+    after = [random.getstate()[1][-1], torch.get_rng_state().sum().item(), np.random.get_state(legacy=False)]
+    np.testing.assert_equal(after, before)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
+import numpy as np
 import torch.utils.data
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
+from penstock.proto.rng import capture_rng, derive_seed, restore_rng
 from penstock.worker.building import collate
 from penstock.worker.datasets.arguments import at_least_one, one_of, whole
 from penstock.worker.datasets.collating import checked_collate, empty_batch, without_rows
 from penstock.worker.datasets.here import Here, global_batch
+from penstock.worker.datasets.keyed_random import seed_generators, seeds_of
 from penstock.worker.datasets.keys import checked_name, with_keys
 from penstock.worker.datasets.ordering.dealing import APART, Dealing
 from penstock.worker.datasets.ordering.progress import Progress, Shape
@@ -75,7 +79,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 batch that is a dict; another batch comes as {"batch": the batch, keys: the list}.
             rank: (this one, how many) data-parallel ranks share each global batch; None: the worker's box among all
                 boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as with tensor parallelism, give the same.
-            collate_fn: list of samples -> batch.
+            collate_fn: list of samples -> batch. One of yours may draw from the global generators of python, numpy and
+                torch: they are set before each batch, from the seed and the place of the batch's first row, and
+                afterwards they are as they were.
             unbatched: the source's samples are batches already: a box gets one at each step, as it is. Give no batch
                 size. Where the last ones are fewer than the boxes, "emit" gives the others one without rows.
 
@@ -90,6 +96,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self.source, self._collate = source, _only if unbatched else checked_collate(collate_fn)
         self._keys = checked_name(keys)
         self._seed = here.seed if seed is None else seed
+        draws = not unbatched and collate_fn is not collate
+        self._collate_key = derive_seed(self._seed, "collate") if draws else None
         self._order: dict[str, Any] = {
             "source": _described(source),
             "shards": source.num_shards,
@@ -259,14 +267,27 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         return self._share
 
     def _make(self, samples: list[tuple[Any, str | None]]) -> Any:
-        batch = self._collate([sample for sample, _ in samples]) if samples else self._empty()
+        assert self._share is not None
+        if samples:
+            make = partial(self._collate, [sample for sample, _ in samples])
+        else:
+            make = partial(self._empty, self._share.template())
+        batch = make() if self._collate_key is None else self._keyed(make, self._collate_key, *self._share.place())
         if self._keys is None:
             return batch
         return with_keys(batch, self._keys, [key or "" for _, key in samples])
 
-    def _empty(self) -> Any:
-        assert self._share is not None
-        sample = self._share.template()
+    @staticmethod
+    def _keyed(make: Callable[[], Any], key: int, *place: int) -> Any:
+        """What it makes with generators of this place, so that it depends on nothing that was drawn before."""
+        before = capture_rng()
+        try:
+            seed_generators(seeds_of(key, np.array([place[0]]), *place[1:])[0])
+            return make()
+        finally:
+            restore_rng(before)
+
+    def _empty(self, sample: Any) -> Any:
         return without_rows(sample) if self._collate is _only else empty_batch(self._collate, sample)
 
 

@@ -93,6 +93,8 @@ class Share:
         self._done = begun.progress.done
         self._readers = plan.readers(begun)
         self._stream = None if begun.grid is not None else plan.stream(begun, self._readers)
+        self._first: tuple[int, int] | None = None
+        """Shard and index of the next batch's first row."""
         self._between = True
         """Between two batches; not while one is made, or when making it failed."""
 
@@ -118,12 +120,21 @@ class Share:
             own = np.arange(self._plan.box, progress.shape.batch, progress.shape.boxes)
             at = self._begun.grid.at(progress.start + number, own)
             rows = [(shard, index, False) for shard, index in zip(*at, strict=True)]
+        self._first = None if not rows else rows[0][:2]
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 
     def template(self) -> Any:
         """A sample that another box has in the next batch, of which this one has no row."""
+        return self._readers.get(*self._first_of_all(), again=True)[0]
+
+    def place(self) -> tuple[int, int, int]:
+        """Epoch, shard and index of the next batch's first row: of the sample of `template`, where it has none."""
+        shard, index = self._first or self._first_of_all()
+        return self._begun.progress.epoch, int(shard), int(index)
+
+    def _first_of_all(self) -> tuple[int, int]:
         assert self._stream is not None
-        return self._readers.get(*self._stream.first(self._turn.batch(self._done)), again=True)[0]
+        return self._stream.first(self._turn.batch(self._done))
 
     def done(self) -> None:
         """The batch was yielded, or passed over."""
