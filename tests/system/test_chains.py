@@ -28,7 +28,7 @@ STEPS = 64
         (third_party.begins_where_it_was, Chain(OVER, lost=True)),
         (third_party.raises_once_restored, Chain(OVER, lost=True)),
         (third_party.summed, Chain(OVER, lost=True)),  # adds what former launches streamed
-        (third_party.shard_per_worker, Chain(INSIDE, announced=True, lost=True)),
+        (third_party.shard_per_worker, Chain(ENDS, announced=True, lost=True)),  # restored at an end, it ends no epoch
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )

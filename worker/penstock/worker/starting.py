@@ -156,3 +156,7 @@ class _Resume:
                 "the state was saved: its state is not that of the batches it has yielded. If its data or code were "
                 "changed on purpose, say so: load_state_dict(state, strict=False)"
             )
+        if self._part.get("next_epoch"):
+            # It goes on with the next epoch's batches and ends no pass before them: its passes are no longer those of a
+            # loader from the beginning.
+            source.past = replace(source.past, whole=False)
