@@ -44,6 +44,8 @@ VALUES: list[Any] = [
 
 
 def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, set | frozenset):  # equal ones may be listed in any order
+        return type(one) is type(other) and sorted(map(repr, one)) == sorted(map(repr, other))
     return type(one) is type(other) and repr(one) == repr(other)
 
 

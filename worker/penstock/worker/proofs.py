@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.proto.channel import detail_of
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.restartable import by_own_methods
+from penstock.worker.scratches import DEADLINE_S
 from penstock.worker.snapshots import Kept
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ CHECKED_BATCHES = 4
 LOOK_S = 0.05
 """Between two looks for a first restart point to prove."""
 LATER_LOOK_S = 0.5
+LAPSES = 2
+"""Proofs of a restart point that may come to no verdict (a child that is late, or dies) before it is given up."""
 RARELY = 8
 """Times as long a pause behind a proof that failed, up to this many failures."""
 
@@ -187,10 +191,12 @@ class Prover:
 
     # ---- the proof
 
-    async def prove_now(self, base: Kept) -> bool:
-        """Whether it is proven, or can be now; False too if what followed it is not known yet."""
+    async def prove_now(self, base: Kept, deadline_s: float = DEADLINE_S) -> bool:
+        """Whether it is proven, or can be by then; False too if what followed it is not known yet."""
         if not base.proven and self._provable and self._followers(base):
-            await self.prove(base)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):  # of which a proof that is under way takes its part
+                    await self.prove(base)
         return base.proven
 
     async def prove(self, base: Kept) -> float:
@@ -217,7 +223,8 @@ class Prover:
                 return 1.0
             except PenstockError as error:
                 slot.log.warning("%s: a snapshot could not be proven: %s", slot.name, error)
-                base.refuted = not beginning
+                base.lapses += 1
+                base.refuted = base.lapses >= LAPSES and not beginning
                 self._failed += 1
                 return 1.0
             self._done += 1

@@ -38,7 +38,9 @@ class Kept:
     proven: bool = False
     """It leads to the batches that were delivered; needs no proof, or was proven. See proofs.py."""
     refuted: bool = False
-    """It does not."""
+    """It does not, or nobody could find out."""
+    lapses: int = 0
+    """Proofs of it that came to no verdict."""
     generators: int = 0
     """Hash of the random generators after the next batch, 0 if it is not known: for the proof."""
     crossed: bool = False

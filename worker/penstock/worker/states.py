@@ -112,7 +112,7 @@ class States:
         slot, aggregated = self._slot, self._slot.traits.state_methods == 4
         # A loader whose states are aggregated must give one of just this place. Of others a place before will do, and
         # the count from there; but in this epoch, else whether nothing was left between is to be found out.
-        base = slot.store.exactly(epoch, delivered, total, request.step) if aggregated else await self._nearest(request)
+        base = slot.store.exactly(epoch, delivered, total, request.step) if aggregated else await self._nearest(request, until)
         lacks = base is not None and (self._lacks(base, request) or self._lacks_next(request, answer))
         if base is not None and base.epoch == epoch and not lacks:
             if entry is None and base.total == total:
@@ -120,7 +120,7 @@ class States:
             return base.data
         return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
 
-    async def _nearest(self, request: coordinator_pb2.StateRequest) -> Kept | None:
+    async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> Kept | None:
         """The nearest restart point before a place, of its epoch if one of that can be proven now."""
         store, left = self._slot.store, _left(request)
         base = store.nearest(request.epoch, request.position.total, left=left)
@@ -128,7 +128,7 @@ class States:
             return base
         inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
         for candidate in (*inside[-1:], *inside[:1]):
-            if not candidate.refuted and await self._slot.prover.prove_now(candidate):
+            if not candidate.refuted and await self._slot.prover.prove_now(candidate, _share(until)):
                 return candidate
         return base
 
