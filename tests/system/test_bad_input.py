@@ -249,12 +249,21 @@ def test_loading_while_an_executor_iterates(appliance: Appliance, saved: dict[st
 
 
 def test_deaggregate_that_raises(appliance: Appliance) -> None:
+    """On the same shape the stream is counted and replayed; nothing else can tell what comes next on another one."""
     loader = DataLoader(streams.bad_deaggregate)
     drain(appliance, loader, steps=4)
     again = DataLoader(streams.bad_deaggregate)
     again.load_state_dict(loader.state_dict())
-    with pytest.raises(errors.InputFnError, match="no such worker in the state"):
-        drain(appliance, again, steps=2)
+    went_on = drain(appliance, again, steps=2)
+    whole = drain(appliance, DataLoader(streams.bad_deaggregate), steps=6)
+    assert list(map(repr, went_on)) == list(map(repr, whole[4:]))
+    again = DataLoader(streams.bad_deaggregate)
+    again.load_state_dict(loader.state_dict())
+    with (
+        Appliance(num_workers_per_box=1, seed=7, timeout_s=60) as other,
+        pytest.raises(errors.InputFnError, match="no such worker in the state"),
+    ):
+        drain(other, again, steps=2)
 
 
 def test_strict_on_one_method_only(appliance: Appliance) -> None:
