@@ -42,7 +42,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check lint format format-check types docs collect pytest test simulate chaos fuzz demo
+.PHONY: help setup proto proto-check proto-baseline lint format format-check types docs collect pytest test simulate chaos fuzz demo
 .PHONY: soak demo-streaming signals slurm loaders helm bench bench-peers storm peers pythons clean
 
 help: ## list the targets
@@ -65,6 +65,9 @@ proto-check: $(STAMP) ## the committed protobuf code is what its .proto files ge
 	diff --recursive --exclude='*.proto' --exclude=__init__.py --exclude=__pycache__ \
 		$(PROTO_DIR) "$$fresh/$(PROTO_DIR:proto/%=%)" \
 		|| { echo 'proto-check: generated code is stale; run "make proto" and commit the result' >&2; exit 1; }
+
+proto-baseline: $(STAMP) ## take what was added to the .proto files into the promise that tests hold them to
+	PYTHONPATH=tests/support $(BIN)/python -m wire_contract
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .

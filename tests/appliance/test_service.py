@@ -63,6 +63,24 @@ def test_names_that_are_no_printable_text_are_refused() -> None:
     trial(body)
 
 
+# ------------------------------------------------------------------------------------------------- read-only calls
+
+
+def test_calls_that_only_read_take_any_protocol() -> None:
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        token = metadata(TOKEN)[0]
+        async with connect_aio(address) as bare:
+            stub = CoordinatorStub(bare)
+            for sent in ((token,), (token, ("penstock-protocol", "1")), (token, ("penstock-protocol", "x"))):
+                assert not (await stub.Status(pb.StatusRequest(), metadata=sent)).runs
+                with pytest.raises(grpc.aio.AioRpcError, match="install the same release on both ends"):
+                    await stub.OpenRun(opening(), metadata=sent)
+            with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
+                await stub.Status(pb.StatusRequest())
+
+    trial(body)
+
+
 # ---------------------------------------------------------------------------------------------------------- long polls
 
 

@@ -1,8 +1,9 @@
 """What stands between the network and the coordinator's handlers: who calls, as what, and in which protocol.
 
 Every call carries "authorization: Bearer TOKEN" and "penstock-protocol: N" as metadata. Both are checked before
-anything of the request is read, so a call without a token costs its caller's headers and nothing else. Health checks
-need no token: probes have none, and learn nothing but "serving".
+anything of the request is read, so a call without a token costs its caller's headers and nothing else. Calls that only
+read (roles.READ_ONLY) need no protocol number. Health checks need no token: probes have none, and learn nothing but
+"serving".
 
 The clients of penstock.proto.calls add the metadata to each call themselves (`tokens.metadata`); interceptors would do
 on sync channels, but on asyncio ones each of them costs a task a call and hides cancellation.
@@ -28,7 +29,7 @@ from penstock.proto.errors import (
     PenstockError,
     VersionSkewError,
 )
-from penstock.proto.roles import METHODS
+from penstock.proto.roles import METHODS, READ_ONLY
 from penstock.proto.tallies import CallTally
 from penstock.proto.tokens import Tokens
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
@@ -67,7 +68,7 @@ class Guard(grpc.GenericRpcHandler):
         if not roles:
             return AuthenticationError(f"the token is wrong{_REMEDY}")
         protocol = sent.get(PROTOCOL_KEY)
-        if protocol != str(PROTOCOL):
+        if protocol != str(PROTOCOL) and method not in READ_ONLY:
             theirs = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
             return VersionSkewError(
                 f"the caller (Penstock {_short(sent.get(VERSION_KEY, 'of unknown version'))}) speaks {theirs}, the "

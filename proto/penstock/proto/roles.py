@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-__all__ = ["METHODS", "ROLES", "Role"]
+__all__ = ["METHODS", "READ_ONLY", "ROLES", "Role"]
 
 Role = Literal["client", "worker", "admin"]
 ROLES: frozenset[Role] = frozenset(get_args(Role))
@@ -36,3 +36,8 @@ METHODS: dict[str, frozenset[Role]] = {
     "FetchHistory": frozenset(("admin",)),
 }
 """Method of coordinator.proto -> the roles that may call it. A method that is missing here cannot be called."""
+
+READ_ONLY: frozenset[str] = frozenset(("FetchState", "FetchHistory", "Status"))
+"""Methods that only tell, and are answered whatever protocol number the caller sends, or none. What their messages say
+today they say in every release of the package penstock.proto.v1 (tests/proto/test_compatibility.py), so a program in
+any language goes on reading when the daemons change what they say to each other."""

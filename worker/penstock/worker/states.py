@@ -112,7 +112,11 @@ class States:
         slot, aggregated = self._slot, self._slot.traits.state_methods == 4
         # A loader whose states are aggregated must give one of just this place. Of others a place before will do, and
         # the count from there; but in this epoch, else whether nothing was left between is to be found out.
-        base = slot.store.exactly(epoch, delivered, total, request.step) if aggregated else await self._nearest(request, until)
+        base = (
+            slot.store.exactly(epoch, delivered, total, request.step)
+            if aggregated
+            else await self._nearest(request, until)
+        )
         lacks = base is not None and (self._lacks(base, request) or self._lacks_next(request, answer))
         if base is not None and base.epoch == epoch and not lacks:
             if entry is None and base.total == total:

@@ -5,6 +5,8 @@ The control plane. Batches never come here.
 
 Every call carries metadata "authorization: Bearer TOKEN" and "penstock-protocol: N"; the first of every peer states
 its versions in full. Errors travel as a gRPC status plus ErrorDetail in trailing metadata "penstock-error-bin".
+FetchState, FetchHistory and Status only read: they are answered whatever number is sent, or none, and what their
+messages say today they say as long as this package is called v1. docs/grpc.md shows how to call them.
 
 Order. All calls are idempotent: they may be repeated, delayed or reordered without harm, because each names what it
 belongs to (run, attempt, box; worker session; slot generation) and replies carry whole states, not changes. A call
