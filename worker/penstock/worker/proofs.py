@@ -226,6 +226,7 @@ class Prover:
                 base.lapses += 1
                 base.refuted = base.lapses >= LAPSES and not beginning
                 self._failed += 1
+                slot.findings.checked = self._failed >= LAPSES  # else it was not looked at yet
                 return 1.0
             self._done += 1
             base.crossed = True
