@@ -16,7 +16,20 @@ from lane_frames import a_frame, ack_of, frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
-from penstock.proto.frames import BATCH, END, ERROR, FRAME_BYTES, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed
+from penstock.proto.frames import (
+    BATCH,
+    END,
+    ERROR,
+    FRAME_BYTES,
+    HEAD,
+    KNOWN_STRUCTURES,
+    MAX_PACKET,
+    RING,
+    STRUCTURE,
+    Ack,
+    Frame,
+    framed,
+)
 from penstock.proto.lane import MAX_FRAME, Consumer, check_peer
 from penstock.proto.ring import GIANT_BYTES, PAGE, Ring, grown, ring_bytes, slots_for
 
@@ -255,6 +268,30 @@ def test_a_batch_has_a_structure_that_was_announced(pair: Pair) -> None:
     batch(peer, structure=2)
     with pytest.raises(ProtocolError, match="structure 2, never announced"):
         consumer.receive()
+
+
+def test_a_structure_is_not_announced_as_another_one(pair: Pair) -> None:
+    """Or its batches would be read by the layout that was compiled for the first."""
+    peer, consumer = pair
+    for data in (b"one", b"one", b"two"):
+        say(peer, kind=STRUCTURE, structure=1, inline=data, size=3)
+    assert consumer.receive_any() is not None
+    consumer.compiled[1] = "made of it"
+    assert consumer.receive_any() is not None
+    assert consumer.compiled == {1: "made of it"}
+    with pytest.raises(ProtocolError, match="announced before as another one"):
+        consumer.receive_any()
+
+
+def test_what_was_made_of_a_structure_goes_with_it(pair: Pair) -> None:
+    peer, consumer = pair
+    for number in range(KNOWN_STRUCTURES + 1):
+        say(peer, kind=STRUCTURE, structure=number, inline=b"one", size=3)
+        assert consumer.receive_any() is not None
+        consumer.compiled[number] = number
+    say(peer, kind=STRUCTURE, structure=0, inline=b"two", size=3)
+    assert consumer.receive_any() is not None
+    assert 0 not in consumer.compiled
 
 
 def test_no_way_back_to_an_older_ring(pair: Pair) -> None:

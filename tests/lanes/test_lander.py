@@ -358,6 +358,7 @@ def test_a_consumer_that_vanishes_closes_nothing(rig: Rig) -> None:
         (stream(ring(SLOT), ONE, batch(1, 10, structure=2)), "never announced"),
         (stream(a_frame(kind=STRUCTURE, structure=1, inline=b"", size=3)), "pieces"),
         (stream(a_frame(total=5)), "unknown kind"),
+        (stream(ONE, a_frame(kind=STRUCTURE, structure=1, inline=b"two", size=3)), "announced before as another one"),
     ],
 )
 def test_a_stream_that_cannot_be_what_it_claims_is_an_error_with_a_name(rig: Rig, data: bytes, says: str) -> None:
@@ -367,6 +368,21 @@ def test_a_stream_that_cannot_be_what_it_claims_is_an_error_with_a_name(rig: Rig
     assert says in frame.error.message
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
+
+
+def test_what_a_consumer_does_not_read_waits_in_the_network(lander: Lander) -> None:
+    """A peer that says something without end fills no memory: every frame of its kind is kept until it is read."""
+    rig = Rig(lander)
+    error = tcp.sealed(a_frame(kind=ERROR, total=1, inline=bytes(30_000)).encode())
+    rig.far.settimeout(2.0)
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < 256 << 20:
+            sent += rig.far.send(error[sent % len(error) :])
+    assert sent < 128 << 20
+    rig.far.settimeout(DEADLINE_S)
+    assert next_frame(rig.consumer).kind == ERROR
+    rig.close()
 
 
 def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> None:

@@ -239,7 +239,7 @@ class Lane:
         if sock is None or self._ended:
             return
         try:
-            if self._waiting and not self._work_through():
+            if (self._waiting and not self._work_through()) or self._crowded():
                 return
             for _ in range(READS_A_TURN if self._unpacker is None else PACKED_READS_A_TURN):
                 target = self._target
@@ -265,12 +265,18 @@ class Lane:
                     return
                 self._heard = True
                 inbox.add(behind)
-                if not self._work_through():
+                if not self._work_through() or self._crowded():
                     return
             if isinstance(sock, TlsSocket) and sock.pending():
                 self._loop.again.add(self)
         except PenstockError as error:
             self.fail(error)
+
+    def _crowded(self) -> bool:
+        """The consumer does not take what the peer says: the rest waits in the network."""
+        if self._producer.crowded:
+            self._producer.flush()
+        return self._producer.crowded
 
     def _work_through(self) -> bool:
         """Publish and learn what has arrived. False if a batch waits for a ring slot."""
@@ -425,7 +431,7 @@ class Lane:
                 return
             self._loop.watch(self, self._consumer_fd, select.EPOLLIN | (select.EPOLLOUT if producer.blocked else 0))
         if sock is not None:
-            reading = not self._ended and not self._waiting
+            reading = not (self._ended or self._waiting or producer.crowded)
             missing = 0 if self._target is None else len(self._target)
             # Under TLS bytes are not yet payload, and the last ones that it waits for may be inside already.
             wake_at = min(missing, WAKE_AT) if missing > SMALL and not isinstance(sock, TlsSocket) else 1

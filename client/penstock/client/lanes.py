@@ -67,7 +67,6 @@ class SlotLane:
     """See the module. All of it belongs to the training thread."""
 
     __slots__ = (
-        "assemblers",
         "backoff_s",
         "consumer",
         "copies",
@@ -109,7 +108,6 @@ class SlotLane:
         """For what comes over the connection. Made once: it would cost more than the wait of a quick worker."""
         self.rings: dict[int, RingView] = {}
         self.current_ring = 0
-        self.assemblers: dict[int, tuple[Assembler, Layouts]] = {}
         self.release: deque[int] = deque()
         self.freed: list[int] = []
         """Ring, slot, ring, slot ... to be named in the next ack."""
@@ -258,7 +256,9 @@ class SlotLane:
         ring = self.rings.get(frame.ring)
         if ring is None:
             ring = self._map(frame.ring)
-        assembler, layouts = self.assemblers.get(frame.structure) or self._compile(frame.structure)
+        consumer = self.consumer
+        assert consumer is not None
+        assembler, layouts = consumer.compiled.get(frame.structure) or self._compile(frame.structure)
         nbytes = frame.nbytes
         dims = frame.rest if not frame.size else dims_of(frame, ring.ring)
         if len(dims) & 7:
@@ -322,9 +322,6 @@ class SlotLane:
 
     def _compile(self, structure: int) -> tuple[Assembler, Layouts]:
         assert self.consumer is not None
-        known = self.consumer.structures
-        # What the lane has forgotten is dropped: compiled, it takes many times the bytes of its announcement.
-        self.assemblers = {number: kept for number, kept in self.assemblers.items() if number in known}
-        found = Structure.from_bytes(known[structure])
-        compiled = self.assemblers[structure] = Assembler(found), Layouts(found.key)
+        found = Structure.from_bytes(self.consumer.structures[structure])
+        compiled = self.consumer.compiled[structure] = Assembler(found), Layouts(found.key)
         return compiled

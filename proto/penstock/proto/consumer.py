@@ -20,6 +20,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from penstock.proto.errors import LaneClosedError, LaneLostError, PenstockError, ProtocolError
 from penstock.proto.forks import silence
@@ -65,6 +66,8 @@ class Consumer:
         self.rings: dict[int, Ring] = {}
         """By id, those that a frame may still name: the one of the last batch and newer ones."""
         self.structures: dict[int, bytes] = {}
+        self.compiled: dict[int, Any] = {}
+        """What the reader has made of `structures`, by id; it goes when a structure is forgotten or announced again."""
         self.closed = False
         self.cuts = 0
         """Passes left so far, over all connections of this slot: set it from the previous consumer's."""
@@ -261,10 +264,13 @@ class Consumer:
             whole = self._pieces.add(frame)
         except ProtocolError as error:
             raise ProtocolError(f"{self.name}: {error}") from None
-        if whole is not None:
-            self.structures.pop(frame.structure, None)
-            self.structures[frame.structure] = whole
-            forget_oldest(self.structures)
+        if whole is None:
+            return
+        if self.structures.pop(frame.structure, whole) != whole:
+            raise ProtocolError(f"{self.name}: structure {frame.structure} was announced before as another one")
+        self.structures[frame.structure] = whole
+        forget_oldest(self.structures)
+        self.compiled = {number: kept for number, kept in self.compiled.items() if number in self.structures}
 
     # ---- acks
 

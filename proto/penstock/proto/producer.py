@@ -59,6 +59,9 @@ _log = logging.getLogger(__name__)
 GROUPS = 4
 """Packets that a ring's worth of batches travels in at least: of four, one can be on its way back while one is read,
 one sent and one filled."""
+CROWD = 1024
+"""Frames that wait for a consumer which does not read. A ring has 32 slots: more are a large structure's pieces, or
+what a peer says without end."""
 MOST_WANTED = 4096
 """Snapshots announced and not yet taken: an honest consumer names a hundred or two."""
 MOST_ABANDONED = 1 << 16
@@ -157,6 +160,11 @@ class Producer:
     def blocked(self) -> bool:
         """Frames are left after a `flush`: poll for writing too, and `flush` again."""
         return len(self._unsent) > 0
+
+    @property
+    def crowded(self) -> bool:
+        """More frames wait for the consumer than batches of a ring could: take none from whoever sends them."""
+        return len(self._unsent) > CROWD
 
     def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
         """Take on a consumer, dropping the one before: send again what it has not delivered, from the ring.
@@ -328,7 +336,8 @@ class Producer:
                 if len(known) <= KNOWN_STRUCTURES and held <= KNOWN_BYTES:
                     break
                 held -= len(known.pop(old))
-        known[structure] = data
+        if known.setdefault(structure, data) != data:
+            raise ProtocolError(f"structure {structure} was announced before as another one")
 
     def publish(
         self,
