@@ -139,7 +139,7 @@ def test_answers_wait_at_the_door_and_those_of_the_next_box_do_not() -> None:
     registry.answer_state(late, bytes(80))
     assert gathering.held == 80
     registry.end_state(gathering)
-    assert registry._desk.held == 0
+    assert registry.desk.held == 0
 
 
 def test_nobody_waits_with_an_answer_that_is_not_wanted() -> None:

@@ -313,7 +313,7 @@ def test_no_result_outlives_its_attempt(world: World) -> None:
     respond(worker)
     world.registry.end_state(gathering)
     world.open(client_id="b")
-    assert world.registry._desk._finished == {}
+    assert world.registry.desk._finished == {}
 
 
 def digest_of(box: int, slot: int, total: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import enum
+import json
 import math
 import random
 import struct
@@ -22,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock.proto.errors import UnsupportedStateError
 from penstock.proto.state import MAX_DEPTH, decode_state, encode_state
+from penstock.proto.state_json import state_as_json
 
 # torch says it once a process, at the first complex32 that it allocates; see test_decoding_warns_of_nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -175,6 +178,73 @@ values = st.recursive(
 @example(np.ndarray((2, 3), "S0", bytearray()))
 def test_round_trip(value: object) -> None:
     same(value)
+
+
+def numpy_spec(dtype: np.dtype[Any]) -> str:
+    return dtype.str[0] + dtype.char if dtype.char in "qQ" else dtype.str
+
+
+def in_json(value: Any) -> Any:
+    """What the page says that JSON shows of it."""
+    if isinstance(value, torch.Tensor):
+        raw = fingerprint(value)[-1]
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"$": "tensor", "dtype": dtype, "shape": list(value.shape), "base64": base64.b64encode(raw).decode()}
+    if isinstance(value, bytes | bytearray):
+        return {"$": "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, np.dtype):
+        return {"$": "np.dtype", "value": numpy_spec(value)}
+    if isinstance(value, np.ndarray | np.generic):
+        spec = numpy_spec(value.dtype)
+        data = base64.b64encode(value.tobytes()).decode()
+        return {"$": "array", "dtype": spec, "shape": list(value.shape), "base64": data}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        return {"$": "int", "value": hex(value)}
+    if isinstance(value, complex):
+        return {"$": "complex", "value": [in_json(value.real), in_json(value.imag)]}
+    if isinstance(value, slice | range):
+        return {"$": type(value).__name__, "value": [in_json(p) for p in (value.start, value.stop, value.step)]}
+    if isinstance(value, torch.dtype | torch.device):
+        return {"$": type(value).__name__, "value": str(value).removeprefix("torch.")}
+    if isinstance(value, set | frozenset):
+        return {"$": "set", "items": sorted(map(in_json, value), key=repr)}
+    if isinstance(value, list | tuple):
+        return [in_json(item) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and "$" not in value:
+            return {key: in_json(item) for key, item in value.items()}
+        return {"$": "dict", "items": [[in_json(key), in_json(item)] for key, item in value.items()]}
+    return value
+
+
+def sets_sorted(found: Any) -> Any:
+    """Sets have no order, and JSON has no sets."""
+    if isinstance(found, list):
+        return [sets_sorted(item) for item in found]
+    if not isinstance(found, dict):
+        return found
+    if found.get("$") == "set":
+        return {"$": "set", "items": sorted(map(sets_sorted, found["items"]), key=repr)}
+    return {key: sets_sorted(item) for key, item in found.items()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(values)
+@example({"$": 1})
+@example({1: torch.ones(3), "b": b"x", (2, "c"): {"$": [math.nan]}})
+@example([2**64, -(2**63) - 1, "\ud800", 0.1, [1] * 40, (math.inf,) * 40, torch.zeros(2, 0, 3)])
+@example(OrderedDict(a=np.zeros((2, 3), "<U5"), b=np.float32(1), c=np.zeros(2, "<M8[25us]")))
+def test_json_shows_the_same(value: object) -> None:
+    assert sets_sorted(json.loads(state_as_json(encode_state(value)))) == sets_sorted(in_json(value))
+
+
+def test_json_shows_every_tensor() -> None:
+    state = {str(dtype): tensor_of(dtype, [2, 1], bytes(range(64))) for dtype in TENSOR_DTYPES}
+    assert json.loads(state_as_json(encode_state(state))) == in_json(state)
 
 
 @pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.proto.errors import StateCorruptError, StateVersionError
 from penstock.proto.state import FORMAT_VERSION, decode_state, encode_state
+from penstock.proto.state_json import state_as_json
 
 
 def seal(tree: bytes, blobs: bytes = b"", *, version: int = FORMAT_VERSION, flags: int = 0) -> bytes:
@@ -98,19 +99,23 @@ nodes = st.recursive(
 @settings(max_examples=1000, deadline=None)
 @given(nodes, st.binary(max_size=64))
 def test_forged_trees_raise_nothing_else(node: object, blobs: bytes) -> None:
-    try:
-        decode_state(seal(json.dumps(node).encode(), blobs))
-    except StateCorruptError:
-        pass
+    for read in (decode_state, state_as_json):
+        try:
+            read(seal(json.dumps(node).encode(), blobs))
+        except StateCorruptError:
+            pass
 
 
 @settings(max_examples=300, deadline=None)
+@example(b"1e999")
+@example(b"[" * 500 + b"]" * 500)
 @given(st.binary(max_size=40) | st.text('[]{}",:$truefalsn0123456789.eE+-Ni', max_size=20).map(str.encode))
 def test_forged_text_raises_nothing_else(tree: bytes) -> None:
-    try:
-        decode_state(seal(tree))
-    except StateCorruptError:
-        pass
+    for read in (decode_state, state_as_json):
+        try:
+            read(seal(tree))
+        except StateCorruptError:
+            pass
 
 
 HUGE = 2**62
@@ -133,8 +138,9 @@ TOO_LARGE: list[list[object]] = [
 
 @pytest.mark.parametrize("node", TOO_LARGE, ids=str)
 def test_sizes_are_checked_before_anything_is_allocated(node: list[object]) -> None:
-    with pytest.raises(StateCorruptError, match=r"\d bytes announced, 16 left"):
-        decode_state(seal(json.dumps({"$": node}).encode(), bytes(16)))
+    for read in (decode_state, state_as_json):
+        with pytest.raises(StateCorruptError, match=r"\d bytes announced, 16 left"):
+            read(seal(json.dumps({"$": node}).encode(), bytes(16)))
 
 
 FORGED: list[object] = [

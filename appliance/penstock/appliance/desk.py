@@ -35,6 +35,8 @@ class Desk:
         self._finished: OrderedDict[_Key, Gathering] = OrderedDict()
         self._asked: dict[str, Gathering] = {}
         """Request -> who asks."""
+        self._closed: dict[str, Gathering] = {}
+        """Run that has ended -> the newest state that was asked for."""
 
     def wants(self, worker: str, now: float) -> list[tuple[Want, float]]:
         """The worker's open requests, with the seconds that the most patient asker still has."""
@@ -185,7 +187,15 @@ class Desk:
         for key in [key for key in self._finished if key[:2] in over]:
             known = self._books.runs.get(key[0])
             if known is None or known.current is None or known.current.number != key[1]:
-                del self._finished[key]
+                gathering = self._finished.pop(key)
+                before = self._closed.get(key[0], gathering)
+                if known is not None and known.current is None and gathering.step >= before.step:
+                    self._closed[key[0]] = gathering
+
+    def take_closed(self) -> list[Gathering]:
+        """The last states of the runs that have ended since the last call."""
+        closed, self._closed = self._closed, {}
+        return list(closed.values())
 
     def _replan(self, gathering: Gathering, box: int | None = None) -> None:
         try:

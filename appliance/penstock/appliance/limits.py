@@ -117,6 +117,16 @@ class Limits:
     """Slots that a state query asks at once, or one box if that has more: gRPC itself may hold 64 KiB of each answer
     that has begun to arrive, and 10,000 answers at once would keep heartbeats waiting."""
 
+    closed_s: float = 7 * 86400.0
+    """The last state of a run that has ended can be had for so long: over a weekend and the days around it."""
+    closed_bytes: int = 256 * MIB
+    """Of all these states on disk, beside the budget; the oldest go first."""
+    closed_runs: int = 1000
+    """Whose states are kept so."""
+    json_max: int = 8 * MIB
+    """Bytes of one worker's state that is asked for as JSON: to write them takes some 50 ms, in which heartbeats wait.
+    """
+
     past_attempts: int = 16
     """Attempts of a run that are remembered by number, key and clients, so that a late call of one is refused."""
     past_sessions: int = 64

@@ -81,7 +81,7 @@ class Registry:
         self._clock = clock
         self._wall = wall
         self._fresh_seed = fresh_seed
-        self._desk = Desk(self.books)
+        self.desk = Desk(self.books)
         self._hand_overs = HandOvers(self.books)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = now = clock()
@@ -100,7 +100,7 @@ class Registry:
         """After every change: place what waits, plan what is asked, commit."""
         books = self.books
         books.place_waiting()
-        self._desk.settle()
+        self.desk.settle()
         books.journal.commit()
 
     # -------------------------------------------------------------------------------------------------------- clients
@@ -350,7 +350,7 @@ class Registry:
         self._to_workers.keep(pace.lease_s, worker.seen_at)
         worker.lease_until = max(worker.lease_until, worker.seen_at + pace.lease_s)
         self.books.journal.commit()
-        wants = self._desk.wants(worker.name, self._clock())
+        wants = self.desk.wants(worker.name, self._clock())
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
         reply = views.heartbeat_reply(self.books, worker, request, pace, self._wall(), wants, stuck)
         reply.commit_mark = self.books.journal.mark()
@@ -479,32 +479,32 @@ class Registry:
             self._report(request.progress)
             asker = request.progress.box
         if request.aggregate_blob:
-            gathering = self._desk.begin_aggregation(request, asker or 0, self._clock())
+            gathering = self.desk.begin_aggregation(request, asker or 0, self._clock())
         else:
-            gathering = self._desk.begin(request, asker, self._clock())
+            gathering = self.desk.begin(request, asker, self._clock())
         self._settle()
         return gathering
 
     def sent_state(self, gathering: Gathering, box: int) -> None:
         """An asker has been sent the records of a box."""
-        self._desk.sent(gathering, box)
+        self.desk.sent(gathering, box)
 
     def end_state(self, gathering: Gathering, sent: int = 0) -> None:
         """An asker has its answer or has given up, after the records of `sent` boxes. The last one that leaves ends the
         questions to the workers."""
-        self._desk.end(gathering, sent)
+        self.desk.end(gathering, sent)
 
     def admit_state(self, answer: pb.StateAnswer) -> float | None:
         """May the bytes of an answer come? None: yes, or nobody wants them; else the seconds that are left to wait for
         room, which the topic `room` announces."""
-        return self._desk.admit(answer.request, answer.state_bytes, self._clock())
+        return self.desk.admit(answer.request, answer.state_bytes, self._clock())
 
     def answer_wanted(self, answer: pb.StateAnswer) -> bool:
-        return self._desk.wanted(answer.request)
+        return self.desk.wanted(answer.request)
 
     def answer_lost(self, answer: pb.StateAnswer) -> None:
         """Its bytes did not come after all."""
-        self._desk.lost(answer.request)
+        self.desk.lost(answer.request)
 
     def answer_state(self, answer: pb.StateAnswer, data: bytes) -> None:
         if len(answer.ends) > self.limits.answer_ends_max:
@@ -512,7 +512,7 @@ class Registry:
         check_counts(ended_epoch=answer.ended_epoch, ended_total=answer.ended_total)
         for end in answer.ends:
             check_counts(epoch=end.epoch, total=end.total)
-        self._desk.answer(answer, data)
+        self.desk.answer(answer, data)
         self._settle()
 
     # ----------------------------------------------------------------------------------------------- time, operators

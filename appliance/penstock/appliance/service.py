@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -26,6 +27,7 @@ from penstock.appliance import history
 from penstock.appliance.admission import Admission, address_of
 from penstock.appliance.books import Topic
 from penstock.appliance.checks import check_counts, check_name
+from penstock.appliance.closed import ClosedRuns, boxes_of, parts_of
 from penstock.appliance.desk import ROOM
 from penstock.appliance.fetches import Fetches
 from penstock.appliance.ledger import Drop, DropBlob, Kept
@@ -46,6 +48,7 @@ from penstock.proto.errors import (
     ProtocolError,
     StateUnavailableError,
 )
+from penstock.proto.state_json import state_as_json
 from penstock.proto.tallies import CallTally
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
@@ -104,6 +107,22 @@ class Transfer:
         return self._data.getvalue()
 
 
+def _in_json(state: BoxState, limit: int) -> BoxState:
+    """The same with states as JSON."""
+    records = []
+    for record, data in state.records:
+        if len(data) > limit:
+            raise InvalidArgumentError(
+                f"the state of box {record.box} slot {record.local_worker_id} has {len(data)} bytes, and up to {limit} "
+                "are made into JSON: ask for the envelope (format STATE_ENVELOPE)"
+            )
+        changed, text = pb.WorkerRecord(), state_as_json(data)
+        changed.CopyFrom(record)
+        changed.state_bytes = len(text)
+        records.append((changed, text))
+    return replace(state, records=records)
+
+
 def _parts(state: BoxState) -> Iterator[pb.StatePart]:
     for index, (record, data) in enumerate(state.records):
         first, *more = pieces(data) if data else [b""]
@@ -135,6 +154,7 @@ class Service(CoordinatorServicer):
         """Heartbeats under way, by name and session of the worker."""
         self._closing = False
         self._fetches = Fetches(time.monotonic, time.time)
+        self._closed = ClosedRuns(store.closed(), limits, time.time)
         self._telling: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
         """URL of the dashboard, if one is served."""
@@ -151,12 +171,29 @@ class Service(CoordinatorServicer):
             try:
                 async with self._journal.synced():
                     self._registry.tick()
+                await self._keep_closed()
                 self._drops += self._ledger.take_drops()
                 if self._drops and not self._disk.is_dropping:
                     drops, self._drops = self._drops, []
                     self._disk.drop(drops, self._not_dropped)
             except JournalError as error:
                 log.error("%s", error)  # a full disk: nothing was acknowledged; the next tick tries again
+
+    async def _keep_closed(self) -> None:
+        """Writes the last states of runs that have ended."""
+        for gathering in self._registry.desk.take_closed():
+            parts = parts_of(gathering)
+            one = self._closed.of(gathering, parts)
+            gone = self._closed.superfluous(one)
+            if gone is None:
+                log.info("run %s is closed; its last state has %d bytes and is not kept", one.run, one.size)
+                continue
+            try:
+                await self._disk.run(self._store.keep_closed, one, parts, gone)
+            except JournalError as error:
+                log.error("the last state of run %s is not kept: %s", one.run, error)
+            else:
+                self._closed.add(one, gone)
 
     def _not_dropped(self, drops: list[Drop], error: Exception) -> None:
         log.error("%s", error)
@@ -231,6 +268,7 @@ class Service(CoordinatorServicer):
     async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
         async with self._journal.synced():
             self._registry.close_run(request)
+        await self._keep_closed()
         return pb.CloseRunReply()
 
     async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
@@ -238,6 +276,14 @@ class Service(CoordinatorServicer):
         until, sent = loop.time() + request.deadline_s, 0
         gathering: Gathering | None = None
         with self._fetches.noted(request) as noted:
+            closed = self._closed.find(request) if self._is_over(request) else None
+            if closed is not None:
+                noted.attempt, noted.step = closed.attempt, closed.step
+                for state in boxes_of(await self._disk.run(self._store.closed_parts, closed.run)):
+                    noted.bytes += state.size
+                    for part in _parts(await self._written(state, request)):
+                        yield part
+                return
             try:
                 async with self._journal.synced():
                     gathering = self._registry.begin_state(request)
@@ -247,7 +293,7 @@ class Service(CoordinatorServicer):
                         state = await self._complete(gathering, number, until, request.deadline_s)
                     before = loop.time()
                     noted.bytes += state.size
-                    for part in _parts(state):
+                    for part in _parts(await self._written(state, request)):
                         yield part
                         # A reader that is slow takes its own time, not the workers'.
                         until, before = until + loop.time() - before, loop.time()
@@ -257,6 +303,18 @@ class Service(CoordinatorServicer):
             finally:
                 if gathering is not None:  # an asker from then on, even if that could not be written
                     self._registry.end_state(gathering, sent)
+
+    def _is_over(self, request: pb.FetchStateRequest) -> bool:
+        """It asks for a state of a run that has ended."""
+        run = self._registry.books.runs.get(request.run)
+        own = request.HasField("progress") or request.aggregate_blob
+        return run is not None and run.current is None and not own
+
+    async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
+        """In the form that is asked for."""
+        if request.format != pb.STATE_JSON or request.aggregate_blob:
+            return state
+        return await asyncio.to_thread(_in_json, state, self._limits.json_max)
 
     async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
         """The records of one box, once it is complete."""
@@ -471,5 +529,8 @@ class Service(CoordinatorServicer):
         for run in reply.runs:
             if run.run in states:
                 run.states.extend(states[run.run])
+            kept = None if run.open else self._closed.get(run.run)
+            if kept is not None:
+                run.kept_step, run.kept_wall_s = kept.step, kept.wall_s
         reply.dashboard = self.dashboard
         return reply

@@ -7,9 +7,10 @@ it.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from penstock.appliance.closed import ClosedRun
 from penstock.appliance.database import META, Commits, open_database, transaction
 from penstock.appliance.journal import StateDir
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
@@ -22,6 +23,10 @@ CREATE TABLE snapshots (
     run TEXT, attempt INTEGER, box INTEGER, slot INTEGER, total INTEGER, epoch INTEGER,
     size INTEGER, header BLOB, data BLOB, PRIMARY KEY (run, attempt, box, slot, total, epoch));
 CREATE TABLE blobs (name TEXT PRIMARY KEY, size INTEGER, data BLOB);
+"""
+_LATER = """
+CREATE TABLE IF NOT EXISTS closed (run TEXT PRIMARY KEY, attempt INTEGER, step INTEGER, wall REAL, size INTEGER);
+CREATE TABLE IF NOT EXISTS closed_parts (run TEXT, number INTEGER, part BLOB, PRIMARY KEY (run, number));
 """
 _AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
 
@@ -39,7 +44,7 @@ class Store:
         self._commits = Commits(self._path)
         self._db = open_database(self._path, _SCRIPT)
         with self._errors("cannot be written"):
-            self._db.execute(META)
+            self._db.executescript(META + _LATER)
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -92,6 +97,28 @@ class Store:
         with self._errors("a blob cannot be read"):
             found = self._db.execute("SELECT data FROM blobs WHERE name=?", (name,)).fetchone()
         return None if found is None else bytes(found[0])
+
+    # ---- of runs that have ended: see closed.py
+
+    def closed(self) -> list[ClosedRun]:
+        with self._errors("cannot be read"):
+            return [ClosedRun(*row) for row in self._db.execute("SELECT run, attempt, step, wall, size FROM closed")]
+
+    def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
+        """Writes the state of a run, in the place of an older one of it, and removes those of others."""
+        with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
+            for run in (*gone, one.run):
+                for table in ("closed", "closed_parts"):
+                    self._db.execute(f"DELETE FROM {table} WHERE run=?", (run,))
+            row = (one.run, one.attempt, one.step, one.wall_s, one.size)
+            self._db.execute("INSERT INTO closed VALUES (?, ?, ?, ?, ?)", row)
+            rows = [(one.run, number, part) for number, part in enumerate(parts)]
+            self._db.executemany("INSERT INTO closed_parts VALUES (?, ?, ?)", rows)
+
+    def closed_parts(self, run: str) -> list[bytes]:
+        with self._errors("a state cannot be read"):
+            rows = self._db.execute("SELECT part FROM closed_parts WHERE run=? ORDER BY number", (run,))
+            return [bytes(part) for (part,) in rows]
 
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
         """Removes a piece of it; returns what is left to do."""

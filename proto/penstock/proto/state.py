@@ -52,31 +52,30 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from ctypes import c_char, memmove, string_at
 from functools import lru_cache
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import xxhash
 
-from penstock.proto.errors import StateCorruptError, StateVersionError, UnsupportedStateError
+from penstock.proto.envelope import (
+    ALIGN,
+    CHECKSUM_BYTES,
+    FORMAT_VERSION,
+    HEADER,
+    MAGIC,
+    MAX_DEPTH,
+    Node,
+    Source,
+    opened,
+)
+from penstock.proto.errors import UnsupportedStateError
 
 __all__ = ["FORMAT_VERSION", "MAX_DEPTH", "decode_state", "encode_state"]
 
-FORMAT_VERSION = 1
-"""The format that this module writes, and the newest that it reads."""
-MAX_DEPTH = 128
-"""Containers within containers, at most; keeps both directions well inside Python's recursion limit."""
-
-_MAGIC = b"PENSTATE"
-_HEADER = struct.Struct("<8sIIQQ")
-_CHECKSUM_BYTES = 8
-_ALIGN = 16  # the widest numpy item (long double); decoding copies anyway, so a cache line would only waste bytes
-_PADDING = [b"\0" * n for n in range(_ALIGN)]
+_PADDING = [b"\0" * n for n in range(ALIGN)]
 _NUMBERS_FROM = 32  # items from which a run of numbers goes as a blob; shorter ones cost no more as JSON
 _DIRECT_FROM = 1 << 20  # bytes from which a tensor is written straight from its memory, without a copy between
-
-_Node: TypeAlias = Any
-"""What json can write: None, bool, int, float, str, list, dict."""
 
 
 def encode_state(value: object) -> bytes:
@@ -90,14 +89,14 @@ def encode_state(value: object) -> bytes:
     except _RefusedError as refusal:
         raise UnsupportedStateError(refusal.explain()) from None
     tree = _JSON.encode(node).encode("utf-8", "surrogatepass")
-    tree += b" " * (-len(tree) % _ALIGN)
-    total = _HEADER.size + len(tree) + blobs.size
+    tree += b" " * (-len(tree) % ALIGN)
+    total = HEADER.size + len(tree) + blobs.size
     # A preallocated BytesIO gives up its buffer without a copy, so bulk is copied once and hashed where it lies.
     out = io.BytesIO()
     out.seek(total)
-    out.write(bytes(_CHECKSUM_BYTES))
+    out.write(bytes(CHECKSUM_BYTES))
     out.seek(0)
-    out.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(tree), blobs.size))
+    out.write(HEADER.pack(MAGIC, FORMAT_VERSION, 0, len(tree), blobs.size))
     out.write(tree)
     out.writelines(blobs.parts)
     with out.getbuffer() as written:
@@ -112,39 +111,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> object:
     Raises StateCorruptError for bytes that no encode_state wrote (whatever they are: nothing in them is trusted, and no
     size is allocated that they do not hold), StateVersionError for the envelope of a newer format.
     """
-    view = memoryview(data)
-    view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-    size = len(view)
-    if size < _HEADER.size + _CHECKSUM_BYTES:
-        raise StateCorruptError(f"an encoded state has {_HEADER.size + _CHECKSUM_BYTES} bytes or more, this has {size}")
-    magic, version, flags, tree_size, blob_size = _HEADER.unpack_from(view)
-    if magic != _MAGIC:
-        raise StateCorruptError(f"not an encoded state: it begins with {magic!r}, not {_MAGIC!r}")
-    end = size - _CHECKSUM_BYTES
-    announced = _HEADER.size + tree_size + blob_size + _CHECKSUM_BYTES
-    if xxhash.xxh3_64_digest(view[:end]) != view[end:]:
-        hint = f" (its header announces {announced} bytes, it has {size})" if announced != size else ""
-        raise StateCorruptError(f"the checksum of an encoded state does not hold{hint}")
-    if version > FORMAT_VERSION:
-        raise StateVersionError(
-            f"this state is in format {version}, written by a newer Penstock; this one reads formats up to "
-            f"{FORMAT_VERSION}. Upgrade Penstock on the side that reads."
-        )
-    if version != FORMAT_VERSION or flags or announced != size:
-        raise StateCorruptError(
-            f"bad framing of an encoded state: format {version}, flags {flags:#x}, {announced} bytes said, {size} here"
-        )
-    tree_end = _HEADER.size + tree_size
-    source = _Source(view, tree_end, end)
-    try:
-        value = _unpack(_JSON_DECODER.decode(str(view[_HEADER.size : tree_end], "utf-8", "surrogatepass")), source, 0)
-        if source.position != end:
-            raise ValueError(f"{end - source.position} bytes of blobs are mentioned nowhere")
-    except MemoryError:
-        raise
-    except Exception as error:  # the checksum holds, so these bytes were made by something else, or to do harm
-        raise StateCorruptError(f"malformed content of an encoded state: {type(error).__name__}: {error}") from error
-    return value
+    return opened(data, _Source, lambda node, source: _unpack(node, source, 0))
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
@@ -161,7 +128,7 @@ class _Blobs:
 
     def add(self, blob: Any, nbytes: int) -> None:
         self.parts.append(blob)
-        if pad := -nbytes % _ALIGN:
+        if pad := -nbytes % ALIGN:
             self.parts.append(_PADDING[pad])
         self.size += nbytes + pad
 
@@ -190,7 +157,7 @@ class _RefusedError(Exception):
         return f"{path[:200]}... {self.reason}" if self.too_deep else f"{path} {self.reason}"
 
 
-def _pack(value: object, blobs: _Blobs, depth: int) -> _Node:
+def _pack(value: object, blobs: _Blobs, depth: int) -> Node:
     kind = type(value)
     if kind in _AS_IS:
         return value
@@ -207,22 +174,22 @@ def _check_depth(depth: int) -> None:
         )
 
 
-def _pack_int(value: int, blobs: object = None, depth: int = 0) -> _Node:
+def _pack_int(value: int, blobs: object = None, depth: int = 0) -> Node:
     # Beyond 64 bits in hex: other JSON readers lose digits there, and Python's own refuses more than 4300 decimals.
     return value if -(1 << 63) <= value < 1 << 64 else {"$": ["int", hex(value)]}
 
 
-def _pack_float(value: float, blobs: object = None, depth: int = 0) -> _Node:
+def _pack_float(value: float, blobs: object = None, depth: int = 0) -> Node:
     return value if math.isfinite(value) else {"$": ["float", repr(value)]}
 
 
-def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> _Node:
+def _pack_bytes(value: bytes | bytearray, blobs: _Blobs, depth: int) -> Node:
     data = bytes(value)  # a bytearray could change its length under another thread's hands
     blobs.add(data, len(data))
     return {"$": [type(value).__name__, len(data)]}  # also "bytes_", which is numpy's
 
 
-def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> _Node | None:
+def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> Node | None:
     """One blob for a run of plain ints that fit 64 bits, or of floats; None if it is anything else."""
     first, count = type(value[0]), len(value)
     if first not in _NUMBERS or not {first}.issuperset(map(type, value)):
@@ -237,19 +204,19 @@ def _pack_numbers(value: list[object] | tuple[object, ...], blobs: _Blobs) -> _N
     return None
 
 
-def _pack_list(value: list[object], blobs: _Blobs, depth: int) -> _Node:
+def _pack_list(value: list[object], blobs: _Blobs, depth: int) -> Node:
     if len(value) >= _NUMBERS_FROM and (node := _pack_numbers(value, blobs)) is not None:
         return node
     return _pack_items(value, [], blobs, depth)
 
 
-def _pack_tuple(value: tuple[object, ...], blobs: _Blobs, depth: int) -> _Node:
+def _pack_tuple(value: tuple[object, ...], blobs: _Blobs, depth: int) -> Node:
     if len(value) >= _NUMBERS_FROM and (node := _pack_numbers(value, blobs)) is not None:
         return node
     return {"$": _pack_items(value, ["tuple"], blobs, depth)}
 
 
-def _pack_items(value: Collection[object], out: list[_Node], blobs: _Blobs, depth: int) -> list[_Node]:
+def _pack_items(value: Collection[object], out: list[Node], blobs: _Blobs, depth: int) -> list[Node]:
     _check_depth(depth)
     start = len(out)
     try:
@@ -261,7 +228,7 @@ def _pack_items(value: Collection[object], out: list[_Node], blobs: _Blobs, dept
     return out
 
 
-def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int) -> _Node:
+def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int) -> Node:
     _check_depth(depth)
     kinds = set(map(type, value))
     ordered = len(kinds) == 1 and kinds <= _SORTED
@@ -274,12 +241,12 @@ def _pack_set(value: set[object] | frozenset[object], blobs: _Blobs, depth: int)
         raise
 
 
-def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> _Node:
+def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> Node:
     """A dict as an object if all its keys are str, as a list of key, value, key, value otherwise."""
     _check_depth(depth)
     plain = _STR.issuperset(map(type, value))
-    body: dict[str, _Node] = {}
-    pairs: list[_Node] = []
+    body: dict[str, Node] = {}
+    pairs: list[Node] = []
     key: Any = None
     try:
         if plain:
@@ -298,12 +265,12 @@ def _pack_body(value: dict[object, object], blobs: _Blobs, depth: int) -> _Node:
         raise
 
 
-def _pack_dict(value: dict[object, object], blobs: _Blobs, depth: int) -> _Node:
+def _pack_dict(value: dict[object, object], blobs: _Blobs, depth: int) -> Node:
     body = _pack_body(value, blobs, depth)
     return body if type(body) is dict and "$" not in body else {"$": ["dict", body]}
 
 
-def _pack_ordered(value: OrderedDict[object, object], blobs: _Blobs, depth: int) -> _Node:
+def _pack_ordered(value: OrderedDict[object, object], blobs: _Blobs, depth: int) -> Node:
     node = ["odict", _pack_body(value, blobs, depth)]
     if attributes := vars(value):
         if attributes.keys() != {"_metadata"}:
@@ -317,7 +284,7 @@ def _pack_ordered(value: OrderedDict[object, object], blobs: _Blobs, depth: int)
     return {"$": node}
 
 
-def _pack_tensor(value: torch.Tensor, blobs: _Blobs, depth: int) -> _Node:
+def _pack_tensor(value: torch.Tensor, blobs: _Blobs, depth: int) -> Node:
     name = _TENSOR_NAMES.get(value.dtype)
     if name is None or value.layout is not torch.strided or value.is_nested or value.is_meta:
         raise _RefusedError(
@@ -342,7 +309,7 @@ def _pack_tensor(value: torch.Tensor, blobs: _Blobs, depth: int) -> _Node:
     return {"$": ["tensor", name, *value.shape]}
 
 
-def _pack_array(value: np.ndarray[Any, Any], blobs: _Blobs, depth: int) -> _Node:
+def _pack_array(value: np.ndarray[Any, Any], blobs: _Blobs, depth: int) -> Node:
     spec = _numpy_spec(value.dtype)
     blobs.add(value if value.flags.c_contiguous else value.tobytes(), value.nbytes)
     return {"$": ["array", spec, *value.shape]}
@@ -399,29 +366,15 @@ _REMEDIES: tuple[tuple[set[str], str], ...] = (
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-class _Source:
-    """The blobs, taken in order. Any exception that decoding raises becomes a StateCorruptError."""
-
-    __slots__ = ("address", "end", "position", "view")
+class _Source(Source):
+    __slots__ = ("address",)
 
     def __init__(self, view: memoryview, position: int, end: int) -> None:
-        self.view, self.position, self.end = view, position, end
+        super().__init__(view, position, end)
         self.address: int = np.frombuffer(view, np.uint8).ctypes.data
 
-    def take(self, nbytes: int) -> int:
-        """The offset of the next `nbytes` bytes; nothing is allocated before they are known to be there."""
-        start = self.position
-        if not 0 <= nbytes <= self.end - start:
-            raise ValueError(f"{nbytes} bytes announced, {self.end - start} left")
-        self.position = start + nbytes + -nbytes % _ALIGN
-        return start
 
-    def view_of(self, nbytes: int) -> memoryview:
-        start = self.take(nbytes)
-        return self.view[start : start + nbytes]
-
-
-def _unpack(node: _Node, source: _Source, depth: int) -> Any:
+def _unpack(node: Node, source: _Source, depth: int) -> Any:
     kind = type(node)
     if kind is dict:
         if "$" in node:
@@ -433,13 +386,13 @@ def _unpack(node: _Node, source: _Source, depth: int) -> Any:
     return node
 
 
-def _unpack_items(nodes: list[_Node], source: _Source, depth: int) -> list[Any]:
+def _unpack_items(nodes: list[Node], source: _Source, depth: int) -> list[Any]:
     if depth >= MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     return [node if type(node) in _LEAVES else _unpack(node, source, depth + 1) for node in nodes]
 
 
-def _unpack_body(body: _Node, source: _Source, depth: int, into: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
+def _unpack_body(body: Node, source: _Source, depth: int, into: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
     if type(body) is dict:
         if depth >= MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
@@ -453,21 +406,21 @@ def _unpack_body(body: _Node, source: _Source, depth: int, into: type[dict[Any, 
     return out
 
 
-def _unpack_ordered(node: list[_Node], source: _Source, depth: int) -> OrderedDict[Any, Any]:
+def _unpack_ordered(node: list[Node], source: _Source, depth: int) -> OrderedDict[Any, Any]:
     out: Any = _unpack_body(node[1], source, depth, OrderedDict)
     if len(node) == 3:
         out._metadata = _unpack(node[2], source, depth + 1)
     return out  # type: ignore[no-any-return]
 
 
-def _unpack_numbers(node: list[_Node], source: _Source, depth: int) -> Any:
+def _unpack_numbers(node: list[Node], source: _Source, depth: int) -> Any:
     _, kind, spec, count = node
     dtype = _numpy_dtype(spec)
     numbers = np.frombuffer(source.view_of(_size(count) * dtype.itemsize), dtype).tolist()
     return {"list": list, "tuple": tuple}[kind](numbers)
 
 
-def _unpack_tensor(node: list[_Node], source: _Source, depth: int) -> torch.Tensor:
+def _unpack_tensor(node: list[Node], source: _Source, depth: int) -> torch.Tensor:
     dtype, shape = _TENSOR_DTYPES[node[1]], [_size(dim) for dim in node[2:]]
     size = math.prod(shape) * dtype.itemsize
     start = source.take(size)
@@ -480,7 +433,7 @@ def _unpack_tensor(node: list[_Node], source: _Source, depth: int) -> torch.Tens
     return out
 
 
-def _unpack_array(node: list[_Node], source: _Source, depth: int) -> np.ndarray[Any, Any]:
+def _unpack_array(node: list[Node], source: _Source, depth: int) -> np.ndarray[Any, Any]:
     dtype, shape = _numpy_dtype(node[1]), [_size(dim) for dim in node[2:]]
     data = source.view_of(math.prod(shape) * dtype.itemsize)
     if not data:  # frombuffer refuses items without width, and numpy 1 allocates one item, however wide it claims to be
@@ -488,7 +441,7 @@ def _unpack_array(node: list[_Node], source: _Source, depth: int) -> np.ndarray[
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def _unpack_scalar(node: list[_Node], source: _Source, depth: int) -> Any:
+def _unpack_scalar(node: list[Node], source: _Source, depth: int) -> Any:
     dtype, data = _numpy_dtype(node[1]), bytearray.fromhex(node[2])
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for one {dtype}")
@@ -502,26 +455,21 @@ def _numpy_dtype(spec: str) -> np.dtype[Any]:
     return np.dtype(spec)
 
 
-def _typed(node: _Node, kind: type[Any]) -> Any:
+def _typed(node: Node, kind: type[Any]) -> Any:
     if type(node) is not kind:
         raise TypeError(f"{kind.__name__} expected, {type(node).__name__} found")
     return node
 
 
-def _size(node: _Node) -> int:
+def _size(node: Node) -> int:
     if type(node) is not int or node < 0:
         raise ValueError(f"{node!r} is no size")
     return node
 
 
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":"))
-_JSON_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 _AS_IS = frozenset({str, bool, type(None)})
 _LEAVES = frozenset({str, bool, type(None), int, float})
 _STR = frozenset({str})
@@ -534,7 +482,7 @@ _DTYPES = {str(dtype)[6:]: dtype for dtype in vars(torch).values() if isinstance
 _TENSOR_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith(("qint", "quint"))}
 _TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_DTYPES.items()}
 
-_PACK: dict[type[Any], Callable[[Any, _Blobs, int], _Node]] = {
+_PACK: dict[type[Any], Callable[[Any, _Blobs, int], Node]] = {
     **dict.fromkeys(
         {np.dtype(code).type for code in np.typecodes["All"]} - {np.object_},
         lambda value, blobs, depth: {"$": ["scalar", _numpy_spec(value.dtype), value.tobytes().hex()]},
@@ -565,7 +513,7 @@ _PACK: dict[type[Any], Callable[[Any, _Blobs, int], _Node]] = {
     np.dtype: lambda value, blobs, depth: {"$": ["np.dtype", _numpy_spec(value)]},
 }
 
-_UNPACK: dict[str, Callable[[list[_Node], _Source, int], Any]] = {
+_UNPACK: dict[str, Callable[[list[Node], _Source, int], Any]] = {
     "int": lambda node, source, depth: int(_typed(node[1], str), 16),
     "float": lambda node, source, depth: float(_typed(node[1], str)),
     "complex": lambda node, source, depth: complex(*(_unpack(part, source, depth) for part in node[1:])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from collections import deque
@@ -19,6 +20,7 @@ from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.position import Position, advance
 from penstock.proto.rng import capture_rng, restore_rng
 from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state_json import state_as_json
 from penstock.proto.structure import Structure, required_nbytes
 from penstock.proto.tensors import Assembler, Flattener, wrap_buffer
 from penstock.proto.v1 import records_pb2
@@ -116,6 +118,10 @@ def _state(data: bytes) -> None:
     # What came out is a state like any other. Ints in a set or nan do not compare, so their encodings are compared.
     again = encode_state(value)
     assert encode_state(decode_state(again)) == again or b'"set"' in again or b'"frozenset"' in again
+
+
+def _state_json(data: bytes) -> None:
+    json.loads(state_as_json(sealed(data)))
 
 
 def _states() -> list[Any]:
@@ -250,6 +256,7 @@ TARGETS = [
     Target("structure", _structure, _structure_seeds),
     Target("layout", _layout, _layout_seeds),
     Target("state", _state, _state_seeds),
+    Target("state_json", _state_json, _state_seeds),
     Target("base", _base, _base_seeds),
     Target("saved", _saved, _saved_seeds),
     Target("rng", _rng, lambda: [capture_rng()[:-8]], examples=60),

@@ -9,12 +9,13 @@ The contract that these two share with the real ones stands in test_disk.py, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from simulated.virtual import Crash
 
+from penstock.appliance.closed import ClosedRun
 from penstock.appliance.database import Marks, behind
 from penstock.appliance.journal import TABLES, Journal, Rows
 from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
@@ -51,6 +52,7 @@ class Disk:
         self.snapshots: dict[tuple[SlotKey, int, int], tuple[bytes, bytes]] = {}
         """(slot, total, epoch) -> header and data."""
         self.blobs: dict[str, bytes] = {}
+        self.closed: dict[str, tuple[ClosedRun, list[bytes]]] = {}
 
 
 class _Writer:
@@ -202,6 +204,20 @@ class SimulatedStore(Store):
 
     def blob(self, name: str) -> bytes | None:
         return self._disk.blobs.get(name)
+
+    def closed(self) -> list[ClosedRun]:
+        return [one for one, _ in self._disk.closed.values()]
+
+    def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
+        def sync() -> None:
+            for run in gone:
+                self._disk.closed.pop(run, None)
+            self._disk.closed[one.run] = (one, list(parts))
+
+        self.writer.write("the state of a closed run", sync)
+
+    def closed_parts(self, run: str) -> list[bytes]:
+        return self._disk.closed[run][1] if run in self._disk.closed else []
 
     def drop(self, drops: Sequence[Drop]) -> list[Drop]:
         """One at a time."""

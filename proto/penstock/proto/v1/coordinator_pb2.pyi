@@ -65,6 +65,26 @@ FAILED: SlotPhase.ValueType  # 4
 """for good; error says why"""
 Global___SlotPhase: _TypeAlias = SlotPhase  # noqa: Y015
 
+class _StateFormat:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StateFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateFormat.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STATE_ENVELOPE: _StateFormat.ValueType  # 0
+    """exact, and what a resume needs: see penstock.proto.state"""
+    STATE_JSON: _StateFormat.ValueType  # 1
+    """JSON in UTF-8, to be read: see penstock.proto.state_json. Up to 8 MiB a record"""
+
+class StateFormat(_StateFormat, metaclass=_StateFormatEnumTypeWrapper):
+    """How the states of the records are written."""
+
+STATE_ENVELOPE: StateFormat.ValueType  # 0
+"""exact, and what a resume needs: see penstock.proto.state"""
+STATE_JSON: StateFormat.ValueType  # 1
+"""JSON in UTF-8, to be read: see penstock.proto.state_json. Up to 8 MiB a record"""
+Global___StateFormat: _TypeAlias = StateFormat  # noqa: Y015
+
 @_typing.final
 class OpenRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -549,6 +569,7 @@ class FetchStateRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     AGGREGATE_BLOB_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
@@ -557,10 +578,10 @@ class FetchStateRequest(_message.Message):
     deadline_s: _builtins.float
     newest: _builtins.bool
     """the last step delivered to every box, instead of `step` (penstock state)"""
+    format: Global___StateFormat.ValueType
+    """cuts count before the step is looked up. Absent: an asker that is no box"""
     aggregate_blob: _builtins.str
-    """cuts count before the step is looked up. Absent: an asker that is no box
-    instead: have one of the asking box's workers call aggregate_state_dict over the
-    """
+    """instead: have one of the asking box's workers call aggregate_state_dict over the"""
     @_builtins.property
     def progress(self) -> Global___WatchRunRequest:
         """what the asking box would report now (hold_s is not looked at): its position and"""
@@ -574,11 +595,12 @@ class FetchStateRequest(_message.Message):
         deadline_s: _builtins.float = ...,
         newest: _builtins.bool = ...,
         progress: Global___WatchRunRequest | None = ...,
+        format: Global___StateFormat.ValueType = ...,
         aggregate_blob: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "deadline_s", b"deadline_s", "newest", b"newest", "progress", b"progress", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "deadline_s", b"deadline_s", "format", b"format", "newest", b"newest", "progress", b"progress", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1603,6 +1625,8 @@ class RunStatus(_message.Message):
     BATCHES_PER_S_FIELD_NUMBER: _builtins.int
     BOTTLENECK_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    KEPT_STEP_FIELD_NUMBER: _builtins.int
+    KEPT_WALL_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     input_fn: _builtins.str
@@ -1619,6 +1643,10 @@ class RunStatus(_message.Message):
     """of the last minute or so, that the box that waited most waited for data"""
     batches_per_s: _builtins.float
     """that all its slots make"""
+    kept_step: _builtins.int
+    """of a run that is closed: the step whose state can still be had"""
+    kept_wall_s: _builtins.float
+    """with kept_step: when the run ended, seconds since the epoch"""
     @_builtins.property
     def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___BoxStatus]: ...
     @_builtins.property
@@ -1646,12 +1674,16 @@ class RunStatus(_message.Message):
         batches_per_s: _builtins.float = ...,
         bottleneck: Global___Bottleneck | None = ...,
         states: _abc.Iterable[Global___StateFetch] | None = ...,
+        kept_step: _builtins.int | None = ...,
+        kept_wall_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step", "bottleneck", b"bottleneck", "kept_step", b"kept_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batches_per_s", b"batches_per_s", "bottleneck", b"bottleneck", "boxes", b"boxes", "input_fn", b"input_fn", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "recommended_workers_per_box", b"recommended_workers_per_box", "recoveries", b"recoveries", "run", b"run", "states", b"states", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step", "attempt", b"attempt", "batches_per_s", b"batches_per_s", "bottleneck", b"bottleneck", "boxes", b"boxes", "input_fn", b"input_fn", "kept_step", b"kept_step", "kept_wall_s", b"kept_wall_s", "num_boxes", b"num_boxes", "num_workers_per_box", b"num_workers_per_box", "open", b"open", "recommended_workers_per_box", b"recommended_workers_per_box", "recoveries", b"recoveries", "run", b"run", "states", b"states", "steps_per_s", b"steps_per_s", "wait_share", b"wait_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__kept_step: _TypeAlias = _typing.Literal["kept_step"]  # noqa: Y015
+    _WhichOneofArgType__kept_step: _TypeAlias = _typing.Literal["_kept_step", b"_kept_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kept_step) -> _WhichOneofReturnType__kept_step | None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
 

@@ -141,7 +141,8 @@ class CoordinatorServicer(object):
     def FetchState(self, request, context):
         """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
         part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-        complete: an error may follow some of them.
+        complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
+        for a week.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,8 @@ class CoordinatorStub:
     FetchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
     part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-    complete: an error may follow some of them.
+    complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
+    for a week.
     """
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]
     """---- workers"""
@@ -112,7 +113,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     FetchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchStateRequest, _coordinator_pb2.StatePart]  # type: ignore[assignment]
     """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
     part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-    complete: an error may follow some of them.
+    complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
+    for a week.
     """
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RegisterWorkerRequest, _coordinator_pb2.RegisterWorkerReply]  # type: ignore[assignment]
     """---- workers"""
@@ -183,7 +185,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.StatePart], _abc.AsyncIterator[_coordinator_pb2.StatePart]]:
         """The DataLoaderCheckpoint records of every worker of every box at a step, by global_worker_id. Each record is one
         part with `record` set; its state is the `data` of that part and of those that follow. Records come as boxes are
-        complete: an error may follow some of them.
+        complete: an error may follow some of them. Of a run that is closed the state that was asked for last can be had,
+        for a week.
         """
 
     @_abc_1.abstractmethod
