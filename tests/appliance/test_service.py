@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
 from served import (
     DEADLINE_S,
     LIMITS,
@@ -77,6 +78,23 @@ def test_calls_that_only_read_take_any_protocol() -> None:
                     await stub.OpenRun(opening(), metadata=sent)
             with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
                 await stub.Status(pb.StatusRequest())
+
+    trial(body)
+
+
+def test_reflection_describes_the_calls_to_who_has_a_token() -> None:
+    reflection_pb2 = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2")
+    reflection_pb2_grpc = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2_grpc")
+    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="penstock.proto.v1.Coordinator")
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        async with connect_aio(address) as bare:
+            stub = reflection_pb2_grpc.ServerReflectionStub(bare)
+            told = [part async for part in stub.ServerReflectionInfo(iter([request]), metadata=metadata(TOKEN)[:1])]
+            (described, *_) = told[0].file_descriptor_response.file_descriptor_proto
+            assert descriptor_pb2.FileDescriptorProto.FromString(described).service[0].name == "Coordinator"
+            with pytest.raises(grpc.aio.AioRpcError, match="no token was sent"):
+                _ = [part async for part in stub.ServerReflectionInfo(iter([request]))]
 
     trial(body)
 

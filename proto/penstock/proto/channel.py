@@ -31,6 +31,7 @@ from penstock.proto.addresses import (
 )
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.guard import SERVICE, Guard
+from penstock.proto.reflection import add_reflection
 from penstock.proto.tallies import CallTally
 from penstock.proto.tls import Tls, load_tls
 from penstock.proto.tokens import Tokens, metadata, read_token, read_tokens
@@ -206,6 +207,7 @@ async def server_aio(
         raise PortTakenError(f"{listen} is in use by another process")
     server = grpc.aio.server(handlers=(guard,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors())
     register(guard)
+    add_reflection(SERVICE, guard)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, guard)
     await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)

@@ -29,7 +29,7 @@ from penstock.proto.errors import (
     PenstockError,
     VersionSkewError,
 )
-from penstock.proto.roles import METHODS, READ_ONLY
+from penstock.proto.roles import METHODS, READ_ONLY, Role
 from penstock.proto.tallies import CallTally
 from penstock.proto.tokens import Tokens
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
@@ -41,6 +41,8 @@ SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
 _HEALTH = f"/{health.SERVICE_NAME}/Check"
 """Not Watch, a stream that anybody could leave open."""
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+"""Served where grpcio-reflection is installed: see reflection.py."""
 _BEARER = "Bearer "
 MAX_SHOWN = 200
 """Characters of what a peer says of itself in an error."""
@@ -60,13 +62,19 @@ class Guard(grpc.GenericRpcHandler):
         self._calls = calls
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
-    def _refusal(self, method: str, sent: Mapping[str, Any]) -> PenstockError | None:
+    def _roles(self, sent: Mapping[str, Any]) -> frozenset[Role] | AuthenticationError:
         shown = sent.get("authorization")
         if shown is None:
             return AuthenticationError(f"no token was sent{_REMEDY}")
         roles = self._tokens.roles_of(shown.removeprefix(_BEARER)) if isinstance(shown, str) else None
-        if not roles:
-            return AuthenticationError(f"the token is wrong{_REMEDY}")
+        return roles or AuthenticationError(f"the token is wrong{_REMEDY}")
+
+    def _refusal(self, method: str, sent: Mapping[str, Any]) -> PenstockError | None:
+        roles = self._roles(sent)
+        if isinstance(roles, AuthenticationError):
+            return roles
+        if method == REFLECTION:  # what the .proto files say is for all who may call anything
+            return None
         protocol = sent.get(PROTOCOL_KEY)
         if protocol != str(PROTOCOL) and method not in READ_ONLY:
             theirs = f"protocol {_short(protocol)}" if protocol is not None else "no protocol number"
@@ -95,7 +103,7 @@ class Guard(grpc.GenericRpcHandler):
         """The handler of a call; None if it is of another release, whose caller is answered UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
-        if called in METHODS:
+        if called in METHODS or method == REFLECTION:
             refusal = self._refusal(called, dict(handler_call_details.invocation_metadata))
             if refusal is not None:
                 self._calls.add(called, status_of(refusal), 0.0)

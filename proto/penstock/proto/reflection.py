@@ -1,0 +1,22 @@
+"""gRPC's server reflection: a caller asks which methods there are, and needs no .proto files (grpcurl, Postman).
+
+Optional: it is served where the package grpcio-reflection is installed, `pip install 'penstock[reflection]'`. It tells
+what coordinator.proto tells, and only to callers with a token, of whichever role.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["add_reflection"]
+
+
+def add_reflection(service: str, server: Any) -> bool:
+    """Adds the reflection service that describes `service`, and itself; false if its package is not installed."""
+    try:
+        from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+    except ImportError:
+        return False
+    servicer = reflection.aio.ReflectionServicer((service, reflection.SERVICE_NAME))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    return True
