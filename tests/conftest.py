@@ -25,8 +25,10 @@ os.environ["PENSTOCK_CONFIG"] = os.devnull  # not the settings file that a devel
 # numpy's BLAS starts a thread for each core when it is imported, and these spin for a tenth of a second each time.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-# A shell without job control has what it starts in the background ignore Ctrl-C, and all that is started by that, too.
+# A shell without job control has what it starts in the background ignore Ctrl-C, and all that is started by that, too;
+# nohup does the same with a closed terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A deadline of 200 ms for each example is a timed test: it fails on a machine that others use. And who lands something
 # should not be stopped by an example that is new: they are the same each time, but with --hypothesis-profile search.
