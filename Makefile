@@ -43,7 +43,7 @@ $(BIN)/python -m grpc_tools.protoc \
 endef
 
 .PHONY: help setup proto proto-check proto-baseline lint format format-check types docs collect pytest test simulate chaos fuzz demo
-.PHONY: soak demo-streaming signals slurm loaders helm bench bench-peers storm peers pythons clean
+.PHONY: soak demo-streaming signals slurm loaders node helm bench bench-peers storm peers pythons clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -116,6 +116,9 @@ loaders: $(STAMP) ## save and resume other libraries' loaders again and again, 3
 	$(BIN)/python -m pip install datasets==5.2.0 webdataset==1.0.2 grain==0.2.18 obstore==0.12.1 tifffile==2026.3.3
 	$(BIN)/python -m pip install --no-deps litdata==0.2.76  # it asks for torchvision, which would bring another torch
 	$(BIN)/pytest -n 2 tests/loaders/run_third_party.py
+
+node: ## the packages of the Node example, 14 MB from npm; its test is skipped without them
+	npm ci --prefix examples/state_over_grpc --no-fund --no-audit --ignore-scripts
 
 helm: $(STAMP) ## the Helm chart by Helm's own code, which this installs (125 MB)
 	$(BIN)/python -m pip install helm-python-sdk==0.2.2

@@ -22,7 +22,7 @@ from typing import Any
 import command_lines
 import pytest
 import yaml
-from documented import DATA, PROSE, PYTHON, REPO, Block, blocks, pages
+from documented import DATA, PROSE, PYTHON, QUOTED, REPO, Block, blocks, pages
 
 ALL = [block for page in pages() for block in blocks(page)]
 HOW = "see tests/support/documented.py for what a comment <!-- test: ... --> above it may say"
@@ -114,6 +114,8 @@ def test_each_block_is_of_a_kind_that_is_checked(page: str) -> None:
                 or note.startswith(("in ", "quotes ", "run by "))
                 or (_FILE.fullmatch(note) or reason not in (note, ""))
             ), f"{block}: {note!r} says nothing that is known: {HOW}"
+        elif block.language in QUOTED:
+            assert note.startswith("quotes "), f"{block} is quoted from no file: {HOW}"
         else:
             assert not note, f"{block} is no Python, and its comment means nothing"
             known = PROSE | DATA

@@ -16,7 +16,8 @@ LIGHT = {
     "google",
     "grpc",
     "grpc_health",
-    "grpc_tools",  # grpc looks whether it is there
+    "grpc_reflection",  # grpc looks whether it is there
+    "grpc_tools",  # the same
     "penstock",
     "pydantic",
     "pydantic_core",

@@ -8,10 +8,12 @@ import enum
 import json
 import math
 import random
+import re
 import struct
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from penstock.proto import state, state_json
 from penstock.proto.errors import UnsupportedStateError
 from penstock.proto.state import MAX_DEPTH, decode_state, encode_state
 from penstock.proto.state_json import state_as_json
@@ -215,7 +218,7 @@ def in_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [in_json(item) for item in value]
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and "$" not in value:
+        if all(type(key) is str for key in value) and "$" not in value:
             return {key: in_json(item) for key, item in value.items()}
         return {"$": "dict", "items": [[in_json(key), in_json(item)] for key, item in value.items()]}
     return value
@@ -658,3 +661,9 @@ def test_depth_is_capped(name: str) -> None:
     assert encode_state(decode_state(data)) == data
     with pytest.raises(UnsupportedStateError, match=rf"nested deeper than {MAX_DEPTH}"):
         encode_state(WRAPPERS[name](value))
+
+
+def test_page_and_json_know_every_tag() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "grpc.md").read_text()
+    named = set(re.findall(r'`\["([\w.]+)"', page))
+    assert named == state._UNPACK.keys() == state_json._TAGGED.keys()

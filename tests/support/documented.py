@@ -22,11 +22,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DATA", "PROSE", "PYTHON", "REPO", "Block", "blocks", "pages"]
+__all__ = ["DATA", "PROSE", "PYTHON", "QUOTED", "REPO", "Block", "blocks", "pages"]
 
 REPO = Path(__file__).parents[2]
 
 PYTHON = {"python", "py"}
+QUOTED = {"javascript"}
+"""Code of other languages: quoted from files that other tests run."""
 PROSE = {"", "text", "sh", "bash", "shell", "console"}
 """Commands, what they print, and drawings."""
 DATA = {"json", "toml", "yaml", "ini"}
@@ -56,7 +58,7 @@ def pages() -> list[Path]:
     found = [REPO / "README.md", REPO / "CONTRIBUTING.md"]
     for folder in ("docs", "examples", "benchmarks", "deploy"):
         found += (REPO / folder).rglob("*.md")
-    return sorted(page for page in found if "out" not in page.parts)
+    return sorted(page for page in found if not {"out", "node_modules"} & set(page.parts))
 
 
 def blocks(page: Path) -> Iterator[Block]:
