@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import sys
 import tracemalloc
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mds_recipes import RECIPES
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from plain_values import plain
 
 from penstock.proto.errors import DatasetError
@@ -288,6 +289,15 @@ def test_only_the_unsafe_encoding_runs_what_it_reads() -> None:
         except Exception:  # most cannot make anything of it
             pass
     assert OPENED == []
+
+
+@pytest.mark.parametrize(("name", "form"), [("jpeg", "PNG"), ("jpeg", "EPS"), ("png", "JPEG"), ("png", "TIFF")])
+def test_an_image_file_of_another_format_than_its_column_is_not_opened(name: str, form: str) -> None:
+    """PIL would: for an EPS it starts Ghostscript."""
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, form)
+    with pytest.raises(UnidentifiedImageError):
+        encoding_of(name).decode(file.getvalue(), 0, len(file.getvalue()))
 
 
 def test_a_missing_pillow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
