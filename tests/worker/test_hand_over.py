@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.worker.proofs import Findings
 from penstock.worker.slot import Slot, Tally
 from penstock.worker.snapshots import Kept
 
@@ -33,7 +34,9 @@ def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
 
     async def body() -> None:
         coordinator, changed = Coordinator(), asyncio.Event()
-        host: Any = SimpleNamespace(name="w", coordinator=coordinator, slot_changed=changed.set, tally=Tally())
+        host: Any = SimpleNamespace(
+            name="w", coordinator=coordinator, slot_changed=changed.set, tally=Tally(), findings=lambda _: Findings()
+        )
         slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
 
         def told(*, hand_over: bool) -> None:

@@ -13,10 +13,11 @@ from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, Base
+from penstock.worker.restart_points import END, Base
 from penstock.worker.scratch import _advanced, _prove
 from penstock.worker.source import Source
 from penstock.worker.starting import start
+from penstock.worker.ways import FRESH, KEPT, REPLAY
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +30,7 @@ def assignment_of(name: str, *arguments: Any) -> records_pb2.WorkerAssignment:
     assignment = records_pb2.WorkerAssignment(run="job/0", attempt=1, num_boxes=1, num_workers_per_box=1, seed=5)
     assignment.loader.input_fn = name if ":" in name else f"doubtful:{name}"
     assignment.loader.arguments = encode_state({"args": arguments, "kwargs": {}})
-    assignment.loader.allow.append("doubtful")
-    assignment.loader.allow.append("streams")
+    assignment.loader.allow.extend(["doubtful", "delayed", "streams"])
     return assignment
 
 
@@ -73,7 +73,7 @@ class Run:
                 self.bases[source.place.total] = Base.decode(source.snapshot(source.place.total).encode())
         return got
 
-    def prove(self, base: Base, count: int = 4) -> dict[str, Any]:
+    def prove(self, base: Base, count: int = 4, known: str = "") -> dict[str, Any]:
         behind = range(base.place.total + 1, base.place.total + 1 + count)
         digests = {str(n): self.digests[n] for n in behind if n in self.digests}
         first = {str(n): self.digests[n] for n in range(1, 5) if n in self.digests}
@@ -84,8 +84,10 @@ class Run:
             "early": first,
             "left": False,
             "generators": self.generators[base.place.total + 1],
+            "rewinds": known,
         }
-        return _prove(helper, base, fields, Offprint())
+        beyond = [n for n in behind if n in self.digests and self.digests[n][0] > base.place.epoch]
+        return _prove(helper, base, fields, Offprint(), *(self.bases[n] for n in beyond[:1]))
 
     def resumed(self, base: Base, *, value: Any = None, next_digest: int = 0, next_epoch: bool = False) -> Run:
         """The next launch, from here, over this restart point."""
@@ -147,6 +149,58 @@ def test_a_resumed_loader_goes_over_the_ends_of_epochs_as_one_that_ran_through(l
     if not known:
         expected = {"counts_epochs": KEPT, "orders_shards": KEPT, "forgets": REPLAY}.get(loader, FRESH)
         assert third.source.past.rewinds == expected, "found out once, and carried along"
+
+
+@pytest.mark.parametrize("loader", ["draws_twice", "queues_orders", "never_the_same"])
+@pytest.mark.parametrize("known", [False, True])
+def test_epoch_after_next_is_right_in_each_generation(loader: str, known: bool) -> None:
+    """The next one is right either way; what the loader is there shows that those after it will not be."""
+    assignment = assignment_of(f"delayed:{loader}")
+    truth = Run(assignment).take(90)
+    run = Run(assignment)
+    assert run.take(7) == truth[:7]
+    ahead = Run(assignment)
+    ahead.take(20)
+    rewinds = ahead.prove(ahead.bases[9], 12)["rewinds"]
+    assert rewinds == REPLAY
+    if known:
+        run.source.learn_rewinds(rewinds)
+    for until in (31, 64, 90):
+        at = run.source.place.total
+        run = run.resumed(run.bases[at])
+        assert run.take(until - at) == truth[at:until]
+
+
+def test_proof_that_compares_later_epochs_mends_what_was_known() -> None:
+    run = Run(assignment_of("delayed:grows"))
+    run.take(60)
+    assert run.prove(run.bases[9], 12)["rewinds"] == KEPT, "the next two epochs are the same in all ways"
+    assert run.prove(run.bases[9], 20, KEPT)["rewinds"] == KEPT
+    assert run.prove(run.bases[20], 40, KEPT)["rewinds"] == REPLAY
+    streams = Run(assignment_of("streams:stateful", 64))
+    streams.take(60)
+    found = streams.prove(streams.bases[9], 50)
+    assert found["same"]
+    assert found["rewinds"] in (KEPT, FRESH), "its orders are drawn from generators that are saved"
+
+
+def test_proof_that_compares_more_batches_finds_what_comes_later() -> None:
+    run = Run(assignment_of("delayed:looks_ahead"))
+    run.take(30)
+    assert run.prove(run.bases[9])["same"]
+    found = run.prove(run.bases[9], 16)
+    assert (found["same"], found["differs"], found["alike"]) == (False, 15, True)
+
+
+def test_restart_points_of_a_loader_that_misleads_are_counted_from_the_start() -> None:
+    truth = Run(assignment_of("delayed:looks_ahead", 3, 20)).take(70)
+    run = Run(assignment_of("delayed:looks_ahead", 3, 20))
+    run.source.counts_from = Base.decode(run.kept[0].encode())
+    assert run.take(34) == truth[:34]
+    assert [run.bases[total].place.total for total in (5, 34)] == [0, 0]
+    assert run.kept[-1].behind is not None, "an epoch's start, too"
+    later = run.resumed(run.source.snapshot(34))
+    assert later.take(36) == truth[34:]
 
 
 def test_a_state_of_an_epochs_end_is_compared_with_the_next_epoch() -> None:

@@ -14,7 +14,7 @@ from penstock.proto.errors import DeadlineError, PenstockError, WorkerLostError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Message
 from penstock.worker.ledger import Ledger
-from penstock.worker.proofs import LAPSES, Findings, Prover
+from penstock.worker.proofs import FIRST_DEPTH, LAPSES, Findings, Prover
 from penstock.worker.slot import Slot
 from penstock.worker.snapshots import Kept, SnapshotStore
 
@@ -24,7 +24,7 @@ GOOD = {"same": True, "rewinds": "", "took": 0.0}
 class Bench:
     """A slot of a loader with two state methods, in its first epoch, with a snapshot after each fifth batch."""
 
-    def __init__(self, answers: Callable[[int], Any], batches: int = 40, **traits: Any) -> None:
+    def __init__(self, answers: Callable[[int], Any], batches: int = 14, **traits: Any) -> None:
         """`answers`: to the proof of the restart point after so many batches: what it raises, or tells."""
         self.asked: list[tuple[int, dict[str, Any]]] = []
         self.failed: list[Any] = []
@@ -32,7 +32,7 @@ class Bench:
         self.findings = Findings()
         self.ledger = Ledger.create()
         for total in range(1, batches + 1):
-            self.ledger.record(total, 0, 100 + total, total, delivered=total)
+            self.make(total)
         self.store = SnapshotStore()
         self._answers = answers
         known = records_pb2.LoaderTraits(**({"state_methods": 2} | traits))
@@ -42,7 +42,7 @@ class Bench:
             assignment=records_pb2.WorkerAssignment(),
             fail=lambda error, lost: self.failed.append(error),
             findings=self.findings,
-            host=SimpleNamespace(found_rewinds=self._found, slots_here=lambda: 1),
+            host=SimpleNamespace(found_rewinds=self._found, found_misleading=self._misleads, slots_here=lambda: 1),
             is_savable=True,
             ledger=self.ledger,
             left={},
@@ -60,10 +60,17 @@ class Bench:
         self.findings.rewinds = rewinds
         self.rewinds.append(rewinds)
 
+    def _misleads(self, _: Any) -> None:
+        self.findings.misleads = True
+
+    def make(self, total: int, epoch: int = 0) -> None:
+        """The next batch goes out."""
+        self.ledger.record(total, epoch, 100 + total, total, delivered=total)
+
     async def _scratch(self, bases: list[bytes], task: str, **fields: Any) -> Message:
         assert task == "prove"
         total = int(bases[0])
-        self.asked.append((total, fields))
+        self.asked.append((total, fields | {"opened": [int(base) for base in bases[1:]]}))
         answer = self._answers(total)
         if isinstance(answer, Exception):
             raise answer
@@ -120,3 +127,68 @@ def test_loader_that_is_looked_at_once_is_left_alone_after_the_last_lapse(traits
     assert bench.findings.checked
     assert not bench.prover._provable or bench.prove() is None
     assert not bench.at(0).refuted
+
+
+def test_some_proofs_reach_further_each_time() -> None:
+    """They take half of the time, and go as far back as there are restart points."""
+    bench = Bench(lambda _: GOOD | {"took": 1.0}, batches=120)
+    for total in range(121, 200):
+        bench.make(total)
+        bench.store.add(Kept(0, total, total, total, False, 0, str(total).encode()), 0)
+        bench.prove()
+    compared = [len(fields["digests"]) for _, fields in bench.asked]
+    assert compared[:9] == [16, 4, 4, 32, 4, 4, 64, 4, 4], "each takes as long as those before it"
+    assert set(compared[9:]) == {4, 128}
+
+
+def test_first_proof_compares_what_is_known() -> None:
+    bench = Bench(lambda _: GOOD, batches=14)
+    assert bench.prove() == 10
+    assert list(bench.asked[0][1]["digests"]) == ["11", "12", "13", "14"]
+    assert bench.findings.depth == FIRST_DEPTH, "that was no far-reaching one"
+
+
+def test_state_that_leads_elsewhere_later_ends_the_use_of_all() -> None:
+    """What was proven by four batches would do the same."""
+    wrong = GOOD | {"same": False, "alike": True, "what": "yields another batch"}
+    bench = Bench(lambda total: wrong | {"differs": total + 6}, batches=40)
+    bench.prove()
+    assert bench.findings.misleads
+    assert not bench.prover._provable
+    before = [base for base in bench.store if not base.start]
+    assert before
+    for base in before:
+        base.proven = True
+        assert not Slot.usable(bench.prover._slot, base)
+    bench.at(0).start = True
+    assert Slot.usable(bench.prover._slot, bench.at(0))
+    near = Bench(lambda total: wrong | {"differs": total + 2}, batches=40)
+    near.prove()
+    assert not near.findings.misleads, "that one was wrong, and others may be right"
+
+
+def test_proof_goes_over_the_ends_of_epochs() -> None:
+    bench = Bench(lambda _: GOOD | {"rewinds": "kept"}, batches=12)
+    bench.ledger.end(0, 12)
+    for total in range(13, 19):
+        bench.make(total, epoch=1)
+    bench.ledger.end(1, 18)
+    bench.make(19, epoch=2)
+    bench.store.add(Kept(1, 1, 13, 13, False, 0, b"13"), 0)
+    assert bench.prover._crossing(list(bench.store)) is bench.at(10)
+    bench.prove()
+    total, fields = bench.asked[0]
+    assert total == 10
+    assert {epoch for epoch, _ in fields["digests"].values()} == {0, 1, 2}
+    assert (fields["rewinds"], fields["opened"], bench.rewinds) == ("", [13], ["kept"])
+    bench.prover._slot.left[1] = 18
+    assert list(bench.prover._followers(bench.at(10), 16))[-1] == "18", "left there, by a loop that is not asked again"
+
+
+def test_batches_beyond_a_place_where_the_loop_left_are_not_compared() -> None:
+    """What was made ahead of it stays in the ledger until it is written over."""
+    bench = Bench(lambda _: GOOD, batches=30)
+    bench.ledger.cut(0, 22)
+    bench.ledger.place(22, 0, 22)
+    bench.make(23, epoch=1)
+    assert list(bench.prover._followers(bench.at(20), 16)) == ["21", "22", "23"]

@@ -27,7 +27,8 @@ from penstock.proto.digest import cover_of
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state import encode_state
 from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, Base
+from penstock.worker.restart_points import END, Base
+from penstock.worker.ways import FRESH, KEPT, REPLAY
 
 if TYPE_CHECKING:
     from penstock.worker.source import Source

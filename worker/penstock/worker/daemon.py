@@ -46,6 +46,7 @@ from penstock.worker.slot import Share, Slot, SlotKey, Tally, key_of
 from penstock.worker.tempdirs import TempDirs
 from penstock.worker.turn_queue import TurnQueue
 from penstock.worker.usercode import MAIN, check_allowed, check_plain
+from penstock.worker.ways import more_careful
 from penstock.worker.zygotes import Zygotes
 
 __all__ = ["Settings", "own_name", "serve"]
@@ -428,10 +429,18 @@ class Daemon:
         return self._findings.setdefault(_attempt_of(assignment), Findings())
 
     def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None:
-        self.findings(assignment).rewinds = rewinds
+        findings = self.findings(assignment)
+        findings.rewinds = more_careful(findings.rewinds, rewinds)
+        self._tell_findings(assignment)
+
+    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None:
+        self.findings(assignment).misleads = True
+        self._tell_findings(assignment)
+
+    def _tell_findings(self, assignment: records_pb2.WorkerAssignment) -> None:
         for slot in self._slots.values():
             if _attempt_of(slot.assignment) == _attempt_of(assignment):
-                self._spawn(slot.learn_rewinds(rewinds))
+                self._spawn(slot.learn_findings())
 
     def slots_here(self) -> int:
         return len(self._slots)

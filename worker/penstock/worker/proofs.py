@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from penstock.proto.channel import detail_of
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.restartable import by_own_methods
+from penstock.worker.ledger import ENTRIES
 from penstock.worker.scratches import DEADLINE_S
 from penstock.worker.snapshots import Kept
 
@@ -44,6 +45,9 @@ FIRST_BATCHES = 8
 """After which the first proof begins: a loader with a thread of its own may not have run ahead before."""
 CHECKED_BATCHES = 4
 """Batches behind a restored restart point that are compared; where its epoch ends before, also in the next one."""
+FIRST_DEPTH = 16
+"""Batches that the first far-reaching proof compares; those before it compare as many of them as are known."""
+MOST_DEPTH = ENTRIES // 2
 LOOK_S = 0.05
 """Between two looks for a first restart point to prove."""
 LATER_LOOK_S = 0.5
@@ -59,6 +63,14 @@ class Findings:
 
     rewinds: str = ""
     """See Past.rewinds in restart_points.py."""
+    depth: int = FIRST_DEPTH
+    """Batches that the next far-reaching proof compares."""
+    near_s: float = 0.0
+    """Seconds of a core that the others took since the last one."""
+    far_s: float = 0.0
+    """The same, that the next one will take; 0 before the first."""
+    misleads: bool = False
+    """A state of it led to the right batches first and to others later: none is used any more."""
     told: bool = False
     """It was said that its snapshots are not used."""
     checked: bool = False
@@ -110,9 +122,9 @@ class Prover:
     @property
     def _provable(self) -> bool:
         traits = self._slot.traits
-        if not self._slot.is_savable or by_own_methods(traits):
-            return False
         findings = self._slot.findings
+        if not self._slot.is_savable or by_own_methods(traits) or findings.misleads:
+            return False
         believed = traits.exact_states and not findings.inexact
         return not (traits.not_restartable or (believed and (findings.checked or traits.advances_state)))
 
@@ -126,9 +138,9 @@ class Prover:
         beginning = self._beginning(store)
         if beginning is not None:
             return beginning
-        crossing = self._crossing(store)
-        if crossing is not None:
-            return crossing
+        first = self._crossing(store) or self._far(store)
+        if first is not None:
+            return first
         early = bool(store) and slot.ledger.total < store[0].total + FIRST_BATCHES and not slot.ledger.ends()
         if early and not self._done and slot.traits.state_methods:
             return None
@@ -169,16 +181,44 @@ class Prover:
                 return before[-1]
         return None
 
-    def _followers(self, base: Kept) -> dict[str, list[int]]:
-        """Count -> [epoch, digest] of the batches right after a base; none, if there are too few of them yet."""
-        ledger = self._slot.ledger
-        end = ledger.ends().get(base.epoch)
-        until = base.total + CHECKED_BATCHES if end is None else min(base.total + CHECKED_BATCHES, end)
-        inside = self._entries(range(base.total + 1, until + 1), base.epoch)
-        if not inside or len(inside) < until - base.total:
-            return {}
-        beyond = range(until + 1, until + 1 + CHECKED_BATCHES) if end == until else range(0)
-        return inside | self._entries(beyond, base.epoch + 1)
+    def _far(self, store: list[Kept]) -> Kept | None:
+        """The newest with as many batches behind it as the next far-reaching proof compares, if one is due. A loader
+        may be right for as long after a restore as a buffer, a shard or an epoch lasts, and wrong then."""
+        if self._failed or not self._far_is_due:
+            return None
+        depth, known = self._slot.findings.depth, self._slot.ledger.total
+        fits = [kept for kept in store if kept.total + depth <= known and not (kept.start or kept.refuted)]
+        return fits[-1] if fits and len(self._followers(fits[-1], depth)) >= depth else None
+
+    @property
+    def _far_is_due(self) -> bool:
+        """They take half of the time that proofs may take."""
+        return self._slot.findings.near_s >= self._slot.findings.far_s
+
+    def _most(self, base: Kept) -> int:
+        """Batches that a proof of it compares at most."""
+        findings = self._slot.findings
+        if self._far_is_due and base.total + findings.depth <= self._slot.ledger.total:
+            return findings.depth
+        return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
+
+    def _followers(self, base: Kept, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
+        """Count -> [epoch, digest] of the batches right after a base, over ends of epochs too; none, if there are too
+        few of them yet."""
+        ends, epoch = self._slot.ledger.ends(), base.epoch
+        end = ends.get(epoch)
+        least, last = base.total + CHECKED_BATCHES, base.total + most
+        if end is not None and end <= last:
+            least, last = min(least, end), max(last, end + CHECKED_BATCHES)
+        found: dict[str, list[int]] = {}
+        for count in range(base.total + 1, min(last, self._slot.ledger.total) + 1):
+            while ends.get(epoch) == count - 1 and (epoch == base.epoch or epoch not in self._slot.left):
+                epoch += 1
+            entry = self._slot.ledger.entry(count)
+            if entry is None or entry.epoch != epoch or ends.get(epoch, count) < count:
+                break
+            found[str(count)] = [entry.epoch, entry.digest]
+        return found if str(least) in found and end != base.total else {}
 
     def _entries(self, counts: range, epoch: int) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -203,16 +243,22 @@ class Prover:
         """Restore it in a helper process, and note what comes of it; returns the seconds that it took there."""
         slot = self._slot
         async with self._proving:
-            followers = self._followers(base)
+            most = self._most(base)
+            followers = self._followers(base, most)
             beginning = base.total == base.epoch == 0 and not slot.findings.checked
-            if base.proven and not beginning and not any(epoch > base.epoch for epoch, _ in followers.values()):
+            if base.proven and not beginning and len(followers) <= base.compared:
                 return 0.0
             slot.findings.checked = True
             early = self._entries(range(1, 1 + CHECKED_BATCHES), 0)
-            left = base.epoch in slot.left
             try:
                 done = await slot.scratch(
-                    [base.data], "prove", digests=followers, early=early, left=left, generators=base.generators
+                    [base.data, *self._opened(base, followers)],
+                    "prove",
+                    digests=followers,
+                    early=early,
+                    left=base.epoch in slot.left,
+                    generators=base.generators,
+                    rewinds=slot.findings.rewinds,
                 )
             except InputFnError as error:  # the loader's own word that it cannot be restored from this
                 what = f"fails ({error.message.splitlines()[0]:.200})"
@@ -231,20 +277,36 @@ class Prover:
             self._done += 1
             base.crossed = True
             fields = done.fields
+            self._count(float(fields["took"]), len(followers) >= slot.findings.depth == most)
             if fields["same"]:
-                base.proven = True
+                base.proven, base.compared = True, len(followers)
                 self._failed = 0
-                if fields["rewinds"] and not slot.findings.rewinds:
+                if fields["rewinds"] and fields["rewinds"] != slot.findings.rewinds:
                     slot.host.found_rewinds(slot.assignment, fields["rewinds"])
             else:
                 self._refute(base, fields)
             return float(fields["took"])
+
+    def _opened(self, base: Kept, followers: dict[str, list[int]]) -> list[bytes]:
+        """What the loader that streamed was after the first batch beyond the end of the epoch, if that is kept."""
+        beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > base.epoch), None)
+        fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.origin]
+        return [kept.data for kept in fits[-1:]]
+
+    def _count(self, took: float, far: bool) -> None:
+        findings = self._slot.findings
+        if far:
+            findings.depth, findings.near_s, findings.far_s = min(2 * findings.depth, MOST_DEPTH), 0.0, 2 * took
+        else:
+            findings.near_s += took
 
     def _refute(self, base: Kept, fields: dict[str, object]) -> None:
         slot = self._slot
         base.refuted, base.proven, slot.findings.inexact = True, False, True
         self._failed += 1
         differs = int(str(fields["differs"]))
+        if differs > base.total + CHECKED_BATCHES and fields["alike"]:
+            slot.host.found_misleading(slot.assignment)
         what = (
             f"{slot.assignment.loader.input_fn}: restored from its {'epoch start' if base.origin else 'state_dict()'} "
             f"after batch {base.total} of {slot.name}, the loader {fields['what']}: batch {differs} (step "

@@ -15,11 +15,10 @@ from typing import Any, cast
 
 from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorruptError
 from penstock.proto.state import decode_state, encode_state
+from penstock.worker.ways import WAYS, more_careful
 
-__all__ = ["END", "FRESH", "KEPT", "REPLAY", "UNFIT", "Base", "Past", "Place"]
+__all__ = ["END", "UNFIT", "Base", "Past", "Place"]
 
-KEPT, FRESH, REPLAY = "kept", "fresh", "replay"
-"""How a loader that was restored within an epoch gets into the next one: see crossing.py."""
 UNFIT = (ReplayMismatchError, InputFnError)
 """What says that a restart point does not lead to the batches that were delivered: another batch came, or the loader
 that was restored from it raised. The next way is tried then; an error of the last one is the user's."""
@@ -81,8 +80,8 @@ class Past:
         return replace(self, left=tuple(known for known in self.left if known[0] < epoch))
 
     def knowing(self, rewinds: str) -> Past:
-        """With what another place knows of the loader, if it is not known here."""
-        return replace(self, rewinds=self.rewinds or rewinds)
+        """With what another place knows of the loader: a way that was found wrong there is not taken here."""
+        return replace(self, rewinds=more_careful(self.rewinds, rewinds))
 
     def encode(self) -> dict[str, Any]:
         left = [list(known) for known in self.left]
@@ -91,7 +90,7 @@ class Past:
     @classmethod
     def decode(cls, value: dict[str, Any]) -> Past:
         left = tuple((int(epoch), int(total)) for epoch, total in value["left"])
-        if value["rewinds"] not in ("", KEPT, FRESH, REPLAY):
+        if value["rewinds"] not in WAYS:
             raise ValueError(f"rewinds={value['rewinds']!r:.40}")
         return cls(int(value["samples"]), left, value["whole"] is True, value["rewinds"])
 

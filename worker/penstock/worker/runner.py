@@ -105,6 +105,10 @@ class _Runner:
         self._structures = 0
         self._cadence = Cadence()
         self._own = OwnBases()
+        self._start_data = b""
+        """Where the stream comes from, encoded."""
+        self._counts = False
+        """States of the loader mislead: restart points are counted from the start."""
         self._left: dict[int, int] = {}
         """Pass -> the slot's batches when the loop left it."""
         self._hello: lane_pb2.Hello | None = None
@@ -164,6 +168,8 @@ class _Runner:
                 sent.bases.append(Base.decode(message.payload))
             elif message.kind == "rewinds":
                 self.source.learn_rewinds(message.fields["rewinds"])
+            elif message.kind == "misleads":
+                self._counts = True
             elif message.kind == "stop":
                 raise _StopError
         return sent
@@ -196,15 +202,15 @@ class _Runner:
 
     def _first_fit(self, ways: list[Base], total: int, epoch: int, digest: int) -> Base:
         """Go to the place from the first of these that leads there, else from the beginning; returns that one."""
-        for base in ways:
+        past, failure = ways[0].past, None
+        for base in ways if not (self._counts and past.whole) else ways[:0]:
             try:
                 self._replay(base, total, epoch, digest)
                 return base
             except UNFIT as mismatch:
                 _log.warning("%s; it is replayed from an older place instead", mismatch.message)
                 failure = mismatch
-        past = ways[0].past
-        if not past.whole or ways[-1].is_beginning:
+        if failure is not None and (not past.whole or ways[-1].is_beginning):
             raise failure
         self.source.past = past
         self.source.begin()
@@ -429,11 +435,15 @@ class _Runner:
                     self._cadence.stopped = True
                     self._channel.send("unsaved", error=plain_detail(error))
                     return
-                self._send_base(base, data, origin=False, wanted=steps is not None)
+                self._send_base(base, data, origin=False, start=self._is_counted(base), wanted=steps is not None)
                 if not base.step:
                     break  # its state_dict() did not ask for the step: it is the same for all of them
         for stale in [known for known in producer.wanted if known <= producer.delivered]:
             del producer.wanted[stale]
+
+    def _is_counted(self, base: Base) -> bool:
+        """It is come to from the start, and needs no proof."""
+        return self._counts and base.behind is not None
 
     def _step_of(self, total: int) -> int:
         """The box's step that delivers this batch, as long as all slots live."""
@@ -445,7 +455,10 @@ class _Runner:
         if error is None:
             try:
                 data = self.source.marked(base, way_on=start).encode()
-                self._send_base(base, data, origin=origin, start=start)
+                if start:
+                    self._start_data = data
+                    self.source.counts_from = Base.decode(data) if self._counts else None
+                self._send_base(base, data, origin=origin, start=start or self._is_counted(base))
                 return
             except UnsupportedStateError as refused:
                 error = refused
@@ -571,6 +584,8 @@ class _Runner:
             raise _StopError
         if message.kind == "rewinds":
             self.source.learn_rewinds(message.fields["rewinds"])
+        elif message.kind == "misleads":
+            self._counts, self.source.counts_from = True, Base.decode(self._start_data)
         elif message.kind == "base":
             self._bases.append(Base.decode(message.payload))
         elif message.kind == "attach":

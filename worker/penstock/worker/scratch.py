@@ -20,16 +20,17 @@ from typing import Any, Protocol, cast
 
 from penstock.proto import forks
 from penstock.proto.digest import cover_of
-from penstock.proto.errors import LaneLostError, ReplayMismatchError
+from penstock.proto.errors import InputFnError, LaneLostError, ReplayMismatchError
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, assignment_of, plain_detail
 from penstock.worker.crossing import leave
 from penstock.worker.ledger import ENTRIES
 from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, FRESH, KEPT, REPLAY, UNFIT, Base, Place
+from penstock.worker.restart_points import END, UNFIT, Base, Place
 from penstock.worker.source import Source
 from penstock.worker.usercode import MAIN, load_class
+from penstock.worker.ways import FRESH, KEPT, REPLAY, WAYS
 
 __all__ = ["run_scratch"]
 
@@ -77,12 +78,13 @@ def run_scratch(channel: Channel) -> None:
                 states = cast(list[Any], decode_state(values[0]))
                 answer.send("done", encode_state(source.aggregate(states)))
                 return
-            if len(values) > 1:
-                source.resume = cast(dict[str, Any], decode_state(values[1]))
             if message.kind == "prove":
-                told = _prove(source, Base.decode(values[0]), message.fields, offprint)
+                bases = [Base.decode(value) for value in values]
+                told = _prove(source, bases[0], message.fields, offprint, *bases[1:])
                 answer.send("done", took=time.process_time() - began, **told)
                 return
+            if len(values) > 1:
+                source.resume = cast(dict[str, Any], decode_state(values[1]))
             _state(source, Base.decode(values[0]), message.fields, offprint, answer)
         except LaneLostError:
             raise
@@ -90,13 +92,16 @@ def run_scratch(channel: Channel) -> None:
             channel.send("failed", error=plain_detail(error))
 
 
-def _prove(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint) -> dict[str, Any]:
+def _prove(
+    source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, opened: Base | None = None
+) -> dict[str, Any]:
     """Whether the base leads to what was delivered, and if not, which batch differs.
 
     `digests`: total -> [epoch, digest] of the batches behind it. Where they lie beyond the end of its epoch: also in
-    which way the loader gets there, see crossing.py. `generators`: see _compare. `early`: the same as `digests`, of the
-    slot's first batches, or none. If the base does not lead to its batches, whether a loader from the beginning makes
-    those at least.
+    which way the loader gets there, see crossing.py; `rewinds`: in which it does as far as is known. `opened`: a
+    snapshot of the loader that streamed, after the first batch there. `generators`: see _compare. `early`: the same as
+    `digests`, of the slot's first batches, or none. If the base does not lead to its batches, whether a loader from the
+    beginning makes those at least.
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(base)
@@ -114,39 +119,76 @@ def _prove(source: Source, base: Base, fields: dict[str, Any], offprint: Offprin
         return {"same": False, "differs": differs, "what": what, "alike": alike}
     if beyond and fields["left"]:
         source.abandon_pass(source.place.total)
-    rewinds = _way_over(source, beyond, offprint) if beyond and source.restored else ""
+    rewinds = ""
+    if beyond and source.restored:
+        rewinds = _way_over(source, beyond, offprint, fields["rewinds"] or KEPT, opened)
     return {"same": True, "rewinds": rewinds}
 
 
-def _way_over(source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint) -> str:
-    """How the source, at the end of its epoch, gets to these batches of the next one."""
+def _way_over(
+    source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint, known: str, opened: Base | None
+) -> str:
+    """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
+    leads there still, else in a more careful one."""
     end, place = source.rng(), source.place.copy()
-    for way in (KEPT, FRESH):
+    for way in WAYS[WAYS.index(known) : WAYS.index(REPLAY)]:
         source.place = place.copy()
-        if way == FRESH:
-            source.renew(end)
-        source.open()
-        if not _compare(source, beyond, offprint, place.epoch)[1]:
-            return way
+        try:
+            if way == FRESH:
+                source.renew(end)
+            if _leads_on(source, beyond, offprint, opened):
+                return way
+        except InputFnError as error:  # one that cannot begin again where it was restored
+            _log.info("%s: it does not get over the end of its epoch: %s", source.name, error.message)
         source.abort()
     return REPLAY
 
 
+def _leads_on(source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint, opened: Base | None) -> bool:
+    """Whether the source, between two epochs, goes on with these batches. With the first of them it must also be what
+    the loader that streamed was: the epoch after may come of what it is, and not of what it has yielded."""
+    for epoch in sorted({epoch for epoch, _ in beyond.values()}):
+        while source.place.epoch < epoch:
+            if not source.is_open:
+                source.open()
+            if source.next() is not END:
+                return False
+        source.open()
+        if _compare(source, beyond, offprint, epoch, opened=opened)[1]:
+            return False
+    return True
+
+
 def _compare(
-    source: Source, delivered: dict[int, tuple[int, int]], offprint: Offprint, epoch: int, generators: int = 0
+    source: Source,
+    delivered: dict[int, tuple[int, int]],
+    offprint: Offprint,
+    epoch: int,
+    generators: int = 0,
+    opened: Base | None = None,
 ) -> tuple[int, str]:
     """Which of the batches that come in this epoch is not as delivered, and what comes instead; or "". `generators`:
-    hash of the generators after the first of them, 0 if it is not known."""
+    hash of the generators after the first of them, 0 if it is not known. `opened`: what the loader was after one."""
     while (expected := delivered.get(source.place.total + 1)) is not None and expected[0] == epoch:
         batch = source.next()
         if batch is END:
             return source.place.total + 1, "yields nothing more"
-        if offprint.take(batch)[0] != expected[1]:
+        digest, samples = offprint.take(batch)
+        source.place.samples += samples
+        if digest != expected[1]:
             return source.place.total, "yields another batch"
         if generators and source.rng_hash() != generators:
             return source.place.total, "draws other random numbers"
+        if opened is not None and source.place.total == opened.place.total and not _is_as(source, opened):
+            return source.place.total, "is in another state"
         generators = 0
     return 0, ""
+
+
+def _is_as(source: Source, base: Base) -> bool:
+    """The loader says of itself what it said then, and so do the random generators."""
+    state = source.state(base.step or base.place.total)[0]
+    return source.rng() == base.rng and encode_state(state) == encode_state(base.state)
 
 
 def _advanced(base: Base, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:

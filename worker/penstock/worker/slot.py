@@ -112,6 +112,7 @@ class Host(ScratchHost, Protocol):
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings: ...
     def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None: ...
+    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None: ...
     def slots_here(self) -> int: ...
     def slot_changed(self) -> None: ...
 
@@ -210,8 +211,7 @@ class Slot:
             await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
         if a.recovery:
             await self._fetch_bases(child)
-        if self.findings.rewinds:
-            await child.send("rewinds", rewinds=self.findings.rewinds)
+        await self._tell_findings(child)
         await child.send("go")
 
     async def _fetch_bases(self, child: Child) -> None:
@@ -369,7 +369,8 @@ class Slot:
         if message.kind == "base":
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
             base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
-            base.proven, base.wanted = bool(fields["start"]), bool(fields["wanted"])
+            base.proven = base.start = bool(fields["start"])
+            base.wanted = bool(fields["wanted"])
             self.host.tally.snapshots += 1
             self.store.add(base, *self._oldest_wanted())
             return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
@@ -506,7 +507,7 @@ class Slot:
     def usable(self, base: Kept) -> bool:
         """May a loader be restored from it? Only if that was proven, or needs no proof."""
         return (
-            base.proven
+            (base.proven and (base.start or not self.findings.misleads))
             or not self.is_savable
             or (self.traits.exact_states and not (base.refuted or self.findings.inexact))
         )
@@ -570,10 +571,16 @@ class Slot:
             bases = [*bases, await self._resume_blob()]
         return await run_task(self.host, self.assignment, self.name, self.ledger, bases, task, deadline_s, **fields)
 
-    async def learn_rewinds(self, rewinds: str) -> None:
-        """How the loader gets into its next epoch after it was restored within one is known."""
+    async def learn_findings(self) -> None:
+        """The runner is to know what was found of its loader."""
         if self._child is not None:
-            await self._child.send("rewinds", rewinds=rewinds)
+            await self._tell_findings(self._child)
+
+    async def _tell_findings(self, child: Child) -> None:
+        if self.findings.rewinds:
+            await child.send("rewinds", rewinds=self.findings.rewinds)
+        if self.findings.misleads:
+            await child.send("misleads")
 
     def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(_logged(work, self))

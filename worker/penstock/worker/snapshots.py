@@ -43,6 +43,10 @@ class Kept:
     """Proofs of it that came to no verdict."""
     generators: int = 0
     """Hash of the random generators after the next batch, 0 if it is not known: for the proof."""
+    start: bool = False
+    """The stream of this runner comes from there."""
+    compared: int = 0
+    """Batches that its proof compared."""
     crossed: bool = False
     """It was looked at how the loader gets over the end of the epoch from here."""
     wanted: bool = False

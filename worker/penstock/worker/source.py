@@ -45,9 +45,10 @@ from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
 from penstock.worker.crossing import cross
-from penstock.worker.restart_points import END, KEPT, Base, Past, Place
+from penstock.worker.restart_points import END, Base, Past, Place
 from penstock.worker.skipping import CannotSkipError, skip_batch
 from penstock.worker.usercode import load_input_fn
+from penstock.worker.ways import KEPT
 from penstock.worker.worker_info import as_main_process, offer_worker_info
 
 __all__ = ["Source"]
@@ -82,6 +83,8 @@ class Source:
         self.strays = False
         """Restored at an epoch's start, it drew otherwise there than the loader that streamed: at the epoch's end the
         generators are not what they were then."""
+        self.counts_from: Base | None = None
+        """Where the stream comes from, if later restart points are counted from there: its own states mislead."""
         self.awaited: dict[int, int] = {}
         """Batches in all at an epoch's end -> digest of the batch that came next when the state was saved there."""
         self._restored_at = 0
@@ -221,9 +224,8 @@ class Source:
 
     def _behind_start(self, base: Base) -> Base:
         """The same base, come to from the start, if only that is a restart point."""
-        if self._start is None or base.place == self._start.place:
-            return base
-        return replace(base, behind=self._start)
+        start = self._start or self.counts_from
+        return base if start is None or base.place == start.place else replace(base, behind=start)
 
     def abort(self) -> None:
         """Give up a pass that was opened and of which at most one batch was looked at, as if it had not been opened."""
@@ -307,7 +309,7 @@ class Source:
 
     def learn_rewinds(self, rewinds: str) -> None:
         """How it gets into an epoch behind one in which it was restored: see crossing.py."""
-        self.past = replace(self.past, rewinds=rewinds)
+        self.past = self.past.knowing(rewinds)
 
     def marked(self, base: Base, *, way_on: bool = False) -> Base:
         """The same base with what is known by now, and all that is left out. `way_on`: also which passes were left

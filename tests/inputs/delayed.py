@@ -1,0 +1,157 @@
+"""Loaders that are right for a while after they were restored, and wrong then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+BATCHES = 12
+"""In an epoch."""
+
+
+def _order(seed: int) -> list[int]:
+    order = list(range(BATCHES))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+class Ordered:
+    """Yields an epoch's order, which comes of a seed that its state has."""
+
+    fields: tuple[str, ...] = ("done", "seed")
+
+    def __init__(self) -> None:
+        self.done, self.seed, self.resumed = 0, 0, False
+
+    def begin(self) -> None:
+        """Draw what an epoch needs."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.resumed:
+            self.resumed = False
+        else:
+            self.done = 0
+            self.begin()
+        return self.rest()
+
+    def rest(self) -> Iterator[torch.Tensor]:
+        order = _order(self.seed)
+        while self.done < len(order):
+            self.done += 1
+            yield torch.tensor([order[self.done - 1]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.fields}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.resumed = True
+
+
+class DrawsTwice(Ordered):
+    """Draws the next epoch's seed ahead; in the first epoch behind a restore it draws once more than it should. That
+    epoch is right, for its seed was drawn before, and the one after it is not."""
+
+    fields = ("done", "seed", "ahead")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead, self.extra = 17, False
+
+    def begin(self) -> None:
+        if self.extra:
+            torch.randint(1 << 30, ())
+            self.extra = False
+        self.seed, self.ahead = self.ahead, int(torch.randint(1 << 30, ()))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.extra = True
+
+
+def draws_twice() -> DrawsTwice:
+    return DrawsTwice()
+
+
+class QueuesOrders(Ordered):
+    """Has the seeds of two epochs ahead, of which its state has one: the epoch after next is another one."""
+
+    fields = ("done", "seed", "ahead")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead, self.far, self.number = 17, 18, 18
+
+    def begin(self) -> None:
+        self.number += 1
+        self.seed, self.ahead, self.far = self.ahead, self.far, self.number
+
+
+def queues_orders() -> QueuesOrders:
+    return QueuesOrders()
+
+
+class Grows(Ordered):
+    """From its fourth epoch on it yields another order; how many there were it does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+
+    def begin(self) -> None:
+        self.epochs += 1
+        self.seed = int(self.epochs > 3)
+
+
+def grows() -> Grows:
+    return Grows()
+
+
+class LooksAhead:
+    """Restored, it has only the next `right` batches as they were: the rest of its order it draws anew."""
+
+    def __init__(self, right: int, batches: int) -> None:
+        self.right, self.batches = right, batches
+        self.done, self.from_here = 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        wrong = self.from_here + self.right if self.from_here else self.batches
+        self.done, self.from_here = self.from_here, 0
+        while self.done < self.batches:
+            self.done += 1
+            yield torch.tensor([self.done - 1 if self.done <= wrong else -self.done])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = self.from_here = state["done"]
+
+
+def looks_ahead(right: int = 5, batches: int = 1000) -> LooksAhead:
+    return LooksAhead(right, batches)
+
+
+class NeverTheSame(Ordered):
+    """Its state has a number in it that is another one each time."""
+
+    asked = 0
+
+    def begin(self) -> None:
+        self.seed = int(torch.randint(1 << 30, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        NeverTheSame.asked += 1
+        return super().state_dict() | {"asked": NeverTheSame.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({name: state[name] for name in self.fields})
+
+
+def never_the_same() -> NeverTheSame:
+    return NeverTheSame()
