@@ -49,7 +49,7 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 # ---------------------------------------------------------------------------------------------------------- names
 
 
-def test_names_that_are_no_printable_text_are_refused() -> None:
+def test_names_that_are_long_or_no_printable_text_are_refused() -> None:
     """They would stand in everybody's logs and tables."""
 
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
@@ -59,6 +59,8 @@ def test_names_that_are_no_printable_text_are_refused() -> None:
             assert refused.value.message.isprintable()
             with pytest.raises(InvalidArgumentError, match=r"worker '.*': a name is printable text"):
                 await client.register(pb.RegisterWorkerRequest(worker=name, session="s", slots=1))
+        with pytest.raises(InvalidArgumentError, match="job: a name must have at most 200 characters, got 201"):
+            await client.open_run(opening(job="j" * 201))
         assert (await client.open_run(opening(job="Straße 7"))).run == "Straße 7/0"
 
     trial(body)

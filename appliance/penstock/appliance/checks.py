@@ -15,6 +15,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONGEST_S = 1e9
 """Thirty years: longer than anybody means."""
+LONGEST_NAME = 200
+"""Characters of a job's or worker's name, which stands in logs, metrics and every message about it."""
 
 
 def check_measures(**values: float) -> None:
@@ -43,6 +45,8 @@ def check_counts(**values: int) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises InvalidArgumentError for what is no printable text of one line, or has blanks at its ends."""
+    """Raises InvalidArgumentError for what is no printable text of one line, has blanks at its ends, or is too long."""
+    if len(name) > LONGEST_NAME:
+        raise InvalidArgumentError(f"{what}: a name must have at most {LONGEST_NAME} characters, got {len(name)}")
     if name != name.strip() or not name.isprintable():
         raise InvalidArgumentError(f"{what} {name!a}: a name is printable text without blanks at its ends")
