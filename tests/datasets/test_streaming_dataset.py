@@ -363,6 +363,27 @@ def test_a_dataset_that_is_written_again_meanwhile_is_never_mixed(tmp_path: Path
         assert "If the dataset was written again since its index was fetched, give it another cache folder" in error
 
 
+@pytest.mark.parametrize("moment", ["while", "after", "next run"])
+def test_a_dataset_without_hashes_that_is_written_again_is_never_mixed(tmp_path: Path, moment: str) -> None:
+    """On the web, with the same sizes, and so the same index: by the index's age, also in a later process."""
+    web, cache = tmp_path / "web", tmp_path / "cache"
+    written(web, 0)
+    os.utime(web / "index.json", (1, 1))
+    with ShardServer(web) as server, closing(StreamingDataset(server.url, cache)) as dataset:
+        assert [dataset[at]["number"] for at in range(35)] == list(range(35))
+        before = (web / "index.json").read_bytes()
+        written(web, 5000)
+        assert (web / "index.json").read_bytes() == before
+        if moment == "while":
+            (web / "index.json").unlink()
+        end = end_of_shard(dataset, 34)
+        start = 35 if moment != "next run" else 0
+        with closing(StreamingDataset(server.url, cache)) as later:
+            rows, error = read_until_error(later if moment == "next run" else dataset, start)
+        assert rows == list(range(start, end))
+        assert re.search(r"/index.json was (written again|removed) since it was fetched into .*/cache, and", error)
+
+
 @pytest.mark.parametrize("hashes", [[], ["sha1"]])
 @pytest.mark.parametrize("moment", ["while", "after"])
 def test_a_folder_that_is_written_again_meanwhile_is_never_mixed(

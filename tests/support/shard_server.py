@@ -6,6 +6,7 @@ by file. Threads of this process, on a free port.
 
 from __future__ import annotations
 
+import email.utils
 import hashlib
 import http.server
 import re
@@ -128,7 +129,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         tag = f'"{hashlib.md5(data).hexdigest()}"'
         if fault.flip:
             data = bytes((data[0] ^ 1,)) + data[1:]
-        headers = [("ETag", tag)] if owner.validators else []
+        written = email.utils.formatdate(file.stat().st_mtime, usegmt=True)
+        headers = [("ETag", tag), ("Last-Modified", written)] if owner.validators else []
         start, end = 0, len(data)
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked)
         unchanged = self.headers.get("If-Range", tag) == tag

@@ -1,6 +1,7 @@
 """The books of a cache's folder, as one process keeps them: their locks, and what dead processes left.
 
     FOLDER/.penstock/place              where the folder's files come from
+    FOLDER/.penstock/index.json         how old the place's index was when it was fetched
     FOLDER/.penstock/room               lock: who counts bytes and evicts
     FOLDER/.penstock/shards/KEY         lock, shared by who uses the shard; its text is a Stamp, its time the last use
     FOLDER/.penstock/ahead/KEY          lock, shared by who fetched the shard ahead and has not used it yet
@@ -23,7 +24,10 @@ from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.worker.datasets.storage.locks import Lock, take
 from penstock.worker.datasets.storage.places import Place
 
-__all__ = ["LONGEST_PAUSE_S", "Books"]
+__all__ = ["BOOKS", "LONGEST_PAUSE_S", "Books"]
+
+BOOKS = ".penstock"
+"""Their folder, below the cache's."""
 
 LONGEST_PAUSE_S = 0.02
 """Between two tries at a lock."""
@@ -36,7 +40,7 @@ class Books:
         self.root = str(folder)
         self._place = place
         self._timeout_s = timeout_s
-        books = folder / ".penstock"
+        books = folder / BOOKS
         self._origin = str(books / "place")
         self.room = str(books / "room")
         self.shards = str(books / "shards")

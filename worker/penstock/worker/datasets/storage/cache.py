@@ -181,6 +181,7 @@ class ShardCache:
                 return path.read_bytes()
             with self._books.fetching(INDEX, until, INDEX) as temporary:
                 if seen(str(path)) is None:
+                    self._filling.index_is_fetched()
                     data = self.place.read(INDEX, deadline_s=until - time.monotonic())
                     self._check_index(data)
                     put(data, temporary("raw"), path, self.place.url_of(INDEX))

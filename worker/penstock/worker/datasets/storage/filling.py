@@ -17,8 +17,11 @@ from typing import Literal
 
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
 from penstock.worker.datasets.formats.hashes import digest_of, fastest_of
+from penstock.worker.datasets.formats.index import INDEX
 from penstock.worker.datasets.formats.packing import unpack
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+from penstock.worker.datasets.storage.books import BOOKS
+from penstock.worker.datasets.storage.index_watch import RemoteIndex
 from penstock.worker.datasets.storage.places import Place
 from penstock.worker.datasets.storage.stamps import Stamp, origin_of, seen
 from penstock.worker.datasets.storage.transfer import unwritable
@@ -79,6 +82,12 @@ class Filling:
         self._folder = folder
         self._validate = validate
         self._keep_packed = keep_packed
+        self._index = RemoteIndex(place, folder / BOOKS / INDEX) if place and not place.local else None
+
+    def index_is_fetched(self) -> None:
+        """To be called before."""
+        if self._index is not None:
+            self._index.fetched()
 
     def origin(self, shard: Shard) -> str:
         return origin_of(shard, self._place.local if self._place else None)
@@ -252,6 +261,8 @@ class Filling:
             try:
                 left = max(0.0, until - time.monotonic())
                 self._place.download(stored.name, temporary, expected_size=stored.size, deadline_s=left)
+                if self._index is not None and self._validate is None and not stored.hashes:
+                    self._index.check()
                 use(source)
                 return
             except ShardCorruptError as error:

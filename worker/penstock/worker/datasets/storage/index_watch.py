@@ -1,8 +1,11 @@
-"""Whether the index that a dataset was opened with is still the one that lies there.
+"""Whether the index that a dataset was opened with is still the one that lies there, here or far away.
 
 A dataset that is written again while it is read has old rows before some moment and new ones behind it. Hashes in the
 index find that out, where shards are verified. This finds it out for shards that are read where they lie, and for a
 cache's folder that another job fills anew: who writes a dataset removes or replaces its index.
+
+What is fetched and has no hash is of the dataset whose index lies in the cache as long as the place's index is as old as
+it was when that was fetched. Its content says nothing: without hashes, data of the same sizes have the same index.
 """
 
 from __future__ import annotations
@@ -14,9 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, PenstockError
+from penstock.proto.whole_files import write_whole
+from penstock.worker.datasets.formats.index import INDEX
+from penstock.worker.datasets.storage.places import Place
 
-__all__ = ["IndexWatch"]
+__all__ = ["IndexWatch", "RemoteIndex"]
+
+ASK_S = 10.0
+"""For the place to say how old its index is."""
 
 
 @dataclass
@@ -70,6 +79,45 @@ class IndexWatch:
             return _digest(self.path.read_bytes()) == self.digest
         except OSError:
             return False
+
+
+@dataclass(frozen=True)
+class RemoteIndex:
+    """The index of a place, from which one was fetched into a cache."""
+
+    place: Place
+    record: Path
+    """Where it is kept for all processes of the host how old the place's was then."""
+
+    def fetched(self) -> None:
+        """To be called before it is fetched: if it is replaced meanwhile, that is found out later."""
+        write_whole(self.record, (self._version() or "").encode())
+
+    def check(self) -> None:
+        """Raises DatasetError if the place's index was replaced or removed since then. Says nothing where the place
+        does not tell how old it is, or does not answer now: it is asked again for the next shard."""
+        try:
+            before = self.record.read_text()
+        except FileNotFoundError:
+            return
+        now = self._version() if before else ""
+        if now is not None and now != before:
+            raise DatasetError(
+                f"{self.place.url_of(INDEX)} was {'written again' if now else 'removed'} since it was fetched into "
+                f"{self.record.parent.parent}, and it has no hashes by which shards of the two could be told apart. "
+                "Write new data to a new address, with hashes; or give another cache folder to read what is there now"
+            )
+
+    def _version(self) -> str | None:
+        """ "" if it is not there; None if that is not known."""
+        try:
+            return self.place.version(INDEX, deadline_s=ASK_S)
+        except FileNotFoundError:
+            return ""
+        except PenstockError:
+            raise
+        except Exception:
+            return None
 
 
 def _digest(content: bytes) -> bytes:

@@ -34,7 +34,9 @@ from penstock.worker.datasets.storage.transfer import (
     Changed,
     Landing,
     Progress,
+    age_of,
     by_pieces,
+    http_headers,
     judge,
     over_http,
     scrubbed,
@@ -233,6 +235,16 @@ class Place:
         except Exception:
             return False
         return bool(told.get("size") == size)
+
+    def version(self, name: str, *, deadline_s: float) -> str | None:
+        """What the place tells of a file's age, as far as it changes whenever the file is written; None if it tells
+        nothing of the kind. Raises FileNotFoundError, or what else it meets."""
+        until = time.monotonic() + deadline_s
+        path = self._path_of(name, until)
+        if self._is_http:
+            loop, fs, _ = self._opened(until)
+            return age_of(self._run(loop, http_headers(fs, path), until, None))
+        return age_of(self._call(until, "info", path))
 
     def close(self) -> None:
         """What moves ends with an error; within a second for places with connections of ours."""

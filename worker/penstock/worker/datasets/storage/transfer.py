@@ -31,7 +31,9 @@ __all__ = [
     "Landing",
     "Progress",
     "Verdict",
+    "age_of",
     "by_pieces",
+    "http_headers",
     "judge",
     "over_http",
     "scrubbed",
@@ -55,6 +57,9 @@ _HOPELESS = (
     tarfile.TarError,
     zipfile.BadZipFile,
 )
+_AGES = ("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created", "ETag", "etag")
+"""By which names places say when a file was written, the best first. An ETag is the last resort: it may be that of the
+content."""
 _ADDRESS = re.compile(r"(\w+://)(?:[^/\s?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?")
 
 
@@ -177,6 +182,21 @@ async def over_http(fs: Any, url: str, landing: Landing, progress: Progress, sou
 
     timeout = aiohttp.ClientTimeout(total=None)  # whoever waits for this looks at its progress
     await fs._get_file(url, landing, headers=headers, raise_for_status=look, timeout=timeout)
+
+
+async def http_headers(fs: Any, url: str) -> Any:
+    """What a server says of a file. Raises FileNotFoundError if there is none."""
+    session = await fs.set_session()
+    async with session.head(fs.encode_url(url), allow_redirects=True, **fs.kwargs) as response:
+        if response.status in (404, 410):
+            raise FileNotFoundError(url)
+        response.raise_for_status()
+        return dict(response.headers)
+
+
+def age_of(told: Any) -> str | None:
+    """When a file was written, of what a place tells of it, as a text to be compared."""
+    return next((f"{name}: {told[name]}" for name in _AGES if told.get(name)), None)
 
 
 def _validator(headers: Any) -> str:
