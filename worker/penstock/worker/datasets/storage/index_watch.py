@@ -4,7 +4,7 @@ A dataset that is written again while it is read has old rows before some moment
 index find that out, where shards are verified. This finds it out for shards that are read where they lie, and for a
 cache's folder that another job fills anew: who writes a dataset removes or replaces its index.
 
-What is fetched and has no hash is of the dataset whose index lies in the cache as long as the place's index is as old as
+What is fetched without a hash is of the dataset whose index lies in the cache as long as the place's index is as old as
 it was when that was fetched. Its content says nothing: without hashes, data of the same sizes have the same index.
 """
 
