@@ -113,10 +113,28 @@ def test_wrong_states_are_replaced_by_replay(examine: Examine, input_fn: str, ar
     assert where in found.verdict
 
 
-@pytest.mark.parametrize("input_fn", ["third_party:summed", "third_party:shard_per_worker"])
-def test_counts_of_former_launches_are_the_loaders(examine: Examine, input_fn: str) -> None:
+def test_later_batches_than_the_next_are_compared(examine: Examine) -> None:
+    found = examine("delayed:looks_ahead", 20, batches=32)
+    assert saved_by(found.question, found.patients) == REPLAY
+    assert "restored after batch 1, batch 22 is another one" in found.verdict
+    found = examine("delayed:grows", batches=45)
+    assert "batch 37 is another one" in found.verdict, "the first of the fourth pass"
+
+
+@pytest.mark.parametrize("input_fn", ["delayed:draws_twice", "delayed:queues_orders", "delayed:never_the_same"])
+def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, input_fn: str) -> None:
+    found = examine(input_fn, batches=40)
+    assert (found.code, wrong(found)) == (0, {})
+    (warning,) = found.warnings
+    assert warning.startswith("restored after batch 1, it does not begin the next pass as the loader that streamed")
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "args"), [("third_party:SummedLoader", [304]), ("third_party:shard_per_worker", [])]
+)
+def test_counts_of_former_launches_are_the_loaders(examine: Examine, input_fn: str, args: list[Any]) -> None:
     """What load_state_dict takes is what deaggregate_state_dict returned, launch after launch."""
-    found = examine(input_fn, workers=2, batches=22)
+    found = examine(input_fn, *args, workers=2, batches=22)
     assert (found.code, saved_by(found.question, found.patients)) == (0, METHODS)
     assert max(check.generation for check in found.patients[1].checks if check.exact) >= 2
     (warning,) = found.warnings
@@ -298,6 +316,7 @@ def test_command_as_json(call: Callable[..., Result]) -> None:
         "exact": False,
         "differs": 2,
         "what": "batch 2 is another one",
+        "from_beginning": False,
     }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from penstock.deploy.exits import CANNOT_SAVE, DIFFERS
 from penstock.deploy.ward import Ward
 from penstock.proto.errors import DeadlineError, InvalidArgumentError, PenstockError
+from penstock.worker.ways import REPLAY as REWOUND
 
 __all__ = [
     "REPLAY",
@@ -39,8 +40,7 @@ STATE, METHODS, REPLAY = "state", "methods", "replay"
 """How a loader is saved: by its own state; by its aggregate and deaggregate; or by counting batches from a place that
 is proven, and replaying them."""
 COMPARED = 8
-"""Batches and ends of passes that are compared after a restored snapshot; after the start of the first pass it is
-all."""
+"""Batches and ends of passes after which the next generation's state is taken."""
 _WHERE = {
     "start": "from the start, by replay",
     "early": "after batch {total}",
@@ -119,6 +119,8 @@ class Check:
     differs: int | None = None
     """The first batch that is another one."""
     what: str = ""
+    from_beginning: bool = False
+    """It came over the end of its pass only with a loader that was streamed from the beginning again."""
     traceback: str = ""
     """Of user code that raised in this process."""
 
@@ -227,6 +229,7 @@ def _ask(
         check.exact, check.what, check.traceback = False, error.message, error.remote_traceback
         return None
     done = answer.done.fields
+    check.from_beginning = done.get("rewinds") == REWOUND
     if not done["same"]:
         check.exact, check.differs, check.what = False, done["differs"], done["what"]
     return next((message.payload for message in answer if message.kind == "base"), None)
@@ -238,18 +241,16 @@ def _chain(ward: Ward, question: Question, patient: Patient, name: str) -> None:
     last = GENERATIONS if name in _CHAINED else 1
     for generation in range(1, last + 1):
         events = patient.events_after(total, origin=origin)
-        if name != "start":
-            events = _up_to_a_batch(events[:COMPARED]) if generation < last else events[:COMPARED]
         if generation > 1 and not events:
             return
+        until = _up_to_a_batch(events[:COMPARED])
         where = _WHERE[name].format(total=total) if generation == 1 else f"after batch {total}{_AGAIN[generation - 1]}"
         check = Check(where, total, not origin, generation)
-        goes_on = generation < last and bool(events)
-        then = events[-1][1] * question.workers if goes_on else None
+        then = [until[-1][1], until[-1][1] * question.workers] if generation < last and until else None
         following = _ask(ward, question, patient, check, "check", [data], events=events, then=then)
-        if following is None:
+        if following is None or then is None or not check.exact:
             return
-        total, origin, data = events[-1][1], False, following
+        total, origin, data = then[0], False, following
 
 
 def _up_to_a_batch(events: list[list[Any]]) -> list[list[Any]]:
@@ -301,7 +302,8 @@ def _launch(
     except DeadlineError:
         raise
     except PenstockError as error:
-        failed = Check(where, totals[0], False, generation, False, None, error.message, error.remote_traceback)
+        failed = Check(where, totals[0], False, generation, False)
+        failed.what, failed.traceback = error.message, error.remote_traceback
         patients[0].checks.append(failed)
         return None
     step = sum(totals)
@@ -311,7 +313,8 @@ def _launch(
         events = patient.events_after(total, origin=False)[:COMPARED]
         beyond = patient.events_after(total + COMPARED, origin=False)[:1]
         inside = len(events) == COMPARED and all(event[2] is not None for event in [*events, *beyond])
-        then = step + COMPARED * len(patients) if inside and name == "resume" else None
+        goes_on = inside and name == "resume"
+        then = [total + COMPARED, step + COMPARED * len(patients)] if goes_on else None
         check = Check(where, total, False, generation)
         data = _ask(
             ward, question, patient, check, "resume", [part, aggregated], events=events, launch=launch, then=then
@@ -408,5 +411,13 @@ def _warnings(question: Question, patients: list[Patient]) -> Iterator[str]:
                 f"resumed {check.where}, {check.what}: a state of a step at which workers do not have equally many "
                 "batches is resumed by counted replay, and only on the same numbers of boxes and workers"
             )
+    again = next((check for patient in patients for check in patient.checks if check.from_beginning), None)
+    if again is not None:
+        yield (
+            f"restored {again.where}, it does not begin the next pass as the loader that streamed through, nor does "
+            "one that input_fn makes anew. A run that was resumed within a pass is made again from its beginning at "
+            "the end of that pass: exactly, and for as long as it took. Does its state have all that later passes "
+            "depend on, and is it the same when it is asked twice?"
+        )
     if all(len(set(of_one)) == 1 for of_one in digests):
         yield "all its batches are the same, so that a wrong one cannot be told from the right one: try real data"

@@ -230,9 +230,9 @@ def _resume(source: Source, channel: Channel, fields: dict[str, Any], parts: lis
 
 
 def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
-    """Says whether these events come next, or the first that does not. If they do, and are to lead to another launch
-    (`then`: its step), sends a snapshot of the place behind them."""
-    offprint = Offprint()
+    """Says whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
+    after how many batches, and its step), sends a snapshot of that place on the way."""
+    offprint, then = Offprint(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
             source.open_pass()
@@ -248,13 +248,12 @@ def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
             elif source.digest != digest:
                 what = f"batch {total} is another one"
             else:
+                if then is not None and total == then[0]:
+                    channel.send("base", source.snapshot(then[1]).encode(), name="next", total=total, origin=False)
                 continue
         channel.send("done", same=False, differs=total, what=what)
         return
-    if fields.get("then") is not None:
-        data = source.snapshot(fields["then"]).encode()
-        channel.send("base", data, name="next", total=source.place.total, origin=False)
-    channel.send("done", same=True)
+    channel.send("done", same=True, rewinds=source.past.rewinds)
 
 
 def _aggregate(_: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
