@@ -359,6 +359,17 @@ def test_an_input_that_no_worker_shards_is_warned_of_once(rigs: Any) -> None:
     assert len(caught) == 1
 
 
+def test_states_that_are_not_used_are_told_once(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(2)
+    rig.numbers(0, 0, 1)
+    rig.numbers(1, 10, 11)
+    for slot in (1, 0):
+        rig.run.show(rig.runners[slot], traits=records_pb2.LoaderTraits(looked_at_assignment=True, not_used="batch 7"))
+        assert rig.take(2) == [1 - slot, 11 - slot]
+    told = [record for record in caplog.records if "batch 7" in record.message]
+    assert [record.levelname for record in told] == ["WARNING"]
+
+
 # ---- broken lanes
 
 

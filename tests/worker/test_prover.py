@@ -42,7 +42,12 @@ class Bench:
             assignment=records_pb2.WorkerAssignment(),
             fail=lambda error, lost: self.failed.append(error),
             findings=self.findings,
-            host=SimpleNamespace(found_rewinds=self._found, found_misleading=self._misleads, slots_here=lambda: 1),
+            host=SimpleNamespace(
+                found_rewinds=self._found,
+                found_misleading=self._misleads,
+                slot_changed=lambda: None,
+                slots_here=lambda: 1,
+            ),
             is_savable=True,
             ledger=self.ledger,
             left={},
@@ -154,6 +159,7 @@ def test_state_that_leads_elsewhere_later_ends_the_use_of_all() -> None:
     bench = Bench(lambda total: wrong | {"differs": total + 6}, batches=40)
     bench.prove()
     assert bench.findings.misleads
+    assert "Such states are not used" in bench.findings.not_used
     assert not bench.prover._provable
     before = [base for base in bench.store if not base.start]
     assert before

@@ -18,6 +18,7 @@ import select
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
@@ -110,7 +111,7 @@ class Feed:
         self._waiting_since = 0.0
         self._moving = False
         self._cuts: list[tuple[int, int]] = []
-        self._told_unsharded = False
+        self._told_unsharded = self._told_not_used = False
         run.progress.waited_by_slot = [0.0] * run.num_slots
         run.progress.position = self.snapshot
         run.progress.unreachable = self._unreachable
@@ -422,9 +423,17 @@ class Feed:
                 UserWarning,
                 stacklevel=2,
             )
+        self._tell_not_used(run.views)
         self.stats.skipped = sum(view.skipped for view in run.views)
         for note in notes:
             warnings.warn(f"{self._label}: {note}", UserWarning, stacklevel=2)
+
+    def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
+        """Say once that states of the loader are not used: its saves and recoveries take longer."""
+        why = next((view.traits.not_used for view in views if view.traits.not_used), "")
+        if why and not self._told_not_used:
+            self._told_not_used = True
+            _log.warning("%s: %s", self._label, why)
 
     def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
         if view.generation != lane.generation or now < lane.retry_at:

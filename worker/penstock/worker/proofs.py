@@ -71,8 +71,8 @@ class Findings:
     """The same, that the next one will take; 0 before the first."""
     misleads: bool = False
     """A state of it led to the right batches first and to others later: none is used any more."""
-    told: bool = False
-    """It was said that its snapshots are not used."""
+    not_used: str = ""
+    """Why its snapshots are not used, as was said once."""
     checked: bool = False
     """One that declares exact_states was looked at, once."""
     inexact: bool = False
@@ -323,12 +323,12 @@ class Prover:
                 slot.fail(detail_of(mismatch), lost=False)
             else:  # nobody has asked for a state yet, and the stream itself is what it is
                 slot.findings.unrepeatable = mismatch
-        elif not slot.findings.told:
-            slot.findings.told = True
-            slot.log.warning(
-                "%s. Such states are not used: this run is saved and recovered by counting batches from a place that "
-                "was proven, and replaying them, which is exact but takes longer. Does the loader count after its "
+        elif not slot.findings.not_used:
+            slot.findings.not_used = (
+                f"{what}. Such states are not used: this run is saved and recovered by counting batches from a place "
+                "that was proven, and replaying them, which is exact but takes longer. Does the loader count after its "
                 "`yield`, prefetch in the background, or draw random numbers in worker processes of its own? Its state "
-                "must be that of the batches it has handed out (penstock doctor tells more)",
-                what,
+                "must be that of the batches it has handed out (penstock doctor tells more)"
             )
+            slot.log.warning("%s", slot.findings.not_used)
+            slot.host.slot_changed()  # the training job says it, too

@@ -53,6 +53,8 @@ _log = logging.getLogger("penstock.worker")
 
 STOP_GRACE_S = 0.5
 """For a runner that is asked to end, before its process group is killed."""
+MOST_TOLD = 1000
+"""Characters of what the training job is told of its loader's states."""
 KILL_S = 10.0
 """For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
 NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
@@ -333,6 +335,7 @@ class Slot:
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
         place = self._turn.place if self._turn is not None else 0
+        self.traits.not_used = self.findings.not_used[:MOST_TOLD]
         self.traits.looked_at_assignment = bool(self.ledger.looked) or not self.begun.is_set()
         return coordinator_pb2.SlotReport(
             run=run,

@@ -250,6 +250,7 @@ class LoaderTraits(_message.Message):
     LOADS_OWN_STATE_FIELD_NUMBER: _builtins.int
     EXACT_STATES_FIELD_NUMBER: _builtins.int
     ADVANCES_STATE_FIELD_NUMBER: _builtins.int
+    NOT_USED_FIELD_NUMBER: _builtins.int
     state_methods: _builtins.int
     """0, 2 (state_dict, load_state_dict) or 4 (and aggregate, deaggregate)"""
     takes_strict: _builtins.bool
@@ -270,6 +271,8 @@ class LoaderTraits(_message.Message):
     """every state_dict is known to be exact, and is restored over the end of an epoch too"""
     advances_state: _builtins.str
     """"module:qualname" of the class whose advance_state moves a state on; "" = none has"""
+    not_used: _builtins.str
+    """why states of it are not used on that worker, though it has some; "" = they are"""
     def __init__(
         self,
         *,
@@ -283,10 +286,11 @@ class LoaderTraits(_message.Message):
         loads_own_state: _builtins.bool = ...,
         exact_states: _builtins.bool = ...,
         advances_state: _builtins.str = ...,
+        not_used: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances_state", b"advances_state", "exact_states", b"exact_states", "is_iterator", b"is_iterator", "length", b"length", "loads_own_state", b"loads_own_state", "looked_at_assignment", b"looked_at_assignment", "not_restartable", b"not_restartable", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advances_state", b"advances_state", "exact_states", b"exact_states", "is_iterator", b"is_iterator", "length", b"length", "loads_own_state", b"loads_own_state", "looked_at_assignment", b"looked_at_assignment", "not_restartable", b"not_restartable", "not_used", b"not_used", "own_workers", b"own_workers", "state_methods", b"state_methods", "takes_strict", b"takes_strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
