@@ -34,6 +34,7 @@ from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
 from penstock.appliance.telling import tell
 from penstock.proto.channel import Tls, host_id, server_aio
+from penstock.proto.connections import raise_file_limit
 from penstock.proto.errors import JournalError
 from penstock.proto.metrics import in_loop
 from penstock.proto.tallies import CallTally
@@ -83,6 +84,7 @@ async def serve(
     with contextlib.ExitStack() as closing:
         if own_process:
             closing.enter_context(paced(loop))
+            raise_file_limit()
         _stop_by_signal(loop, stop, closing, leave_interrupt=lifeline_pid is not None)
         if lifeline_pid is not None and not _stop_with(lifeline_pid, loop, stop, closing):
             return

@@ -10,6 +10,7 @@ guard.py (what stands before every handler), tls.py; the rest of Penstock takes 
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from penstock.proto.addresses import (
     refuse_unsafe,
     socket_path,
 )
+from penstock.proto.connections import Connections
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.guard import SERVICE, Guard
 from penstock.proto.reflection import add_reflection
@@ -118,6 +120,9 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", METADATA_MAX),
     # Who connects has so long for TLS and HTTP/2; the default of two minutes would let silent peers pile up.
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # One that has shown its token and then makes no call (connections.py looks after the others). Daemons and training
+    # jobs always have one under way; whoever comes back later connects again, unseen.
+    ("grpc.max_connection_idle_ms", 300_000),
     # With the default, a second coordinator on the same port would silently take half of the connections.
     ("grpc.so_reuseport", 0),
 )
@@ -170,9 +175,13 @@ class Served:
     address: str
     """Where it listens, with the port that it really has; give this one to `connect`."""
     health: health.aio.HealthServicer
+    watch: asyncio.Task[None] | None = None
+    """Ends connections that show no token."""
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING first, then no new calls, then up to `grace_s` seconds for those under way."""
+        if self.watch is not None:
+            self.watch.cancel()
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
@@ -200,7 +209,8 @@ async def server_aio(
     PortTakenError for one in use.
     """
     check_address(listen)
-    guard = Guard(Tokens(tokens), calls if calls is not None else CallTally())
+    connections = Connections()
+    guard = Guard(Tokens(tokens), calls if calls is not None else CallTally(), connections)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):
@@ -223,9 +233,10 @@ async def server_aio(
     except RuntimeError as error:
         raise _why_not_bound(listen) from error
     await server.start()
-    if socket_path(listen) is not None:
+    if socket_path(listen) is not None:  # only this user reaches it
         return Served(server, listen, status)
-    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status)
+    watch = asyncio.create_task(connections.watch(port))
+    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status, watch)
 
 
 def _answers(listen: str) -> bool:

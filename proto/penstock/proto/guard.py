@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health  # type: ignore[import-untyped]
 
 from penstock.proto import tracing
+from penstock.proto.connections import Connections
 from penstock.proto.errors import (
     AuthenticationError,
     InvalidArgumentError,
@@ -55,11 +57,13 @@ class Guard(grpc.GenericRpcHandler):
     would do the same in a task and some awaits for each call, 40 us, a third of what gRPC itself takes.
 
     calls: where answered calls are counted.
+    connections: told by which of them calls come, and whether with a token.
     """
 
-    def __init__(self, tokens: Tokens, calls: CallTally) -> None:
+    def __init__(self, tokens: Tokens, calls: CallTally, connections: Connections) -> None:
         self._tokens = tokens
         self._calls = calls
+        self._connections = connections
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     def _roles(self, sent: Mapping[str, Any]) -> frozenset[Role] | AuthenticationError:
@@ -96,8 +100,9 @@ class Guard(grpc.GenericRpcHandler):
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Takes a service's methods in."""
+        heard = partial(self._connections.heard, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
-            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls)
+            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, heard)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a call; None if it is of another release, whose caller is answered UNIMPLEMENTED."""
@@ -163,8 +168,10 @@ def _counted(calls: CallTally, method: str) -> Iterator[_Call]:
         calls.add(method, call.status, time.perf_counter() - began)
 
 
-def _translated(name: str, handler: Any, calls: CallTally) -> grpc.RpcMethodHandler[Any, Any]:
-    """`handler` with its errors put into status and trailing metadata."""
+def _translated(
+    name: str, handler: Any, calls: CallTally, heard: Callable[[str], None]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """`handler` with its errors put into status and trailing metadata. `heard`: told each caller."""
     read = _reading(name, handler.request_deserializer)
     # A request that is no stream is read here: what a deserializer raises before the handler runs would be UNKNOWN to
     # the caller, and a traceback in our log.
@@ -176,6 +183,7 @@ def _translated(name: str, handler: Any, calls: CallTally) -> grpc.RpcMethodHand
         behave_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            heard(context.peer())
             with _counted(calls, name) as call:
                 try:
                     said = request if handler.request_streaming else read(request)
@@ -197,6 +205,7 @@ def _translated(name: str, handler: Any, calls: CallTally) -> grpc.RpcMethodHand
     behave = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
     async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        heard(context.peer())
         with _counted(calls, name) as call:
             try:
                 said = request if handler.request_streaming else read(request)
