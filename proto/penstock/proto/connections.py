@@ -126,8 +126,10 @@ class Connections:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._port = 0
-        self._heard: dict[str, bool] = {}
-        """What gRPC calls a peer -> whether it has shown a token; else it has made a health check."""
+        self._heard: dict[str, Peer | None] = {}
+        """What gRPC calls a peer that has made a call -> who that is."""
+        self._proven: set[Peer | None] = set()
+        """Those that have shown a token."""
         self._known: dict[str, Connection] = {}
         self._missing: set[str] = set()
         """Of `_heard`: those without a connection at the last look."""
@@ -137,24 +139,26 @@ class Connections:
 
     def heard(self, peer: str, *, proven: bool) -> None:
         """A call has come, with a token or one that needs none. Called for each: it is one look into a dict."""
-        if peer not in self._heard or (proven and not self._heard[peer]):
-            self._heard[peer] = proven
+        if peer not in self._heard:
+            self._heard[peer] = _peer_of(peer)
+        if proven:
+            self._proven.add(self._heard[peer])
 
     async def watch(self, port: int) -> None:
         """Looks at the connections to `port` again and again, for ever."""
         self._port = port
         while True:
             began = time.perf_counter()
-            await asyncio.to_thread(self.look)
+            for said in await asyncio.to_thread(self.look):
+                self._proven.discard(self._heard.pop(said))
             await asyncio.sleep(max(EVERY_S, (time.perf_counter() - began) / COST_SHARE))
 
-    def look(self) -> None:
-        """Ends what has to be."""
+    def look(self) -> set[str]:
+        """Ends what has to be. Returns those of `_heard` whose connections are gone."""
         now = self._clock()
         found = self._found(now)
-        heard = {said: peer for said in list(self._heard) if (peer := _peer_of(said)) is not None}
-        proven = {peer for said, peer in heard.items() if self._heard[said]}
-        unproven = [one for one in found.values() if one.peer not in proven]
+        heard = self._heard.copy()  # in one step, beside the event loop
+        unproven = [one for one in found.values() if one.peer not in self._proven]
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = UNPROVEN_MAX if soft == resource.RLIM_INFINITY else min(UNPROVEN_MAX, int(SHARE * soft))
         silent = {one.peer for one in unproven} - set(heard.values())
@@ -163,10 +167,9 @@ class Connections:
                 self._ended[one.peer[0]] += 1
         here = {one.peer for one in found.values()}
         missing = {said for said, peer in heard.items() if peer not in here}
-        for said in missing & self._missing:  # once may be one that came after this look at the sockets
-            del self._heard[said]
-        self._missing = missing
+        gone, self._missing = missing & self._missing, missing  # once may be one that came after the look at sockets
         self._tell(now)
+        return gone
 
     def _found(self, now: float) -> dict[str, Connection]:
         """All that are there, by link."""
