@@ -49,7 +49,8 @@ class RestartableDataLoader(Protocol):
 
     advance_state(state_dict, batches): a static method that returns the state so many batches further in the same
     epoch. A state between two snapshots is then had without making a batch; the generators are taken to be unchanged,
-    so it is for loaders whose batches do not draw from those of the process.
+    so it is for loaders whose batches do not draw from those of the process. A loader for which that does not hold sets
+    its own attribute advance_state to None.
     """
 
     def state_dict(self) -> Any:

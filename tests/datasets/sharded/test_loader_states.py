@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +24,17 @@ from penstock.proto.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from penstock.worker.datasets import LogicalShards, MapLoader, Repeated
+from penstock.worker.datasets import (
+    Chunked,
+    Filtered,
+    LogicalShards,
+    Mapped,
+    MapLoader,
+    Mixture,
+    Packed,
+    Repeated,
+    WindowShuffled,
+)
 from penstock.worker.datasets.sharded.loader import ShardLoader
 from penstock.worker.datasets.sharded.protocol import Place, Token
 from penstock.worker.datasets.sharded.rounds import Rounds
@@ -513,3 +524,53 @@ def test_numbers_of_numpy_s_do() -> None:
     next(stream)
     other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert next(iter(other)) == next(stream)
+
+
+def language_model() -> Any:
+    pieces = [[[10 * piece + at] * (1 + (7 * at + piece) % 9) for at in range(8)] for piece in range(6)]
+    files = LogicalShards([partial(list, piece) for piece in pieces], shards=6, shuffle=True)
+    lines = Packed(Chunked(Repeated(Mapped(files, jittered, random=True)), length=6, eos=-1), length=8)
+    return WindowShuffled(lines, 4)
+
+
+def jittered(document: Any, generator: np.random.Generator) -> Any:
+    return np.asarray(document) + generator.integers(0, 100, len(document))
+
+
+@pytest.mark.parametrize("make", [language_model, lambda: LogicalShards([range(90)], shards=4, shuffle=True)])
+@pytest.mark.parametrize(("shape", "then"), [((1, 1), (2, 3)), ((2, 3), (2, 3)), ((2, 3), (3, 1))])
+def test_a_later_state_of_a_pass_is_arithmetic(make: Any, shape: Shape, then: Shape) -> None:
+    """So none of the user's code runs for a state between two snapshots; on any topology it leads to the same batches."""
+    fleet = Fleet(make, shape, global_batch_size=6)
+    earlier = None
+    for step in range(9):
+        if step in (0, 2, 5):
+            earlier = [loader.state_dict() for loader in fleet.workers]
+        fleet.take(1)
+        assert earlier is not None
+        states = [
+            ShardLoader.advance_state(state, loader.state_dict()["done"] - state["done"])
+            for state, loader in zip(earlier, fleet.workers, strict=True)
+        ]
+        whole = saved(fleet.workers[0].aggregate_state_dict(saved(states)))
+        advanced: Any = SimpleNamespace(shape=shape, step=fleet.step, state=lambda whole=whole: whole)
+        there, again = (Fleet(make, then, before, global_batch_size=6) for before in (fleet, advanced))
+        assert plain(again.take(4)) == plain(there.take(4))
+
+
+def plain(batches: list[list[Any]]) -> list[list[Any]]:
+    return [[np.asarray(row).tolist() for row in batch] for batch in batches]
+
+
+def test_a_later_state_is_not_known_without_lengths_or_where_others_may_draw() -> None:
+    numbers = LogicalShards([range(90)], shards=4)
+    for source in (
+        Filtered(numbers, bool, random=True),
+        Mapped(numbers, str),
+        Repeated(Mapped(numbers, str)),
+        Listed(UNEQUAL),
+        LogicalShards([range(90)], shards=4, capture_rng=False),
+        Mixture([Repeated(numbers), Repeated(Mapped(numbers, str))], [1, 1]),
+    ):
+        assert loader_of(source).advance_state is None
+    assert loader_of(Repeated(Filtered(numbers, bool, random=True))).advance_state is not None

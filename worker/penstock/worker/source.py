@@ -153,7 +153,7 @@ class Source:
             traits.is_iterator = hasattr(type(loader), "__next__")
             traits.loads_own_state = getattr(loader, "loads_own_state", False) is True
             traits.exact_states = getattr(loader, "exact_states", False) is True
-            if callable(getattr(type(loader), "advance_state", None)):
+            if callable(getattr(loader, "advance_state", None)):
                 traits.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
             traits.own_workers = int(getattr(loader, "num_workers", 0) or 0)
             if traits.own_workers and getattr(loader, "persistent_workers", False):

@@ -14,13 +14,14 @@ from typing import Any
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 from penstock.worker.datasets.sharded.protocol import Place, ShardedSource, Token
 
-__all__ = ["Layer", "Patience", "checked", "entered", "placed", "title"]
+__all__ = ["Layer", "Patience", "checked", "entered", "is_keyed", "placed", "title"]
 
 PATIENCE = 1_000_000
 """Samples in a row that may give nothing, of a source that does not end. A predicate that is never true would read on
 for ever; one that is true for one sample of 10,000 gets here once in e^100 times."""
 
 
+_LAYERS = ("Chunked", "Filtered", "Grouped", "Mapped", "Packed", "Repeated", "WindowShuffled")
 MOST = 1 << 62
 """Of any number in a token."""
 
@@ -98,6 +99,19 @@ def entered(token: Token | None, layer: str, *names: str) -> tuple[list[int], To
     if len(numbers) < len(names):
         raise StateCorruptError(f"a token of {layer} that cannot be: {dict(zip(names, found, strict=True))}")
     return numbers, token.get("source")
+
+
+def is_keyed(described: Any) -> bool:
+    """Nothing in a stack of sources, by its `described()`, draws from the process's random generators: functions get
+    generators of their own, and so do pieces and streams. Not known of sources that are not ours."""
+    kind = described.get("kind") if isinstance(described, Mapping) else None
+    if kind in ("LogicalShards", "Savable"):
+        return described["capture_rng"] is True
+    if kind == "Mixture":
+        return all(map(is_keyed, described["sources"]))
+    if kind in ("Mapped", "Filtered") and not described["random"]:
+        return False
+    return kind in _LAYERS and is_keyed(described["source"])
 
 
 def placed(place: Place | None, shard: int, shards: int) -> Place:

@@ -23,7 +23,7 @@ from penstock.worker.datasets.ordering.dealing import APART, Dealing
 from penstock.worker.datasets.ordering.progress import Progress, Shape
 from penstock.worker.datasets.sharded.grid import place_in
 from penstock.worker.datasets.sharded.keys import SampleKey, digest_of
-from penstock.worker.datasets.sharded.layer import checked
+from penstock.worker.datasets.sharded.layer import checked, is_keyed
 from penstock.worker.datasets.sharded.protocol import ShardedSource
 from penstock.worker.datasets.sharded.rounds import Tail
 from penstock.worker.datasets.sharded.share import Plan, Share
@@ -115,6 +115,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._share: Share | None = None
         """Of the pass that goes on; an iterator of an earlier one yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
+        if not is_keyed(self._order["source"]) or (lengths is None and not source.endless):
+            self.advance_state = None  # type: ignore[method-assign, assignment]
         if lengths is not None:
             self._plan.check_length(0, sum(map(int, lengths)), self._batch, here.boxes)
 
@@ -181,6 +183,15 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """This worker's place, after the batches that it has yielded so far."""
         standing = self._begun if self._share is None else self._share.standing()
         return standing.state(self._order)
+
+    @staticmethod
+    def advance_state(state_dict: dict[str, Any], batches: int) -> dict[str, Any]:
+        """A worker's state after so many more of its batches of the same pass: the shards' marks stay where they are,
+        and what lies between is passed over after a resume. None of the user's code runs for it.
+
+        Only where the place is a number (the source is endless, or knows its lengths) and nothing draws from the
+        process's generators, which a step between two snapshots would have to have: else a loader's own is None."""
+        return {**state_dict, "done": Progress.parsed(state_dict).done + batches}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Go to a place of this order: a state of this very shape, or one that fits any, as an only worker's does.
