@@ -28,8 +28,8 @@ from penstock.worker.datasets import (
     Chunked,
     Filtered,
     LogicalShards,
-    Mapped,
     MapLoader,
+    Mapped,
     Mixture,
     Packed,
     Repeated,
@@ -540,7 +540,7 @@ def jittered(document: Any, generator: np.random.Generator) -> Any:
 @pytest.mark.parametrize("make", [language_model, lambda: LogicalShards([range(90)], shards=4, shuffle=True)])
 @pytest.mark.parametrize(("shape", "then"), [((1, 1), (2, 3)), ((2, 3), (2, 3)), ((2, 3), (3, 1))])
 def test_a_later_state_of_a_pass_is_arithmetic(make: Any, shape: Shape, then: Shape) -> None:
-    """So none of the user's code runs for a state between two snapshots; on any topology it leads to the same batches."""
+    """None of the user's code runs for a state between two snapshots; on any topology it leads to the same batches."""
     fleet = Fleet(make, shape, global_batch_size=6)
     earlier = None
     for step in range(9):
