@@ -16,12 +16,14 @@ long as the last of them; `Ring` only ever drops its own reference.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 
 from penstock.proto.errors import LaneLostError, ProtocolError
 from penstock.proto.forks import silence, unshare
+from penstock.proto.free_memory import free_memory
 
 __all__ = ["MAX_SLOTS", "Ring", "grown", "ring_bytes", "slots_for"]
 
@@ -39,6 +41,9 @@ GIANT_BYTES = 512 << 20
 entries, and as many in the receiver, would take six times its size, all of it allocated whole."""
 RING_BYTES = 8 << 20
 """What a ring aims for: small enough to stay in the last-level cache, so that the reader finds the bytes there."""
+LOOKED_AT_BYTES = 64 << 20
+"""Rings above this size are made only where memory is free. The look takes 0.1 to 0.4 ms."""
+MOST_OF_FREE = 0.75
 BOX_BYTES = 512 << 20
 """What all rings of a box aim for together: 64 worker slots with 8 MiB each."""
 
@@ -90,17 +95,27 @@ class Ring:
 
     @classmethod
     def create(cls, slot_bytes: int, slots: int) -> Ring:
-        """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages. Raises OSError if memory is short."""
+        """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages.
+
+        Raises OSError if memory is short. It is looked at beforehand: all pages are taken at once, and what is too much
+        would have the kernel kill some process for it. In the receiver their number is a peer's word.
+        """
         slot_bytes = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE)
+        size = slot_bytes * slots
+        if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
+            raise OSError(
+                errno.ENOMEM,
+                f"a ring of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of the memory that is free, "
+                f"which is {free:,} bytes; make batches smaller, or give the process more memory",
+            )
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, slot_bytes * slots)
-            os.posix_fallocate(fd, 0, slot_bytes * slots)  # MAP_POPULATE alone passes over what it cannot have
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)  # MAP_POPULATE alone passes over what it cannot have
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, slot_bytes, slots)
         except OSError as error:
             os.close(fd)
-            size = slot_bytes * slots
             raise OSError(error.errno, f"a ring of {size:,} bytes cannot be made: {error.strerror}") from error
         except BaseException:
             os.close(fd)

@@ -1,0 +1,52 @@
+"""How much memory a process may still take: what the machine has left, or its control group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["free_memory"]
+
+MEMINFO = Path("/proc/meminfo")
+OWN_GROUP = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that can be taken before the kernel kills for memory; very many where it does not say (no /proc).
+
+    The machine's `MemAvailable`, or what a control group (version 2) that this process is in has left of its limit,
+    whichever is less. File pages that a group can drop count as free, as they do for the machine.
+    """
+    return min([_of_machine(), *map(_of_group, _own_groups())])
+
+
+def _of_machine() -> int:
+    try:
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return 1 << 62
+
+
+def _own_groups() -> list[Path]:
+    """The process's group and those above it, as far as they can be seen from here."""
+    try:
+        path = next(line[3:] for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    own = GROUPS / path.lstrip("/")
+    return [group for group in (own, *own.parents) if group.is_relative_to(GROUPS)]
+
+
+def _of_group(group: Path) -> int:
+    try:
+        limit = int((group / "memory.max").read_text())  # "max", or no such file: no limit
+        used = int((group / "memory.current").read_text())
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                used -= int(line.split()[1])
+    except (OSError, ValueError):
+        return 1 << 62
+    return max(0, limit - used)
