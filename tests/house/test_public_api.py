@@ -22,10 +22,13 @@ NAMES = {
         "Lookahead",
         "RestartableDataLoader",
         "checkpoint_closure",
+        "compute_num_steps",
+        "get_streaming_batch_size",
         "get_worker_state",
+        "infer_batch_size",
     },
     "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
-    "penstock.worker": {"collate", "current_assignment", "empty"},
+    "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
     "penstock.worker.datasets": {
         "CSVWriter",
         "Chunked",
@@ -64,6 +67,13 @@ SIGNATURES = {
     "penstock.client:DataLoader.state_at": "(self, step)",
     "penstock.client:DataLoader.load_state_dict": "(self, sd, strict=True)",
     "penstock.client:DataLoader.__len__": "(self)",
+    "penstock.client:DataLoader.checkpoints": "(self, step=None)",
+    "penstock.client:compute_num_steps": (
+        "(dataloader, initial_step=0, num_steps=None, max_steps=None, num_epochs=None, steps_per_epoch=None, "
+        "grad_accum_steps=1)"
+    ),
+    "penstock.client:get_streaming_batch_size": "(effective_batch_size, global_rank=None)",
+    "penstock.client:infer_batch_size": "(data, batch_size=None)",
     "penstock.client:DataLoader.__iter__": "(self)",
     "penstock.client:DataExecutor": "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None)",
     "penstock.client:DataExecutor.__iter__": "(self)",
@@ -106,8 +116,22 @@ SIGNATURES = {
 """module:name -> its parameters, without annotations."""
 
 ATTRIBUTES = {
-    "penstock.client:DataLoader": {"is_restartable"},
-    "penstock.client:DataExecutor": {"step", "on_checkpoint_step"},
+    "penstock.client:DataLoader": {
+        "batch_size",
+        "dataloader",
+        "input_fn",
+        "input_fn_params",
+        "is_restartable",
+    },
+    "penstock.client:DataExecutor": {
+        "dataloader",
+        "is_initial_step",
+        "iteration",
+        "on_checkpoint_step",
+        "on_final_iteration",
+        "step",
+        "user_iteration",
+    },
     "penstock.client.checkpoint:AsyncCheckpointer": {"progress"},
 }
 """module:class -> what is read without being called."""

@@ -240,3 +240,24 @@ def test_a_pass_of_which_a_slot_gave_nothing_is_left_the_same_by_a_runner_that_w
                 time.sleep(0.5)  # the runners are ahead now, by as much as there is room for
                 break
     assert got == [[1, 2], [1001, 1], [2, 2], [1002, 1]]
+
+
+def test_a_state_made_by_hand_goes_on_and_workers_records_tell_where(appliance: Appliance) -> None:
+    loader = DataLoader(streams.asks_where)
+    loader.load_state_dict({"start": 12, "done": [3, 2, 1]})  # of three workers, elsewhere
+    executor = DataExecutor(loader, num_steps=5, checkpoint_steps=[5], appliance=appliance)
+    assert [batch["number"] for batch in executor] == [18, 19, 20, 21, 22]
+    first, second = loader.checkpoints()
+    assert (first.global_worker_id, first.total_num_workers, first.appliance_step) == (0, 2, 5)
+    assert first.user_state_dict == {"start": 18, "done": 3, "step": 5, "worker_step": 3}
+    assert second.user_state_dict == {"start": 18, "done": 2, "step": 5, "worker_step": 2}
+    assert [(c.worker_step, c.samples_streamed) for c in (first, second)] == [(3, 12), (2, 8)]
+    state = loader.state_dict()
+    again = DataLoader(streams.asks_where)
+    again.load_state_dict(state)
+    numbers = [batch["number"] for batch in DataExecutor(again, num_steps=3, appliance=appliance)]
+    assert numbers == [23, 24, 25]
+    assert [(c.appliance_step, c.worker_step, c.lifetime_worker_step) for c in again.checkpoints()] == [
+        (3, 1, 4),
+        (3, 2, 4),
+    ]

@@ -15,11 +15,12 @@ from typing import Any
 
 from penstock.client.appliance import Appliance
 from penstock.client.feed import PASS_ENDED, Stats
-from penstock.client.loader import DataLoader, Session
+from penstock.client.loader import DataLoader
 from penstock.client.progress import ProgressLine
 from penstock.client.reference import forbid_in_runner
 from penstock.client.schedule import CheckpointSteps, Schedule, positive
 from penstock.client.scopes import Scope
+from penstock.client.session import Session
 from penstock.proto.errors import EmptyInputError
 from penstock.proto.position import PASSES_AHEAD
 
@@ -73,6 +74,8 @@ class DataExecutor:
         if appliance is not None:
             loader.expect(appliance)
         self._session: Session | None = None
+        self._first = 0
+        """The step before this executor's first."""
         self._last: int | None = None
 
     # ---- what the loop may ask
@@ -81,6 +84,42 @@ class DataExecutor:
     def step(self) -> int:
         """The last step: batches that this box was handed over the whole life of the run. 0 before the first."""
         return self._loader.step
+
+    @property
+    def dataloader(self) -> DataLoader:
+        """The loader that it iterates."""
+        return self._loader
+
+    def __len__(self) -> int:
+        """Steps of this executor: num_steps, or the batches of a pass. TypeError if the loader does not know those."""
+        return len(self._loader) if self._num_steps is None else self._num_steps
+
+    def __bool__(self) -> bool:
+        return True  # without this the length would be asked for, of workers maybe
+
+    @property
+    def user_iteration(self) -> int:
+        """Batches of this executor that the loop was handed, the one that it is at among them; 0 before the first."""
+        return self.step - self._first if self._session is not None else 0
+
+    @property
+    def iteration(self) -> int:
+        """The number of the batch that the loop is at, from 0; -1 before the first."""
+        return self.user_iteration - 1
+
+    @property
+    def is_initial_step(self) -> bool:
+        """Whether the loop is at this executor's first batch."""
+        return self.iteration == 0
+
+    @property
+    def on_final_iteration(self) -> bool:
+        """Whether the loop is at this executor's last batch, or behind it. Of a pass it is known by the loaders' len();
+        without that, behind it only."""
+        if self._session is None:
+            return False
+        last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
+        return last is not None and self.step >= last
 
     @property
     def on_checkpoint_step(self) -> bool:
@@ -131,7 +170,7 @@ class DataExecutor:
         loader, schedule = self._loader, self._schedule
         self._session = session = loader.begin(self, self._appliance)
         feed, position = session.feed, session.feed.position
-        first, first_epoch = position.step, position.epoch
+        first, first_epoch = self._first, _ = position.step, position.epoch
         self._last = stop = None if self._num_steps is None else first + self._num_steps
         line: ProgressLine | None = None
         left_early = False

@@ -40,6 +40,7 @@ from penstock.proto.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame
 from penstock.proto.position import Position, advance
 from penstock.proto.restartable import by_own_methods
 from penstock.proto.ring import MAX_SLOTS
+from penstock.proto.structure import Structure
 from penstock.proto.tcp import USER_TIMEOUT_S
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
@@ -93,6 +94,8 @@ class Feed:
         """Before its first batch."""
         self.wait_s = 0.0
         """Seconds waited for the last batch."""
+        self.layout: tuple[Structure, list[int]] | None = None
+        """Structure and dims of the last batch."""
         self.thread = threading.get_ident()
         """The thread that reads; lanes know no other."""
         self._run = run
@@ -174,6 +177,7 @@ class Feed:
         if self._waiting_since:
             self._waiting_since = 0.0
         lane.last_digest = digest
+        self.layout = lane.layout
         lane.unacked += 1
         lane.unused = lane.corrupt = 0
         self._moving = True

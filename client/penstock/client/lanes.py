@@ -81,6 +81,7 @@ class SlotLane:
         "generation",
         "group",
         "last_digest",
+        "layout",
         "left",
         "name",
         "poll",
@@ -125,6 +126,8 @@ class SlotLane:
         self.unused = 0
         """Frames since the last batch that was due, or since the connection was made."""
         self.last_digest = 0
+        self.layout: tuple[Structure, list[int]] | None = None
+        """Structure and dims of the batch that was checked last."""
         """Of the slot's last delivered batch."""
         self.wanted: list[int] = []
         """Step, total, step, total ... of the snapshots announced and not yet passed."""
@@ -276,6 +279,7 @@ class SlotLane:
             raise BatchCorruptError(
                 f"{self.name}: batch {frame.total} of the slot is not what its runner made, by its digest"
             )
+        self.layout = assembler.structure, shapes
         return ring, assembler, shapes
 
     def skip(self, frame: Frame) -> None:

@@ -11,115 +11,46 @@ lost silently.
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 import secrets
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from penstock.client.appliance import Appliance, current_appliance, current_settings
-from penstock.client.feed import Feed, Stats
-from penstock.client.local import LocalLoader
+from penstock.client.batch_sizes import batch_size_of
+from penstock.client.feed import Feed
+from penstock.client.local import LocalLoader, check_strict
+from penstock.client.records import checkpoints_of, saved_of
 from penstock.client.reference import encode_arguments, refer
 from penstock.client.run import Run
-from penstock.client.saved import Part, Saved, Start, blank, is_to_be_filled, read
+from penstock.client.saved import KEY, Saved, Start, blank, is_to_be_filled, read
+from penstock.client.session import Session
 from penstock.client.settings import Settings
 from penstock.client.staging import feed_for
 from penstock.proto.assignment import Assignment
+from penstock.proto.calls import FetchedState
 from penstock.proto.digest import Cover
 from penstock.proto.errors import (
     DeadlineError,
-    EmptyInputError,
     NotRestartableError,
     PenstockError,
     StateMismatchError,
     StateUnavailableError,
 )
 from penstock.proto.position import Position
+from penstock.proto.restartable import DataLoaderCheckpoint
 from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
-__all__ = ["DataLoader", "Session"]
+__all__ = ["DataLoader"]
 
-
-@dataclass
-class Session:
-    """One opening of a loader."""
-
-    appliance: Appliance
-    run: Run
-    feed: Feed
-    name: str
-    first_step: int
-    """The step before its first batch."""
-    pass_began_at: int
-    """The step before the first batch of the pass under way."""
-    whole_pass: bool
-    """The pass under way was begun at its beginning, and not somewhere by a restored state."""
-    told_ended: set[tuple[int, int]] = field(default_factory=set)
-    """Ends of other boxes that the loop was warned of."""
-    cut_due: bool = False
-    """The pass was left by `break`; the next executor cuts it."""
-
-    @property
-    def progress(self) -> bool:
-        return self.appliance.settings.progress
-
-    def stats(self) -> Stats:
-        feed = self.feed
-        return replace(
-            feed.stats,
-            steps=feed.position.step - self.first_step,
-            copies=feed.copies,
-            waited_by_worker=dict(feed.stats.waited_by_worker),
-        )
-
-    def pass_ended(self) -> None:
-        """The feed has come to the end of a pass. Raises EmptyInputError if there was nothing in it."""
-        step = self.feed.position.step
-        if self.whole_pass and step == self.pass_began_at:
-            raise self.empty()
-        self.pass_began_at, self.whole_pass = step, True
-
-    def cut(self) -> None:
-        self.feed.cut()
-        self.cut_due = False
-        self.pass_began_at, self.whole_pass = self.feed.position.step, True
-
-    def warn_of_ended(self, step: int) -> None:
-        """Say once of each other box that its pass ended before this step: a collective would wait for it."""
-        for box, last in self.run.ended_boxes.items():
-            # One that ended its pass where this box began its own is between two passes, as this one was.
-            if self.pass_began_at < last < step and (box, last) not in self.told_ended:
-                self.told_ended.add((box, last))
-                warnings.warn(
-                    f"{self.name}: the pass of box {box} ended at step {last}, and box {self.run.box} goes on with "
-                    f"step {step}: a collective between them would hang. Give all boxes as many batches, or num_steps",
-                    UserWarning,
-                    stacklevel=3,
-                )
-
-    def empty(self) -> EmptyInputError:
-        """No batch in a whole pass."""
-        position = self.feed.position
-        which = "no batch at all" if position.step == 0 else f"no batch in pass {max(position.epoch - 1, 0)}"
-        return EmptyInputError(
-            f"{self.name} yielded {which} on any worker of box {self.run.box}: check its data paths, its sharding, and "
-            "whether it returns an iterator that is used up"
-        )
-
-    def expected_last(self) -> int | None:
-        """The last step of this pass by what the workers' loaders say of their lengths; None if one does not."""
-        position, last = self.feed.position, self.feed.position.step
-        for slot in position.live:
-            length = self.run.views[slot].traits.length
-            if not self.run.views[slot].HasField("traits") or length < 0:
-                return None
-            last += max(0, length - position.delivered[slot])
-        return last
+_ids = itertools.count(1)
+_log = logging.getLogger("penstock.client")
 
 
 class DataLoader:
@@ -131,7 +62,8 @@ class DataLoader:
         args, kwargs: passed to it on every worker. Plain values, tensors and arrays; copied here and now.
 
     Raises:
-        TypeError: input_fn is not callable.
+        TypeError: input_fn is not callable; or it is a class (or says by its annotation that it returns one) that takes
+            `strict` in one of load_state_dict and deaggregate_state_dict only.
         InvalidArgumentError: input_fn cannot be imported by another process: a lambda, a local function, a partial.
     """
 
@@ -139,6 +71,9 @@ class DataLoader:
         self._reference = refer(input_fn)
         self.name = self._reference.name
         """ "module:qualname" of input_fn."""
+        self.id = next(_ids)
+        """The loader's number in this process, from 1."""
+        check_strict(input_fn)
         args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
         self._arguments = encode_arguments(self.name, args, kwargs)
         self._local = LocalLoader(self.name, input_fn, args, kwargs)
@@ -155,6 +90,34 @@ class DataLoader:
         """The pass that the loaded state stands in is not gone on with."""
         self._drawn: int | None = None
         """The seed that was drawn for a state which was asked for before the run was open: the run gets it, too."""
+
+    # ---- what it was made of
+
+    @property
+    def input_fn(self) -> Callable[..., Any]:
+        """The function that makes the loader on each worker."""
+        return self._local.input_fn
+
+    @property
+    def input_fn_params(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A copy of (args, kwargs), which it is called with."""
+        return copy.deepcopy(self._local.arguments)
+
+    @property
+    def dataloader(self) -> Any:
+        """The loader that input_fn makes in this process: worker 0 of 1, without worker processes of its own. Built
+        when it is first asked for, and kept; its batches are no part of the run's stream.
+
+        Raises InputFnError where input_fn fails here, for want of its data say.
+        """
+        return self._local.instance("DataLoader.dataloader")
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of the batch that was handed to the loop last: the first dimension of its tensors. None before the
+        first batch, and where its tensors differ in it."""
+        layout = self._session.feed.layout if self._session is not None else None
+        return None if layout is None else batch_size_of(*layout)
 
     # ---- what executors need
 
@@ -230,6 +193,9 @@ class DataLoader:
             )
         return self.__dict__
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, id=next(_ids))
+
     def leave_pass(self) -> None:
         """After a load: the next executor begins with the next pass, as after a `break`."""
         if self._loaded is not None and self._loaded.methods != 4:
@@ -281,7 +247,7 @@ class DataLoader:
                     f"the loaded state of {self.name} was saved with replay=True, and is restored by replaying too: "
                     "ask for it by Appliance(replay=True)"
                 )
-            if seed is None and saved.seed is None:
+            if seed is None and saved.seed is None and not saved.by_hand:
                 raise StateMismatchError(
                     f"the loaded state of {self.name} has no seed, for it was taken before its run was opened, by an "
                     "older Penstock: pass Appliance(seed=...), or start without it"
@@ -416,7 +382,7 @@ class DataLoader:
                 return cast(dict[str, Any], copy.deepcopy(self._given))
             return self._initial()
         if self._cached is None or self._cached[0] != step:
-            self._cached = (step, self._fetch(session, step).to_dict())
+            self._cached = (step, self._saved(session, step).to_dict())
         return cast(dict[str, Any], copy.deepcopy(self._cached[1]))
 
     def _initial(self) -> dict[str, Any]:
@@ -451,7 +417,31 @@ class DataLoader:
                 "penstock.worker.datasets, or ask for replay by Appliance(replay=True)"
             )
 
-    def _fetch(self, session: Session, step: int) -> Saved:
+    def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
+        """Return each worker's record of the state after a step, of all boxes, in order of global_worker_id.
+
+        The counts are those of this launch, as get_worker_state() gave them; `lifetime_*` count all launches. Of a
+        loader with the four methods `user_state_dict` is what its state_dict() returned on that worker at that step,
+        and so what aggregate_state_dict is given. Of another loader it is the state of the place that the worker would
+        be restored from, which may lie before the step; None if it has no state methods.
+
+        Args:
+            step: as for state_at(); None: the last one that was handed to the loop.
+
+        Raises what state_at() raises, and StateUnavailableError before the first step.
+        """
+        session, step = self._session, self.step if step is None else step
+        if session is None or not session.first_step < step <= self.step:
+            first = session.first_step + 1 if session is not None else step + 1
+            raise StateUnavailableError(
+                f"{self.name}: no records of step {step} can be had, only of {first} to {self.step}: workers have "
+                "records of the steps that were handed out since the loader was made or loaded"
+            )
+        fetched, _ = self._fetch(session, step)
+        return checkpoints_of(fetched, self._loaded, step)
+
+    def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
+        """All workers' records at a step, and how many state methods their loader has."""
         settings, run = session.appliance.settings, session.run
         if run.error is not None:
             raise run.error
@@ -466,54 +456,31 @@ class DataLoader:
         self._require_methods(traits.state_methods, settings.replay)
         if threading.get_ident() == session.feed.thread:
             session.feed.flush()
-        return self._assemble(run, step, traits.state_methods, settings.timeout_s)
+        return run.fetch_state(step, settings.timeout_s), traits.state_methods
 
-    def _assemble(self, run: Run, step: int, methods: int, timeout_s: float) -> Saved:
-        fetched = run.fetch_state(step, timeout_s)
-        boxes = sorted(fetched.positions)
-        saved = Saved(
-            step,
-            self.name,
-            methods,
-            fetched.records[0][0].num_boxes,
-            fetched.records[0][0].num_workers_per_box,
-            run.seed,
-            [Position.from_proto(fetched.positions[box]) for box in boxes],
-            run.cover == Cover.FULL,
-        )
-        users = []
-        for record, envelope in fetched.records:
-            value = cast(dict[str, Any], decode_state(envelope))
-            users.append(value["user"])
-            saved.parts.append(
-                Part(
-                    record.box,
-                    record.local_worker_id,
-                    record.worker_step,
-                    record.samples_streamed,
-                    record.digest,
-                    value["restart"],
-                    None if methods == 4 else value["user"],
-                    record.next_digest,
-                    record.next_epoch,
-                )
-            )
-        if methods == 4:
-            if self._local.can_be_built:
-                saved.aggregated = self._local.aggregate(users)
-            else:
-                saved.aggregated = decode_state(run.aggregate(encode_state(users), timeout_s))
+    def _saved(self, session: Session, step: int) -> Saved:
+        fetched, methods = self._fetch(session, step)
+        run = session.run
+        saved, users = saved_of(fetched, step, self.name, methods, run.seed, full_digest=run.cover == Cover.FULL)
+        if methods == 4 and self._local.can_be_built:
+            saved.aggregated = self._local.aggregate(users)
+        elif methods == 4:
+            timeout_s = session.appliance.settings.timeout_s
+            saved.aggregated = decode_state(run.aggregate(encode_state(users), timeout_s))
         return saved
 
     def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
         """Go on from a state of this loader; takes effect with the next executor. Not while one iterates.
 
         Args:
-            sd: what state_dict() returned, in this process or another.
+            sd: what state_dict() returned, in this process or another. A loader with the four methods also takes a
+                dict that its deaggregate_state_dict understands: made by hand, or by another system that has the
+                protocol. Steps count from 0 then, and the run has a seed of its own.
             strict: passed on to the loader's own methods, where they take it.
 
         Raises:
             StateMismatchError: it is the state of another loader, or no state at all.
+            UnsupportedStateError: it was made by hand, and holds what no state can.
             StateCorruptError, StateVersionError: it is damaged, or newer than this Penstock.
             RuntimeError: an executor iterates.
             TypeError: `strict` is on one of the loader's two methods only.
@@ -523,7 +490,7 @@ class DataLoader:
                 f"{self.name}: load_state_dict while an executor iterates; leave its loop first, or close() its "
                 "iterator"
             )
-        saved = read(sd)
+        saved = self._made_by_hand(sd) or read(sd)
         if not self._reference.same_as(saved.input_fn):
             raise StateMismatchError(
                 f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}; each loader loads "
@@ -540,6 +507,20 @@ class DataLoader:
         self._loaded, self._given, self._strict, self._cached = replace(saved), given, strict, None
         if saved.methods == 4:
             self._loaded.aggregated = copy.deepcopy(saved.aggregated)
+
+    def _made_by_hand(self, sd: object) -> Saved | None:
+        """A state that has no record of ours, for a loader whose own methods can read it."""
+        if not isinstance(sd, Mapping) or KEY in sd:
+            return None
+        if self._local.can_be_built and self._local.methods("load_state_dict") != 4:
+            return None
+        encode_state(dict(sd))
+        _log.warning(
+            "%s: the loaded state has no record of a run, so its deaggregate_state_dict alone decides where the stream "
+            "goes on; steps count from 0, and the seed is a new one unless Appliance(seed=) names it",
+            self.name,
+        )
+        return Saved(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
 
     def close(self) -> None:
         """End the stream, if there is one, and free its workers. The next executor starts from the last loaded

@@ -7,6 +7,7 @@ where they were, for an input_fn may seed or draw.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from penstock.proto.errors import InputFnError
 from penstock.proto.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
 from penstock.proto.rng import capture_rng, restore_rng
 
-__all__ = ["LocalLoader"]
+__all__ = ["LocalLoader", "check_strict"]
 
 
 class LocalLoader:
@@ -31,6 +32,20 @@ class LocalLoader:
         self._args = args
         self._kwargs = kwargs
         self._instance: Any = None
+
+    @property
+    def input_fn(self) -> Callable[..., Any]:
+        return self._fn
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._args, self._kwargs
+
+    def instance(self, purpose: str) -> Any:
+        """The loader. Raises InputFnError where it cannot be built, TypeError if `strict` is on one of two methods."""
+        instance = self._get(purpose)
+        takes_strict(instance)
+        return instance
 
     def methods(self, purpose: str) -> int:
         """How many of the state methods the loader has: 4, 2 or 0."""
@@ -97,6 +112,19 @@ class LocalLoader:
                 f"{self._name} returned None; it must return a torch DataLoader or an iterable of batches"
             )
         return instance
+
+
+def check_strict(input_fn: Callable[..., Any]) -> None:
+    """Raises TypeError if input_fn is a class, or is annotated to return one, with `strict` on one of its two methods:
+    before anything runs, where no instance is needed to know."""
+    made = input_fn
+    if not isinstance(input_fn, type):
+        try:
+            made = inspect.signature(input_fn, eval_str=True).return_annotation
+        except (TypeError, ValueError, NameError, AttributeError, SyntaxError):
+            return  # no annotations, or of names that only a type checker imports
+    if isinstance(made, type):
+        takes_strict(made)
 
 
 @contextmanager

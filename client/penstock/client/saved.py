@@ -107,6 +107,8 @@ class Saved:
             return Cover.ROWS
         return Cover.FULL if self.full_digest else Cover.SAMPLE
 
+    by_hand: bool = False
+    """It is the user's, and holds no record of a run: nothing is known but what the loader's own methods make of it."""
     is_changed: bool = False
     """The user has made another state of the visible part: what was streamed when it was saved is no measure."""
 

@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from penstock.proto.errors import InvalidArgumentError
+
 __all__ = [
     "NEUTRAL",
     "Assignment",
     "assigned",
     "current_assignment",
+    "get_streaming_batch_size",
     "looked_at",
     "mark_looked_at",
     "set_assignment",
@@ -71,6 +74,34 @@ def current_assignment() -> Assignment:
     """
     _looked[0] = 1
     return _current
+
+
+def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
+    """Return a worker's part of the global batch: its box's, for each of a box's batches is made by one worker.
+
+    The first boxes get a row more where the global batch cannot be divided evenly. Outside a worker it is all of it.
+
+    Args:
+        effective_batch_size: rows of all boxes' batches together, at least one for each box.
+        global_rank: global_worker_id of the worker; None: of this one.
+
+    Raises:
+        TypeError: no integer.
+        InvalidArgumentError: fewer rows than boxes, or no such worker.
+    """
+    if isinstance(effective_batch_size, bool) or not isinstance(effective_batch_size, int):
+        raise TypeError(f"effective_batch_size must be an integer, got {effective_batch_size!r}")
+    here = current_assignment()
+    if effective_batch_size < here.num_boxes:
+        raise InvalidArgumentError(
+            f"effective_batch_size must be at least the number of boxes, {here.num_boxes}, got {effective_batch_size}: "
+            "each box needs a row"
+        )
+    if global_rank is not None and not 0 <= global_rank < here.total_num_workers:
+        raise InvalidArgumentError(f"global_rank must be in [0, {here.total_num_workers}), got {global_rank}")
+    box = here.box if global_rank is None else global_rank // here.num_workers_per_box
+    share, rest = divmod(effective_batch_size, here.num_boxes)
+    return share + (box < rest)
 
 
 def set_assignment(assignment: Assignment) -> None:

@@ -176,9 +176,8 @@ def takes_strict(loader: object) -> bool:
     if len(set(found.values())) > 1:
         has = next(name for name, strict in found.items() if strict)
         lacks = next(name for name, strict in found.items() if not strict)
-        raise TypeError(
-            f"{type(loader).__qualname__}: {has} takes `strict` and {lacks} does not; give it to both or to neither"
-        )
+        of = (loader if isinstance(loader, type) else type(loader)).__qualname__
+        raise TypeError(f"{of}: {has} takes `strict` and {lacks} does not; give it to both or to neither")
     return all(found.values())
 
 
