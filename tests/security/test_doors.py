@@ -15,7 +15,7 @@ import pytest
 from lane_frames import frame_of
 from pki import Pair, Pki
 
-from penstock.proto.errors import AuthenticationError, UnsafeBindError
+from penstock.proto.errors import AuthenticationError, SupersededError, UnsafeBindError
 from penstock.proto.frames import Frame
 from penstock.proto.lane import LANE_PROTOCOL
 from penstock.proto.tcp import SEAL, sealed
@@ -111,6 +111,36 @@ def test_who_says_nothing_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch, cap
     with caplog.at_level(logging.WARNING):
         trial(body)
     assert "said nothing in time" in caplog.text
+
+
+def test_forged_hellos_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each was 33 KB of log: 21 MB a second from one peer."""
+
+    async def refuse_by_name(connection: socket.socket, hello: lane_pb2.Hello) -> None:
+        raise SupersededError(f"this worker does not run {hello.run}")
+
+    forged = sealed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="x" * 30_000).SerializeToString())
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        doors = LaneDoors(refuse_by_name)
+        doors.open("127.0.0.1:0")
+        try:
+            for _ in range(100):
+                sock = await connected(doors)
+                await loop.sock_sendall(sock, forged)
+                async with asyncio.timeout(20):
+                    while await loop.sock_recv(sock, 65_536):
+                        pass
+                sock.close()
+        finally:
+            doors.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    told = [one.getMessage() for one in caplog.records if one.name == "penstock.worker"]
+    assert told[0].startswith("a lane from 127.0.0.1 was refused: this worker does not run xxx")
+    assert sum(map(len, told)) < 5_000
 
 
 def test_a_daemon_without_descriptors_opens_its_door_again() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.proto.logs import LONGEST, About, JsonLines, TextLines, about
+from penstock.proto.logs import LONGEST, About, JsonLines, Repeated, TextLines, about
 
 NASTY = 'a\n2026-01-01 00:00:00,000 INFO penstock: forged\r\x1b[2J\x00\x9b\u2028\u202e"}\ud800'
 
@@ -87,3 +87,23 @@ def test_a_logger_about_something_keeps_what_a_call_adds(caplog: pytest.LogCaptu
 def test_records_are_about_known_things() -> None:
     with pytest.raises(ValueError, match="mood"):
         about(mood="good")
+
+
+def test_what_strangers_cause_is_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    log = Repeated(logging.getLogger("strangers"), lambda: now[0])
+
+    def lines(*sources: str) -> list[str]:
+        caplog.clear()
+        for source in sources:
+            log.warning(source, f"{source} " + "x" * 1_000)
+        return [one.getMessage() for one in caplog.records]
+
+    (first,) = lines(*["a"] * 500)
+    assert first == f"a {'x' * 398} ... 602 characters left out"
+    (other,) = lines("b", "a")
+    assert other.endswith("left out (and 499 such lines before it that were left out)")
+    assert len(lines(*map(str, range(10_000)))) == log.AT_ONCE - 2
+    now[0] = log.EVERY_S
+    (again,) = lines("a")
+    assert again.endswith(f"(and {10_000 - log.AT_ONCE + 2} such lines before it that were left out)")

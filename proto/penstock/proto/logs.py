@@ -15,10 +15,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["FIELDS", "About", "JsonLines", "OneLine", "TextLines", "about", "printable"]
+__all__ = ["FIELDS", "About", "JsonLines", "OneLine", "Repeated", "TextLines", "about", "printable"]
 
 LONGEST = 32 << 10
 """Characters of one message: an error with its remote traceback has up to 24 Ki."""
@@ -66,8 +66,38 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... {len(text) - LONGEST} characters left out"
+def _cut(text: str, longest: int = LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} ... {len(text) - longest} characters left out"
+
+
+class Repeated:
+    """Warnings that a stranger can cause as often as it likes. Each is cut short. Of each source one is told at once
+    and then one in `EVERY_S`, of all sources `AT_ONCE` in that time; the next one says how many were left out.
+
+    clock: monotonic seconds.
+    """
+
+    EVERY_S = 10.0
+    AT_ONCE = 20
+    LONGEST = 400
+    """Characters of one."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._told: dict[str, float] = {}
+        self._left_out = 0
+
+    def warning(self, source: str, message: str) -> None:
+        now = self._clock()
+        self._told = {told: at for told, at in self._told.items() if now - at < self.EVERY_S}
+        if source in self._told or len(self._told) >= self.AT_ONCE:
+            self._left_out += 1
+            return
+        self._told[source] = now
+        more = f" (and {self._left_out} such lines before it that were left out)" if self._left_out else ""
+        self._left_out = 0
+        self._logger.warning("%s%s", _cut(message, self.LONGEST), more)
 
 
 class OneLine(logging.Formatter):

@@ -39,6 +39,7 @@ from penstock.proto.errors import (
 from penstock.proto.frames import CLOSE, ERROR, Frame, framed
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, check_peer
 from penstock.proto.lane_tls import PEEKED, accept_tls, looks_like_tls, when_readable
+from penstock.proto.logs import Repeated
 from penstock.proto.tls import no_tls_here
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import Pump
@@ -84,6 +85,7 @@ class LaneDoors:
         # With only a CA this worker checks its coordinator, and has nothing to show to consumers.
         self._context = tls.server_context() if tls is not None and tls.cert else None
         self._insecure = insecure
+        self._strangers = Repeated(_log)
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
@@ -159,7 +161,7 @@ class LaneDoors:
             address = peer[0] if listener.family != socket.AF_UNIX else "this host"
             while len(self._waiting) >= WAITING:
                 self._turn_out()
-            task = self._spawn(self._greeted(connection, greet))
+            task = self._spawn(self._greeted(connection, address, greet))
             self._waiting[task] = address
             task.add_done_callback(self._no_longer_waits)
 
@@ -167,7 +169,8 @@ class LaneDoors:
         """Close the longest-waiting connection of the address that has most of them."""
         (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
         oldest = next(task for task, address in self._waiting.items() if address == busiest)
-        _log.warning("%d connections from %s wait for a lane and say nothing: one is closed", count, busiest)
+        why = f"{count} connections from {busiest} wait for a lane and say nothing: one is closed"
+        self._strangers.warning(f"{busiest} says nothing", why)
         del self._waiting[oldest]
         oldest.cancel()
 
@@ -179,11 +182,14 @@ class LaneDoors:
         assert task is not None
         self._no_longer_waits(task)
 
-    async def _greeted(self, connection: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
+    async def _greeted(
+        self, connection: socket.socket, address: str, greet: Callable[[socket.socket], Awaitable[None]]
+    ) -> None:
         try:
             await greet(connection)
         except (PenstockError, OSError, TimeoutError) as error:
-            _log.warning("a lane was refused: %s", str(error) or "its peer said nothing in time")
+            why = str(error) or "its peer said nothing in time"
+            self._strangers.warning(address, f"a lane from {address} was refused: {why}")
             connection.close()
         except asyncio.CancelledError:
             connection.close()
