@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.errors import DatasetError
-from penstock.worker.datasets.formats.index import FORMATS, INDEX, join_indexes, merge_index, read_index, write_index
+from penstock.worker.datasets.formats.index import FORMATS, INDEX, join_indexes, read_index, write_index
+from penstock.worker.datasets.formats.merging import merge_index
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
 
 MDS = Path(__file__).parents[1] / "data" / "mds"

@@ -16,7 +16,7 @@ import pytest
 from mds_recipes import RECIPES
 
 from penstock.worker.datasets.formats import text_writing, writing
-from penstock.worker.datasets.formats.index import merge_index
+from penstock.worker.datasets.formats.merging import merge_index
 
 PYTHON = os.environ.get("STREAMING_PYTHON", "")
 MAKE = Path(__file__).parents[1] / "data" / "mds" / "make.py"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from forked import join_all
 from shard_folder import HASH, make_shards, raw_bytes
 from shardsets import numbers
 
-from penstock.proto.errors import ShardCorruptError, ShardUnavailableError
-from penstock.worker.datasets import StreamingDataset, StreamingLoader
+from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
+from penstock.worker.datasets import MDSWriter, StreamingDataset, StreamingLoader, merge_index
 from penstock.worker.datasets.storage import transfer
 from penstock.worker.datasets.storage.cache import ShardCache
 from penstock.worker.datasets.storage.places import Place
@@ -71,6 +72,25 @@ def bucket(options: dict[str, Any], tmp_path: Path) -> Any:
     fs.put(f"{tmp_path}/served/", f"{name}/data/", recursive=True)
     fs.bucket = name
     return fs
+
+
+def test_a_dataset_is_written_into_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """In parts, merged there; and written again in mid-run, without hashes."""
+    address = f"s3://{bucket.bucket}/written"
+    for part in range(2):
+        with MDSWriter(f"{address}/{part}", {"n": "int"}, size_limit=200, storage_options=options) as writer:
+            for number in range(100 * part, 100 * part + 50):
+                writer.write({"n": number})
+    merge_index(address, storage_options=options)
+    with closing(StreamingDataset(address, tmp_path / "cache", storage_options=options)) as dataset:
+        assert [dataset[at]["n"] for at in range(50)] == list(range(50))
+        merge_index(address, storage_options=options)
+        age = Place(address, options).version("index.json", deadline_s=9)
+        assert age is not None
+        assert "LastModified" in age
+        (tmp_path / "cache/.penstock/index.json").write_text("LastModified: before")  # S3 counts in seconds
+        with pytest.raises(DatasetError, match="was written again since it was fetched into"):
+            dataset[99]
 
 
 def test_batches_out_of_a_bucket(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from mds_recipes import RECIPES
 
 from penstock.worker.datasets.formats import text_writing, writing
 from penstock.worker.datasets.formats.hashes import digest_of
-from penstock.worker.datasets.formats.index import INDEX, merge_index, read_index, write_index
+from penstock.worker.datasets.formats.index import INDEX, read_index, write_index
+from penstock.worker.datasets.formats.merging import merge_index
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 FOLDERS = [*RECIPES, "merged"]

@@ -6,19 +6,25 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
 from penstock.proto.whole_files import write_whole
+from penstock.worker.datasets import StreamingDataset, merge_index
 from penstock.worker.datasets.formats import writing
 from penstock.worker.datasets.formats.index import INDEX, read_index
 from penstock.worker.datasets.formats.readers import open_shard
 from penstock.worker.datasets.formats.text_writing import CSVWriter, JSONWriter, TSVWriter, XSVWriter
 from penstock.worker.datasets.formats.writing import MDSWriter, Writer
+from penstock.worker.datasets.storage.places import Place
 
 COLUMNS = {"n": "int", "text": "str", "image": "ndarray:uint8:2,2"}
 SAMPLE = {"n": 1, "text": "a", "image": np.zeros((2, 2), np.uint8)}
@@ -70,12 +76,13 @@ def test_a_sample_that_does_not_fit_is_named_and_not_written(
         (MDSWriter, {"n": "ndarray:int3"}, {}, "column 'n': encoding 'ndarray:int3': its dtypes are uint8"),
         (MDSWriter, {"n": int}, {}, "column 'n': unknown encoding <class 'int'>"),
         (MDSWriter, {"n": "int", 3: "int"}, {}, "column 3 must have a string as its name"),
-        (MDSWriter, COLUMNS, {"size_limit": "64mb"}, "size_limit='64mb': 1 to 4294967295 bytes, or None"),
+        (MDSWriter, COLUMNS, {"size_limit": "64mib"}, "size_limit must be .* in powers of 1024, got '64mib'"),
         (MDSWriter, COLUMNS, {"size_limit": 1.5}, "size_limit=1.5"),
+        (MDSWriter, COLUMNS, {"size_limit": "5gb"}, "size_limit='5gb' must be at most 4294967295 bytes"),
         (MDSWriter, COLUMNS, {"compression": "lz4"}, "unknown compression 'lz4'"),
         (MDSWriter, COLUMNS, {"compression": "zstd:30"}, "the levels of zstd"),
         (MDSWriter, COLUMNS, {"hashes": ["sha3"]}, "unknown hash 'sha3'"),
-        (MDSWriter, COLUMNS, {"size_limit": 0}, "size_limit=0"),
+        (MDSWriter, COLUMNS, {"size_limit": 0}, "size_limit must be at least 1 byte, got 0"),
         (MDSWriter, COLUMNS, {"size_limit": 1 << 32}, "size_limit=4294967296"),
         (JSONWriter, {"n": "bytes"}, {}, "column 'n': unknown encoding 'bytes'; there are str, int, float"),
         (JSONWriter, {"n": "int"}, {"newline": ""}, "newline must not be empty"),
@@ -249,3 +256,107 @@ def test_a_value_and_a_separator_that_look_like_another_are_refused(tmp_path: Pa
     writer.write({"a": "x", "b": "ay"})
     with pytest.raises(DatasetError, match="sample 1: a value ends as the separator begins"):
         writer.write({"a": "ya", "b": "z"})
+
+
+def write_numbers(out: Any, first: int = 0, **keywords: Any) -> None:
+    with MDSWriter(out, {"n": "int"}, **{"size_limit": "0.25kb", "hashes": ["sha1"], **keywords}) as writer:
+        for number in range(first, first + 50):
+            writer.write({"n": number})
+
+
+def write_numbers_and_a_bad_one(out: str) -> None:
+    with MDSWriter(out, {"n": "int"}, size_limit=200, exist_ok=True) as writer:
+        for number in range(100):
+            writer.write({"n": number})
+        writer.write({})
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    """A folder in memory, which fsspec takes for a place far away."""
+    yield f"memory://{os.urandom(4).hex()}/train"
+    MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_dataset_is_written_to_another_place(bucket: str, compression: str | None, tmp_path: Path) -> None:
+    """With an own folder for a moment, one that is emptied, or one that is kept: the same files as when it is written
+    here."""
+    write_numbers(tmp_path / "here", compression=compression)
+    write_numbers(bucket, compression=compression)
+    write_numbers((tmp_path / "emptied", f"{bucket}2"), compression=compression, upload_threads=1)
+    write_numbers((tmp_path / "kept", f"file://{tmp_path}/3"), compression=compression, keep_local=True)
+    assert names(tmp_path) == ["3", "here", "kept"]
+    there = {name: (tmp_path / "here" / name).read_bytes() for name in names(tmp_path / "here")}
+    assert len(there) > 5
+    for folder in (tmp_path / "kept", tmp_path / "3"):
+        assert {name: (folder / name).read_bytes() for name in names(folder)} == there
+    for url in (bucket, f"{bucket}2"):
+        place = Place(url)
+        assert {name: place.read(name, deadline_s=9) for name in place.names(deadline_s=9)} == there
+    with closing(StreamingDataset(bucket, tmp_path / "cache")) as dataset:
+        assert [dataset[at]["n"] for at in range(len(dataset))] == list(range(50))
+    assert not list(Path(tempfile.gettempdir()).glob(f"penstock-write-{os.getpid()}-*"))
+
+
+def test_a_dataset_in_another_place_is_replaced_only_if_asked_for(bucket: str, tmp_path: Path) -> None:
+    """Its index goes first and comes last; other files stay."""
+    write_numbers(bucket)
+    place = Place(bucket)
+    place.write("README", b"", deadline_s=9)
+    before = len(place.names(deadline_s=9))
+    with pytest.raises(DatasetError, match="is not empty; exist_ok=True replaces the dataset in it"):
+        write_numbers(bucket)
+    with pytest.raises(DatasetError, match="column 'n': is missing"):
+        write_numbers_and_a_bad_one(bucket)
+    assert INDEX not in place.names(deadline_s=9)
+    write_numbers(bucket, first=7, exist_ok=True)
+    assert len(place.names(deadline_s=9)) == before
+    with closing(StreamingDataset(bucket, tmp_path / "cache")) as dataset:
+        assert dataset[0] == {"n": 7}
+    assert not list(Path(tempfile.gettempdir()).glob(f"penstock-write-{os.getpid()}-*"))
+
+
+def test_a_shard_that_cannot_be_sent_ends_the_writing_without_an_index(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put_file(self: Any, lpath: str, rpath: str, **keywords: Any) -> None:
+        raise PermissionError(rpath)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    with pytest.raises(ShardUnavailableError, match=r"train/shard.0000\d.mds could not be written after 1 try"):
+        write_numbers(bucket, upload_threads=1)
+    assert Place(bucket).names(deadline_s=9) == []
+
+
+def test_an_address_is_never_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="must be a folder of this machine, got an address"):
+        MDSWriter(Path("s3://bucket/train"), {"n": "int"})
+    with pytest.raises(InvalidArgumentError, match="must be a folder of this machine, got an address"):
+        MDSWriter(("s3://bucket/train", "memory://train"), {"n": "int"})
+    with pytest.raises(InvalidArgumentError, match="must be a folder of this machine, got an address"):
+        StreamingDataset(local="s3://bucket/train")
+    with pytest.raises(DatasetError, match="a web server takes no files"):
+        MDSWriter("https://example.org/train", {"n": "int"})
+    with pytest.raises(InvalidArgumentError, match="keep_local=True needs out="):
+        MDSWriter("memory://train", {"n": "int"}, keep_local=True)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_indexes_in_another_place_are_merged_there(bucket: str, given: bool, tmp_path: Path) -> None:
+    for part in range(3):
+        write_numbers(f"{bucket}/{part}", first=100 * part)
+    parts = [f"{bucket}/{part}/index.json" for part in (2, 0)] if given else None
+    shards = merge_index((tmp_path / "here", bucket), parts)
+    expected = (
+        [*range(200, 250), *range(50)] if given else [number for at in (0, 100, 200) for number in range(at, at + 50)]
+    )
+    assert read_index((tmp_path / "here" / INDEX).read_bytes(), "here") == shards
+    with closing(StreamingDataset(bucket, tmp_path / "cache")) as dataset:
+        assert [dataset[at]["n"] for at in range(len(dataset))] == expected
+    with pytest.raises(InvalidArgumentError, match="must be a folder below"):
+        merge_index(bucket, ["memory://elsewhere/0"])
+    with pytest.raises(DatasetError, match=r"no index.json in any folder below it"):
+        merge_index(f"{bucket}/none")

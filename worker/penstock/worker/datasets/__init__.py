@@ -1,6 +1,6 @@
 """Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
 
-from penstock.worker.datasets.formats.index import merge_index
+from penstock.worker.datasets.formats.merging import merge_index
 from penstock.worker.datasets.formats.parquet import index_parquet
 from penstock.worker.datasets.formats.text_writing import CSVWriter, JSONWriter, TSVWriter, XSVWriter
 from penstock.worker.datasets.formats.writing import MDSWriter

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import overload
 
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["at_least_one", "one_of", "whole"]
+__all__ = ["at_least_one", "byte_count", "one_of", "sample_count", "whole"]
+
+_BYTES = {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "pb": 1 << 50, "b": 1}
+_SAMPLES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 @overload
@@ -30,6 +35,31 @@ def at_least_one(name: str, value: int) -> int:
     if number is None or number < 1:
         raise InvalidArgumentError(f"{name}={number}: it must be at least 1")
     return number
+
+
+def byte_count(name: str, value: int | str | None) -> int | None:
+    """Bytes, as a number or a text such as "64mb", in powers of 1024 as mosaicml-streaming takes them. Raises
+    InvalidArgumentError."""
+    number = whole(name, _counted(name, value, _BYTES, "100kb, 64mb or 1.5gb, in powers of 1024"))
+    if number is not None and number < 1:
+        raise InvalidArgumentError(f"{name} must be at least 1 byte, got {value!r}")
+    return number
+
+
+def sample_count(name: str, value: int | str | None) -> int | None:
+    """Samples, as a number or a text such as "100k", in powers of 1000. Raises InvalidArgumentError."""
+    return whole(name, _counted(name, value, _SAMPLES, "100k, 1.5m or 2b, in powers of 1000"))
+
+
+def _counted(name: str, value: int | str | None, units: Mapping[str, int], examples: str) -> int | None:
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    digits = text.removesuffix(unit).strip()
+    if not re.fullmatch(r"\d+(\.\d+)?", digits):
+        raise InvalidArgumentError(f"{name} must be a whole number or a text such as {examples}, got {value!r}")
+    return int(Fraction(digits) * units.get(unit, 1))
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ from penstock.worker.datasets.ordering.permutation import Ints
 from penstock.worker.datasets.storage.cache import Held, ShardCache
 from penstock.worker.datasets.storage.index_watch import IndexWatch
 from penstock.worker.datasets.storage.places import Place, joined
+from penstock.worker.datasets.storage.uploads import local_folder
 
 __all__ = ["Stream", "StreamingDataset"]
 
@@ -290,12 +291,12 @@ def _place_of(stream: Stream) -> tuple[Place | None, Path, str]:
     if stream.remote is None:
         if stream.local is None:
             raise InvalidArgumentError("a stream needs remote or local")
-        folder = Path(stream.local).expanduser() / below
+        folder = local_folder("local", stream.local) / below
         return None, folder, str(folder)
     remote = os.fspath(stream.remote)
     place = Place(joined(remote, below) if below else remote, stream.storage_options)
     if stream.local is not None:
-        return place, Path(stream.local).expanduser() / below, place.url
+        return place, local_folder("local", stream.local) / below, place.url
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return place, Path(cache) / "penstock" / hashlib.sha256(place.identity.encode()).hexdigest()[:16], place.url
 

@@ -1,4 +1,4 @@
-"""index.json, version 2 of mosaicml-streaming: read with every field checked, written, merged.
+"""index.json, version 2 of mosaicml-streaming: read with every field checked, and written.
 
 All that a dataset claims of itself stands here, and it may come from anywhere: nothing in it is believed before it is
 looked at, so that a wrong number is an error that names its shard and field, and not a failure far away. Datasets have
@@ -9,21 +9,18 @@ once and kept once.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.proto.errors import DatasetError
-from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.formats.encodings import check_encoding
 from penstock.worker.datasets.formats.packing import parse_compression
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
 from penstock.worker.datasets.formats.text_shards import TEXT_ENCODINGS
 
-__all__ = ["FORMATS", "INDEX", "join_indexes", "merge_index", "read_index", "write_index"]
+__all__ = ["FORMATS", "INDEX", "join_indexes", "read_index", "write_index"]
 
 INDEX = "index.json"
 VERSION = 2
@@ -96,23 +93,6 @@ def join_indexes(parts: Iterable[tuple[str, Iterable[Shard]]]) -> list[Shard]:
         for folder, shards in parts
         for shard in shards
     ]
-
-
-def merge_index(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Write an index of all that the indexes below `folder` list, in the order of their paths; returns what it lists.
-
-    An index in `folder` itself is replaced; one below another is left out, for that one may list its shards already.
-    """
-    folder, found = Path(folder), list[Path]()
-    for path in sorted(folder.rglob(INDEX), key=lambda path: path.parent.parts):
-        if path.parent != folder and not any(path.is_relative_to(other.parent) for other in found):
-            found.append(path)
-    if not found:
-        raise DatasetError(f"{folder}: no {INDEX} in any folder below it")
-    parts = [(path.parent.relative_to(folder).as_posix(), read_index(path.read_bytes(), str(path))) for path in found]
-    shards = join_indexes(parts)
-    write_whole(folder / INDEX, write_index(shards))
-    return shards
 
 
 def _entries(data: bytes) -> list[Any]:

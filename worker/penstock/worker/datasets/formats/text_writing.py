@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from penstock.proto.errors import DatasetError
 from penstock.worker.datasets.formats.text_shards import SEPARATORS, TEXT_ENCODINGS
-from penstock.worker.datasets.formats.writing import Settings, Writer
+from penstock.worker.datasets.formats.writing import Out, Settings, Writer
 
 __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
 
@@ -19,7 +18,7 @@ __all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
 class _TextWriter(Writer):
     def __init__(
         self,
-        out: str | os.PathLike[str],
+        out: Out,
         columns: Mapping[str, str],
         newline: str,
         **settings: Unpack[Settings],
@@ -53,7 +52,7 @@ class JSONWriter(_TextWriter):
 
     def __init__(
         self,
-        out: str | os.PathLike[str],
+        out: Out,
         columns: Mapping[str, str],
         *,
         newline: str = "\n",
@@ -79,7 +78,7 @@ class XSVWriter(_TextWriter):
 
     def __init__(
         self,
-        out: str | os.PathLike[str],
+        out: Out,
         columns: Mapping[str, str],
         *,
         separator: str,
@@ -117,14 +116,14 @@ class XSVWriter(_TextWriter):
     def _joined(self, values: dict[str, bytes]) -> bytes:
         line = self.separator.encode().join(values.values())
         if line.split(self.separator.encode()) != list(values.values()):  # the ends of two together look like one more
-            raise DatasetError(f"{self.out}: sample {self._written}: a value ends as the separator begins: {line!r}")
+            raise DatasetError(f"{self.name}: sample {self._written}: a value ends as the separator begins: {line!r}")
         return line + self.newline.encode()
 
 
 class _NamedXSVWriter(XSVWriter):
     def __init__(
         self,
-        out: str | os.PathLike[str],
+        out: Out,
         columns: Mapping[str, str],
         *,
         newline: str = "\n",

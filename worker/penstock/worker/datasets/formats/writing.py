@@ -6,14 +6,19 @@ is no dataset, so a write that was interrupted, by an error too, is never read a
 For the same samples and settings the files are those of mosaicml-streaming's own writer, byte for byte, but for two
 things: gzip files hold no time, and where its writer puts an empty shard before a first sample that is larger than the
 limit, ours puts none.
+
+To another place shards are sent as they fill up, and the index behind all of them (storage/uploads.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import struct
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,14 +29,16 @@ import numpy as np
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.whole_files import write_whole
-from penstock.worker.datasets.arguments import whole
+from penstock.worker.datasets.arguments import at_least_one, byte_count
 from penstock.worker.datasets.formats.encodings import encoding_of
 from penstock.worker.datasets.formats.hashes import digest_of
 from penstock.worker.datasets.formats.index import FORMATS, INDEX, MOST_BYTES, write_index
 from penstock.worker.datasets.formats.packing import extension_of, pack
 from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+from penstock.worker.datasets.storage.places import Place
+from penstock.worker.datasets.storage.uploads import Uploads, local_folder, writable_place
 
-__all__ = ["MDSWriter", "Settings", "Writer"]
+__all__ = ["MDSWriter", "Out", "Settings", "Writer"]
 
 SIZE_LIMIT = 64 << 20
 """Bytes of a raw shard."""
@@ -45,10 +52,22 @@ class Settings(TypedDict, total=False):
     """Of the shards: "zstd", "gz:6" and so on."""
     hashes: Collection[str]
     """Algorithms of penstock.worker.datasets.formats.hashes; the index has the digests of raw and packed files."""
-    size_limit: int | None
-    """Bytes of a raw shard; None puts all into one."""
+    size_limit: int | str | None
+    """Bytes of a raw shard, also as "64mb"; None puts all into one."""
     exist_ok: bool
     """Replace a dataset that is already there."""
+    keep_local: bool
+    """Of a dataset that is written to another place: keep it on this machine too."""
+    storage_options: Mapping[str, Any] | None
+    """Of that place, for fsspec: keys, endpoint."""
+    upload_threads: int
+    """Files that are sent there at a time."""
+    timeout_s: float
+    """Seconds until a file is there; failures that may pass are tried again till then."""
+
+
+Out = str | os.PathLike[str] | tuple[str | os.PathLike[str], str]
+"""Where to write: a folder of this machine; a URL that fsspec knows; or both."""
 
 
 class Writer(ABC):
@@ -58,22 +77,29 @@ class Writer(ABC):
 
     def __init__(
         self,
-        out: str | os.PathLike[str],
+        out: Out,
         columns: Mapping[str, str],
         *,
         compression: str | None = None,
         hashes: Collection[str] = (),
-        size_limit: int | None = SIZE_LIMIT,
+        size_limit: int | str | None = SIZE_LIMIT,
         exist_ok: bool = False,
+        keep_local: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        upload_threads: int = 4,
+        timeout_s: float = 600.0,
     ) -> None:
-        self.out = Path(out).expanduser()
+        self.out, place = _destination(out, storage_options)
+        """Where the files are written; they may be sent on from there."""
+        self.name = str(self.out) if place is None else place.url
+        """For messages."""
         self.compression = compression or None
         self.hashes = sorted(set(hashes))
-        self.size_limit = _size_limit(self.out, size_limit)
+        self.size_limit = _size_limit(self.name, size_limit)
         self.columns = dict(columns)
         for name in self.columns:
             if not isinstance(name, str):
-                raise DatasetError(f"{self.out}: column {name!r} must have a string as its name")
+                raise DatasetError(f"{self.name}: column {name!r} must have a string as its name")
         if self.compression:
             pack(b"", self.compression)  # known, and its package is there
         for algorithm in self.hashes:
@@ -85,12 +111,24 @@ class Writer(ABC):
         # What a shard has besides its samples, and each sample besides its bytes, as the limit counts them.
         self._shard_bytes = self._sample_bytes = self._bytes = 0
         self._most = MOST_BYTES
+        self._keeps, self._temporary = keep_local, place is not None and not isinstance(out, tuple | list)
+        if keep_local and (place is None or self._temporary):
+            raise InvalidArgumentError("keep_local=True needs out=(folder of this machine, remote): where to keep it")
+        threads = at_least_one("upload_threads", upload_threads)
         self._open_folder(exist_ok)
+        self._uploads: Uploads | None = None
+        if place is not None:
+            self._uploads = Uploads(place, keep_local=keep_local, threads=threads, timeout_s=timeout_s)
+            try:
+                self._uploads.clear(_SHARD_FILE.fullmatch, exist_ok=exist_ok)
+            except BaseException:
+                self._tidy()
+                raise
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Add a sample. DatasetError names it and the column if it does not fit; it is then not written at all."""
         if self._ended:
-            raise DatasetError(f"{self.out}: the writer has been closed")
+            raise DatasetError(f"{self.name}: the writer has been closed")
         data = self._encode(sample)
         size = len(data) + self._sample_bytes
         if self._samples and self.size_limit is not None and self.size_limit < self._bytes + size:
@@ -99,7 +137,7 @@ class Writer(ABC):
             self._bytes = self._shard_bytes
         if self._bytes + size > self._most:
             raise DatasetError(
-                f"{self.out}: sample {self._written}: its shard would have more than {MOST_BYTES} bytes, which its "
+                f"{self.name}: sample {self._written}: its shard would have more than {MOST_BYTES} bytes, which its "
                 "offsets cannot reach; give a size_limit, or cut the sample"
             )
         self._samples.append(data)
@@ -112,8 +150,23 @@ class Writer(ABC):
             if self._samples:
                 self._flush()
             self._ended = True
-            write_whole(self.out / INDEX, write_index(self._shards))
+            index = write_index(self._shards)
+            if self._uploads is not None:
+                self._uploads.finish(index)
+            if self._uploads is None or self._keeps:
+                write_whole(self.out / INDEX, index)
+            self._tidy()
         return self._shards
+
+    def _tidy(self) -> None:
+        if self._uploads is None:
+            return
+        self._uploads.close()
+        if self._temporary:
+            shutil.rmtree(self.out, ignore_errors=True)
+        elif not self._keeps:
+            with contextlib.suppress(OSError):  # something else lies there
+                self.out.rmdir()
 
     def __enter__(self) -> Self:
         return self
@@ -121,9 +174,12 @@ class Writer(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        self._ended = True
+        try:
+            if error is None:
+                self.close()
+        finally:
+            self._ended = True
+            self._tidy()
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -150,14 +206,14 @@ class Writer(ABC):
         except DatasetError:
             raise
         except Exception as error:
-            where = f"{self.out}: sample {self._written}, column {name!r}"
+            where = f"{self.name}: sample {self._written}, column {name!r}"
             if name not in sample:
                 there = ", ".join(map(repr, sample))
                 raise DatasetError(f"{where}: is missing; the sample has {there}") from None
             raise DatasetError(f"{where}, {self.columns[name]!r}: {type(error).__name__}: {error}") from error
         if len(sample) != len(values):
             extra = ", ".join(repr(name) for name in sample if name not in values)
-            raise DatasetError(f"{self.out}: sample {self._written}: {extra} are no columns of this dataset")
+            raise DatasetError(f"{self.name}: sample {self._written}: {extra} are no columns of this dataset")
         return self._joined(values)
 
     def _config(self) -> dict[str, Any]:
@@ -180,10 +236,13 @@ class Writer(ABC):
             if self.compression:
                 content = pack(data, self.compression)
                 packed = self._stored(f"{name}.{extension_of(self.compression)}", content)
-            with (self.out / (packed or raw).name).open("wb") as file:
+            path = self.out / (packed or raw).name
+            with path.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+            if self._uploads is not None:
+                self._uploads.send(path)
             files.append(ShardFile(raw, packed))
         settings = {"size_limit": self.size_limit, **self._settings()}
         self._shards.append(
@@ -200,7 +259,7 @@ class Writer(ABC):
             return
         if not exist_ok:
             raise DatasetError(
-                f"{self.out} is not empty; exist_ok=True replaces the dataset in it and leaves other files alone"
+                f"{self.name} is not empty; exist_ok=True replaces the dataset in it and leaves other files alone"
             )
         # The index first: what it lists goes next.
         (self.out / INDEX).unlink(missing_ok=True)
@@ -209,13 +268,27 @@ class Writer(ABC):
                 path.unlink()
 
 
-def _size_limit(out: Path, value: int | None) -> int | None:
+def _destination(out: Any, storage_options: Mapping[str, Any] | None) -> tuple[Path, Place | None]:
+    """(folder of this machine, place to which the files are sent from there)."""
+    if isinstance(out, tuple | list):
+        if len(out) != 2:
+            raise InvalidArgumentError(f"out={out!r} must be (folder of this machine, remote), got {len(out)} values")
+        return local_folder("out", out[0]), writable_place(os.fspath(out[1]), storage_options)
+    if not isinstance(out, str) or "://" not in out:
+        return local_folder("out", out), None
+    place = writable_place(out, storage_options)
+    if place.local is not None:
+        return place.local, None
+    return Path(tempfile.gettempdir(), f"penstock-write-{os.getpid()}-{os.urandom(4).hex()}"), place
+
+
+def _size_limit(out: str, value: int | str | None) -> int | None:
     try:
-        limit = whole("size_limit", value)
-    except InvalidArgumentError:
-        limit = 0  # a text, say
-    if limit is not None and not 0 < limit <= MOST_BYTES:
-        raise DatasetError(f"{out}: size_limit={value!r}: 1 to {MOST_BYTES} bytes, or None")
+        limit = byte_count("size_limit", value)
+    except InvalidArgumentError as error:
+        raise DatasetError(f"{out}: {error.message}") from None
+    if limit is not None and limit > MOST_BYTES:
+        raise DatasetError(f"{out}: size_limit={value!r} must be at most {MOST_BYTES} bytes, or None")
     return limit
 
 
@@ -227,7 +300,7 @@ class MDSWriter(Writer):
 
     def __init__(
         self,
-        out: str | os.PathLike[str],
+        out: Out,
         columns: Mapping[str, str],
         **settings: Unpack[Settings],
     ) -> None:

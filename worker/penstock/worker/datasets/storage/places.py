@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import io
 import logging
 import math
@@ -22,12 +23,13 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.storage.plain_filesystems import PlainFilesystems
 from penstock.worker.datasets.storage.transfer import (
     Broken,
@@ -246,6 +248,96 @@ class Place:
             return age_of(self._run(loop, http_headers(fs, path), until, None))
         return age_of(self._call(until, "info", path))
 
+    # ---- writing
+
+    def names(self, *, deadline_s: float) -> list[str]:
+        """What lies in the folder, without what is in folders below. Raises ShardUnavailableError."""
+        if self.local:
+            return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
+        return self._listed("ls", deadline_s, detail=False)
+
+    def find(self, *, deadline_s: float) -> list[str]:
+        """All files in the folder and below it, by their names relative to it. Raises ShardUnavailableError."""
+        if self.local:
+            files = (path for path in self.local.rglob("*") if path.is_file())
+            return sorted(path.relative_to(self.local).as_posix() for path in files)
+        return sorted(self._listed("find", deadline_s))
+
+    def _listed(self, method: str, deadline_s: float, **options: Any) -> list[str]:
+        def work(until: float) -> list[str]:
+            root = self._path_of("", until).strip("/")
+            try:
+                found = self._call(until, method, root, **options)
+            except FileNotFoundError:
+                return []
+            names = [name.strip("/").removeprefix(root).strip("/") for name in found]
+            return [name for name in names if name]
+
+        names: list[str] = self._again(work, "", deadline_s, "listed")
+        return names
+
+    def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
+        """A file of this machine, whole or not at all. Raises ShardUnavailableError."""
+        if self.local:
+            self.write(name, source.read_bytes(), deadline_s=deadline_s)
+            return
+        self._again(
+            lambda until: self._call(until, "put_file", str(source), self._path_of(name, until), stall_s=math.inf),
+            name,
+            deadline_s,
+            "written",
+        )
+
+    def write(self, name: str, data: bytes, *, deadline_s: float) -> None:
+        """A file of these bytes, whole or not at all. Raises ShardUnavailableError."""
+        if self.local:
+            try:
+                (self.local / name).parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self.local / name, data)
+            except OSError as error:
+                raise ShardUnavailableError(f"{self.url_of(name)} could not be written: {error.strerror}") from error
+            return
+        self._again(
+            lambda until: self._call(until, "pipe_file", self._path_of(name, until), data, stall_s=math.inf),
+            name,
+            deadline_s,
+            "written",
+        )
+
+    def remove(self, name: str, *, deadline_s: float) -> None:
+        """Raises ShardUnavailableError, but not for a file that is not there."""
+        if self.local:
+            (self.local / name).unlink(missing_ok=True)
+            return
+
+        def work(until: float) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._call(until, "rm_file", self._path_of(name, until))
+
+        self._again(work, name, deadline_s, "removed")
+
+    def _again(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
+        """Try until it is done, or the deadline; each time from the beginning."""
+        until = time.monotonic() + deadline_s
+        failures = 0
+        while True:
+            try:
+                return work(until)
+            except PenstockError:
+                raise
+            except Exception as error:
+                verdict = judge(error)
+            failures += 1
+            left = until - time.monotonic()
+            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+            pause = max(min(pause, left / 2), verdict.again_after_s)
+            if verdict.final or failures == self._tries or pause >= left or left < LAST_PAUSE_S:
+                tries = "1 try" if failures == 1 else f"{failures} tries"
+                raise ShardUnavailableError(
+                    f"{self.url_of(name)} could not be {done} after {tries}: {verdict.reason}"
+                ) from None
+            self._closed.wait(pause)
+
     def close(self) -> None:
         """What moves ends with an error; within a second for places with connections of ours."""
         self._closed.set()
@@ -314,22 +406,30 @@ class Place:
             self._root = self._wait(self._plain.begin(lambda fs, root: root), until, math.inf, None)
         return joined(self._root, name)
 
-    def _call(self, until: float, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the filesystem, in its loop if it has one; there `_name` is the coroutine of `name`."""
+    def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
+        """A method of the filesystem, in its loop if it has one; there `_name` is the coroutine of `name`. `stall_s`:
+        of a call that says nothing of its progress, instead of the place's."""
         if not self._asynchronous:
             # A call may be all of a file, or of an archive: only the deadline ends it.
             future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
             return self._wait(future, until, math.inf, None)
         loop, fs, _ = self._opened(until)
-        return self._run(loop, getattr(fs, f"_{method}")(*args, **kwargs), until, None)
+        return self._run(loop, getattr(fs, f"_{method}")(*args, **kwargs), until, None, stall_s)
 
-    def _run(self, loop: _Loop, work: Coroutine[Any, Any, Any], until: float, landing: Landing | None) -> Any:
+    def _run(
+        self,
+        loop: _Loop,
+        work: Coroutine[Any, Any, Any],
+        until: float,
+        landing: Landing | None,
+        stall_s: float | None = None,
+    ) -> Any:
         with self._lock:
             if self._closed.is_set():
                 work.close()
                 raise Broken("was closed")
             future = loop.call(work)
-        return self._wait(future, until, self._stall_s, landing)
+        return self._wait(future, until, stall_s or self._stall_s, landing)
 
     def _wait(
         self, future: concurrent.futures.Future[Any], until: float, stall_s: float, landing: Landing | None
