@@ -41,6 +41,7 @@ RUNS_CODE = {Path("worker/penstock/worker/usercode.py"): 2}
 """Module -> calls of FORBIDDEN_CALLS in it. The one place is where an embedded worker loads the training script by the
 path that its own user's process named (`check_plain` refuses it from anybody else)."""
 UNPICKLES = {
+    Path("proto/penstock/proto/by_value.py"): ["import marshal", "pickle.Unpickler"],
     Path("worker/penstock/worker/datasets/fetching.py"): ["pickle.loads"],
     Path("worker/penstock/worker/datasets/formats/encodings.py"): ["pickle.loads"],
     Path("client/penstock/client/checkpoint/index.py"): ["pickle.Unpickler"],
@@ -53,7 +54,9 @@ pickled, and only for a user who said allow_unsafe_types=True: tests/datasets/te
 file that a user named to a command, with weights_only=True, which runs nothing: tests/deploy/test_saved_file.py
 holds that. The fourth is a checkpoint that is restored: torch's index by an unpickler that finds no class but those
 that an index is made of; objects by one that finds no class at all, else with weights_only=True unless the user says
-allow_unsafe_types=True: tests/checkpoint/test_restore.py holds both."""
+allow_unsafe_types=True: tests/checkpoint/test_restore.py holds both. The fifth is what an embedded worker gets from
+the training process that started it, of the same user on the same machine: a lambda, say, that has no name. Other
+workers refuse it: tests/proto/test_by_value.py."""
 
 
 def unpickling(source: str) -> Iterator[tuple[int, str]]:

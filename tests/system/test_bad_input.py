@@ -34,8 +34,10 @@ def test_not_callable() -> None:
 
 
 def test_lambda_has_no_name_to_import() -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="lambda"):
-        DataLoader(lambda: [1])
+    loader = DataLoader(lambda: [1])
+    elsewhere = Appliance("unix:/nowhere", token="t", job="j", seed=1)
+    with pytest.raises(errors.InvalidArgumentError, match=r"is a lambda.*write a def at the top level.*workers of its"):
+        drain(elsewhere, loader)
 
 
 @pytest.mark.parametrize(

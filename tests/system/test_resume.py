@@ -8,7 +8,9 @@ each run costs: those with processes of their own a second of a core.
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.state import decode_state, encode_state
+from penstock.worker import current_assignment
 
 PASS = 12
 """Steps of a pass: two workers of six batches."""
@@ -261,3 +264,21 @@ def test_a_state_made_by_hand_goes_on_and_workers_records_tell_where(appliance: 
         (3, 1, 4),
         (3, 2, 4),
     ]
+
+
+def test_what_has_no_name_goes_to_this_machine_s_workers_by_value(appliance: Appliance, tmp_path: Path) -> None:
+    (tmp_path / "numbers").write_text("3 4 5 6 7")
+    times = 10
+
+    def read(scale: Any, path: Path) -> list[torch.Tensor]:
+        mine = path.read_text().split()[current_assignment().slot :: 2]
+        return [torch.tensor([scale(int(word))]) for word in mine]
+
+    def loader() -> DataLoader:
+        return DataLoader(partial(read, lambda number: times * number), path=tmp_path / "numbers")
+
+    first, again = loader(), loader()
+    numbers = [int(batch) for batch in DataExecutor(first, num_steps=3, appliance=appliance)]
+    again.load_state_dict(first.state_dict())
+    numbers += [int(batch) for batch in DataExecutor(again, appliance=appliance)]
+    assert numbers == [30, 40, 50, 60, 70]

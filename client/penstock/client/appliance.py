@@ -25,7 +25,7 @@ import torch
 from penstock.client import watched
 from penstock.client.embedded import Embedded
 from penstock.client.landing import Lander
-from penstock.client.reference import MAIN, Reference, forbid_in_runner, search_path
+from penstock.client.reference import Reference, forbid_in_runner, search_path
 from penstock.client.rendezvous import Meeting, Place
 from penstock.client.run import Run
 from penstock.client.saved import Start
@@ -257,6 +257,11 @@ class Appliance:
         settings = self.settings
         deadline = time.monotonic() + settings.timeout_s
         place = self._reach(deadline)
+        if reference.only_here is not None and not self.embedded:
+            raise InvalidArgumentError(
+                f"{reference.only_here.message} (it can go by value to workers of this process alone, "
+                f"and the coordinator at {place.address} has workers of its own)"
+            )
         if reference.main_path and not self.embedded:
             raise InvalidArgumentError(
                 f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, "
@@ -328,8 +333,7 @@ class Appliance:
         if self.embedded:
             # The same user on the same machine: what this process can import, the workers shall find too.
             spec.sys_path.extend(search_path())
-            if reference.name.startswith(f"{MAIN}:"):
-                spec.main_path = reference.main_path
+            spec.main_path = reference.main_path
         return spec
 
     # ---- the end

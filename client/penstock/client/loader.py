@@ -25,7 +25,7 @@ from penstock.client.batch_sizes import batch_size_of
 from penstock.client.feed import Feed
 from penstock.client.local import LocalLoader, check_strict
 from penstock.client.records import checkpoints_of, saved_of
-from penstock.client.reference import encode_arguments, refer
+from penstock.client.reference import ship
 from penstock.client.run import Run
 from penstock.client.saved import KEY, Saved, Start, blank, is_to_be_filled, read
 from penstock.client.session import Session
@@ -57,25 +57,27 @@ class DataLoader:
     """Wraps a callable that returns a torch DataLoader or an iterable of nested tensors; it runs on the workers.
 
     Args:
-        input_fn: a function (or class) at the top level of a module that workers can import; in embedded mode the main
-            script will do.
-        args, kwargs: passed to it on every worker. Plain values, tensors and arrays; copied here and now.
+        input_fn: a function (or class) at the top level of a module that workers can import. In embedded mode, where
+            workers are children of this process, anything that can be called will do: the main script's, a lambda, a
+            partial, a method.
+        args, kwargs: passed to it on every worker. Plain values, tensors and arrays; in embedded mode also what can be
+            pickled, and functions of any kind. Copied here and now.
 
     Raises:
         TypeError: input_fn is not callable; or it is a class (or says by its annotation that it returns one) that takes
             `strict` in one of load_state_dict and deaggregate_state_dict only.
-        InvalidArgumentError: input_fn cannot be imported by another process: a lambda, a local function, a partial.
+        InvalidArgumentError, UnsupportedStateError: input_fn or an argument has neither a name to import nor a value
+            to send. What can go by value only is refused when a run is opened on an appliance that is not embedded.
     """
 
     def __init__(self, input_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._reference = refer(input_fn)
+        args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+        self._reference, self._arguments = ship(input_fn, args, kwargs)
         self.name = self._reference.name
         """ "module:qualname" of input_fn."""
         self.id = next(_ids)
         """The loader's number in this process, from 1."""
         check_strict(input_fn)
-        args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
-        self._arguments = encode_arguments(self.name, args, kwargs)
         self._local = LocalLoader(self.name, input_fn, args, kwargs)
         self._session: Session | None = None
         self._executor: weakref.ref[Any] | None = None

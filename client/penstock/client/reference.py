@@ -1,8 +1,9 @@
 """From a callable to a name that another process can import.
 
-User code is named, never shipped: what leaves the training process is "module:qualname" and arguments in the safe
-envelope. So a lambda, a local function, a partial or an instance with `__call__` cannot be an input_fn; each is refused
-here, where the user wrote it, with what to do instead.
+User code is named, never shipped: what leaves this machine is "module:qualname" and arguments in the safe envelope. A
+lambda, a local function, a partial, a method of an instance, and arguments that the envelope cannot hold (callables,
+dataclasses, paths) go to this machine's own child processes only, by value (penstock.proto.by_value): in embedded mode.
+Elsewhere they are refused when the run is opened, with what to do instead.
 
 The main script is special. Where it was run with `python -m`, its real module name can be imported. Where it was run as
 a file, runners on this machine load the file under the name `penstock_main`, so that its main guard does not fire;
@@ -16,16 +17,29 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
+from penstock.proto.by_value import dump
+from penstock.proto.errors import InvalidArgumentError, PenstockError, UnsupportedStateError
 from penstock.proto.state import encode_state
 
-__all__ = ["MAIN", "RUNNER_VARIABLE", "Reference", "encode_arguments", "forbid_in_runner", "refer", "search_path"]
+__all__ = [
+    "BY_VALUE",
+    "MAIN",
+    "RUNNER_VARIABLE",
+    "Reference",
+    "encode_arguments",
+    "forbid_in_runner",
+    "refer",
+    "search_path",
+    "ship",
+]
 
 MAIN = "penstock_main"
 """The name under which runners load a main script."""
+BY_VALUE = "penstock_by_value"
+"""The module in the names of those that have no module to be imported from."""
 RUNNER_VARIABLE = "PENSTOCK_RUNNER"
 """Set by the worker in every process that runs user code."""
 
@@ -40,12 +54,51 @@ class Reference:
     """ "module:qualname"."""
     main_path: str = ""
     """The training script, absolute, when the module is MAIN."""
+    only_here: PenstockError | None = field(default=None, compare=False)
+    """Why other machines' workers cannot run it, where it goes by value."""
 
     def same_as(self, name: str) -> bool:
         """Whether `name` means this input_fn; a main script may have become a module since, or the reverse."""
         module, _, qualname = self.name.partition(":")
         other, _, other_qualname = name.partition(":")
-        return qualname == other_qualname and (module == other or MAIN in (module, other))
+        return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
+
+
+def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reference, bytes]:
+    """Return what leaves this process: by name and in the safe envelope where that can be, else by value.
+
+    Raises:
+        TypeError: input_fn is not callable.
+        InvalidArgumentError, UnsupportedStateError: it can go neither way.
+    """
+    by_value: Any = None
+    try:
+        reference = refer(input_fn)
+    except InvalidArgumentError as error:
+        reference, by_value = Reference(f"{BY_VALUE}:{_label(input_fn)}", only_here=error), input_fn
+    try:
+        arguments = encode_arguments(reference.name, args, kwargs)
+        if by_value is None:
+            return reference, arguments
+    except UnsupportedStateError as error:
+        reference = reference if reference.only_here else replace(reference, only_here=error)
+    assert reference.only_here is not None
+    try:
+        data = dump((by_value, args, dict(kwargs)))
+    except Exception as error:
+        words = f"{reference.only_here.message}. Nor can it go to this machine's own workers: {error}"
+        raise type(reference.only_here)(words) from error
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not reference.main_path and main and os.path.isfile(main):
+        reference = replace(reference, main_path=os.path.abspath(main))
+    return reference, encode_state({"by_value": data})
+
+
+def _label(input_fn: Any) -> str:
+    """A name for what has none to import."""
+    while isinstance(input_fn, functools.partial):
+        input_fn = input_fn.func
+    return str(getattr(input_fn, "__qualname__", type(input_fn).__qualname__))
 
 
 def refer(input_fn: Callable[..., Any]) -> Reference:

@@ -45,7 +45,7 @@ from penstock.worker.proofs import Findings
 from penstock.worker.slot import Share, Slot, SlotKey, Tally, key_of
 from penstock.worker.tempdirs import TempDirs
 from penstock.worker.turn_queue import TurnQueue
-from penstock.worker.usercode import MAIN, check_allowed, check_plain
+from penstock.worker.usercode import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.ways import more_careful
 from penstock.worker.zygotes import Zygotes
 
@@ -373,7 +373,7 @@ class Daemon:
         try:
             if not self.settings.embedded:
                 check_plain(loader)
-            if not (self.settings.embedded and loader.input_fn.startswith(MAIN + ":")):
+            if not (self.settings.embedded and loader.input_fn.startswith((MAIN + ":", BY_VALUE + ":"))):
                 check_allowed(loader.input_fn, self.settings.allow)
         except PenstockError as error:
             slot.fail(detail_of(error), lost=False)

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils.data
@@ -41,13 +41,12 @@ from penstock.proto.errors import (
 )
 from penstock.proto.restartable import DataLoaderCheckpoint, by_own_methods, state_methods, takes_strict, worker_state
 from penstock.proto.rng import capture_rng, derive_seed, restore_rng, seed_rng
-from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
 from penstock.worker.crossing import cross
 from penstock.worker.restart_points import END, Base, Past, Place
 from penstock.worker.skipping import CannotSkipError, skip_batch
-from penstock.worker.usercode import load_input_fn
+from penstock.worker.usercode import load_input_fn, unpacked
 from penstock.worker.ways import KEPT
 from penstock.worker.worker_info import as_main_process, offer_worker_info
 
@@ -180,12 +179,12 @@ class Source:
 
     def _call(self) -> None:
         assert self._fn is not None
-        a = self.assignment
-        arguments = cast(dict[str, Any], decode_state(a.loader.arguments)) if a.loader.arguments else {}
+        with self._user("its arguments"):
+            fn, args, kwargs = unpacked(self._fn, self.assignment.loader)
         self._rng_before_call = self.rng()
         self._loader = None  # it may hold what there can be only one of, an open database, say
         with self._user("input_fn", activity="input_fn"):
-            loader = self._fn(*arguments.get("args", ()), **arguments.get("kwargs", {}))
+            loader = fn(*args, **kwargs)
         if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
             what = "None" if loader is None else f"a {type(loader).__qualname__}, which is not iterable"
             raise InputFnError(

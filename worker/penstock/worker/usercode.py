@@ -16,14 +16,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.proto.allow import module_of, under
+from penstock.proto.by_value import load
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
+from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
 from penstock.worker.user_path import why_not_searched
 
-__all__ = ["MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn"]
+__all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn", "unpacked"]
 
 MAIN = "penstock_main"
+BY_VALUE = "penstock_by_value"
+"""The module in the names of those that have no module to be imported from: they come with their arguments."""
 
 
 def check_allowed(name: str, allow: Sequence[str]) -> None:
@@ -61,6 +65,8 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         InputFnError: the module raised while it was imported.
     """
     module_name, _, qualname = spec.input_fn.partition(":")
+    if module_name == BY_VALUE:
+        return _comes_with_arguments
     if spec.sys_path:
         sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
     try:
@@ -91,6 +97,33 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
     if spec.allow and module_name != MAIN:
         _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
     return target  # type: ignore[no-any-return]
+
+
+def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
+    raise InputFnNotFoundError("input_fn has no name to import, and its value is not here")
+
+
+def unpacked(
+    fn: Callable[..., Any], spec: records_pb2.LoaderSpec
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The input_fn and its arguments, made anew: by its name, with the values of the safe envelope; or by value.
+
+    Raises InputFnNotAllowedError for those by value from anybody but this worker's own training process. Only that
+    sends its search path, which `check_plain` refuses from others.
+    """
+    arguments: Any = decode_state(spec.arguments) if spec.arguments else {}
+    if "by_value" not in arguments:
+        return fn, arguments.get("args", ()), arguments.get("kwargs", {})
+    if not spec.sys_path:
+        raise InputFnNotAllowedError(
+            f"input_fn {spec.input_fn!r} or its arguments come by value, as a pickle, which only an embedded worker "
+            "takes: give the function a name in a module that this worker can import, and it plain values"
+        )
+    sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
+    if spec.main_path:
+        _load_main(spec.main_path)
+    given, args, kwargs = load(arguments["by_value"], lambda: _load_main(spec.main_path))
+    return fn if given is None else given, args, kwargs
 
 
 def _working_directory() -> str:

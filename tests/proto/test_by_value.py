@@ -1,0 +1,121 @@
+"""Callables and arguments by value: what they are in another process, and who refuses them."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+
+from penstock.client.reference import Reference, ship
+from penstock.proto.by_value import dump, load
+from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, UnsupportedStateError
+from penstock.proto.state import decode_state
+from penstock.proto.v1 import records_pb2
+from penstock.worker.usercode import BY_VALUE, load_input_fn, unpacked
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(__name__)  # pytest's import mode leaves none under this name
+    module.__dict__.update(globals())
+    monkeypatch.setitem(sys.modules, __name__, module)
+
+
+def no_main() -> types.ModuleType:
+    raise AssertionError
+
+
+def again(value: Any) -> Any:
+    return load(dump(value), no_main)
+
+
+@dataclass
+class Config:
+    folder: Path
+    length: int
+
+
+def test_closures_defaults_and_recursion() -> None:
+    factor = 3
+
+    def power(n: int, *, base: int = 2) -> int:
+        return 1 if n == 0 else base * power(n - 1, base=base)
+
+    copied = again(lambda x, y=5: factor * x + y + power(3))
+    assert copied(2) == 3 * 2 + 5 + 8
+    assert again(power)(4, base=factor) == 81
+    assert again({"f": [functools.partial(power, 2)]})["f"][0]() == 4
+    uses_module = again(lambda: Config(Path("/data"), 3))
+    assert uses_module() == Config(Path("/data"), 3)
+
+
+def test_what_has_a_name_goes_by_it() -> None:
+    assert again(streams.counter) is streams.counter
+    assert again((Path("/data"), streams.Counter(3).__iter__))[1].__self__.batches == 3
+
+
+def test_a_notebook_s_functions_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = types.ModuleType("__main__")
+    program = "def scale(x): return 2 * x\ndef make(n): return [scale(i) for i in range(n)]\nclass Batch: pass"
+    exec(program, notebook.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    data = dump(notebook.make)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # as in another process
+    assert load(data, no_main)(3) == [0, 2, 4]
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    with pytest.raises(pickle.PicklingError, match="class Batch has no name to import: put it into a module"):
+        dump(notebook.Batch())
+
+
+def test_a_script_s_functions_go_by_their_names_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = types.ModuleType("__main__")
+    script.__file__ = str(tmp_path / "train.py")
+    Path(script.__file__).write_text("")
+    exec("class Config: pass\ndef make(): return 1", script.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    data = dump([script.Config, script.make])
+    elsewhere = types.ModuleType("penstock_main")
+    exec("class Config: pass\ndef make(): return 2", elsewhere.__dict__)
+    assert load(data, lambda: elsewhere) == [elsewhere.Config, elsewhere.make]
+
+
+# ---- who takes them
+
+
+def test_by_name_wherever_that_can_be() -> None:
+    reference, arguments = ship(streams.counter, (3,), {})
+    assert (reference, reference.only_here) == (Reference("streams:counter"), None)
+    assert decode_state(arguments) == {"args": (3,), "kwargs": {}}
+
+
+def test_what_goes_by_value_says_why_it_cannot_go_elsewhere() -> None:
+    cases: list[tuple[Any, tuple[Any, ...], str, type[Exception], str]] = [
+        (lambda: 1, (), "penstock_by_value:", InvalidArgumentError, "is a lambda.*write a def at the top level"),
+        (functools.partial(streams.counter, 3), (), "penstock_by_value:counter", InvalidArgumentError, "partial"),
+        (streams.counter, (Path("/data"),), "streams:counter", UnsupportedStateError, "argument 0 of input_fn"),
+    ]
+    for input_fn, args, name, kind, words in cases:
+        reference, _ = ship(input_fn, args, {})
+        assert reference.name.startswith(name)
+        with pytest.raises(kind, match=words):
+            raise reference.only_here or AssertionError
+    with pytest.raises(UnsupportedStateError, match=r"Nor can it go to this machine's own workers: cannot pickle"):
+        ship(streams.counter, ((i for i in range(3)),), {})
+
+
+def test_only_an_embedded_worker_takes_them() -> None:
+    reference, arguments = ship(lambda n: n + 1, (Path("/data"),), {})
+    spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=arguments, sys_path=sys.path[:1])
+    assert spec.input_fn.startswith(BY_VALUE)
+    fn, args, kwargs = unpacked(load_input_fn(spec), spec)
+    assert (fn(1), args, kwargs) == (2, (Path("/data"),), {})
+    del spec.sys_path[:]
+    with pytest.raises(InputFnNotAllowedError, match="as a pickle, which only an embedded worker takes"):
+        unpacked(load_input_fn(spec), spec)
