@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processor import Use, used_by
+from penstock.worker.proofs import Findings
 from penstock.worker.rates import Rates
 from penstock.worker.slot import Slot
 
@@ -63,7 +64,7 @@ def test_wait_for_a_processor_is_no_longer_than_the_batch() -> None:
 
 def test_report_of_a_slot_tells_processor_time() -> None:
     async def body() -> None:
-        host: Any = SimpleNamespace(name="w")
+        host: Any = SimpleNamespace(name="w", findings=lambda _: Findings())
         slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
         slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
         slot.ledger.record(1, 0, 0, 1, 0)
