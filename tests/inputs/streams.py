@@ -53,7 +53,7 @@ class Heavy(Counter):
     """Its state is of `size` bytes, which do not compress and differ from one to the next."""
 
     def __init__(self, batches: int, size: int) -> None:
-        super().__init__(batches)
+        super().__init__(batches, first=1000 * current_assignment().global_worker_id)
         self.size = size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

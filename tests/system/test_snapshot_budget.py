@@ -1,10 +1,13 @@
 """A coordinator without room for more snapshots: the stream goes on, and goes on from an older one after a fault; a
-slot whose very first one cannot be kept does not start, for nothing of it could be recovered."""
+slot whose very first one cannot be kept does not start, for nothing of it could be recovered. A large state that a run
+resumed from is kept once."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from cluster import TOKEN, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
+from penstock.worker.durable import LARGE
 
 STATE = 300_000
 """Bytes of the loader's state, and a little more on disk."""
@@ -50,3 +54,37 @@ def test_a_slot_whose_first_snapshot_cannot_be_kept_does_not_start(tmp_path: Pat
             pytest.raises(errors.JournalError, match=r"first snapshot cannot be kept.* bytes of the snapshot budget"),
         ):
             next(iter(DataExecutor(DataLoader(streams.heavy, 200, STATE), appliance=appliance)))
+
+
+def test_a_large_state_that_is_resumed_from_is_kept_once(tmp_path: Path, appliance: Appliance) -> None:
+    """By however many loaders; and a runner that is lost comes there again as the first one did."""
+    size = 2 * LARGE
+    loader = DataLoader(streams.heavy, 10**6, size)
+    numbers = [number for first in range(1, 26) for number in (first, 1000 + first)]
+    assert [batch["number"] for batch in DataExecutor(loader, num_steps=6, appliance=appliance)] == numbers[:6]
+    state = loader.state_dict()
+    limits = f"budget={int(2.5 * size)},cadence_share=0"
+    with running(tmp_path / "state", "limited_coordinator", LIMITS=limits) as cluster:
+        worker = cluster.add_worker(4)
+        with Appliance(cluster.address, token=TOKEN, job="job", num_workers_per_box=2, timeout_s=60) as remote:
+            executors = []
+            for _ in range(2):
+                again = DataLoader(streams.heavy, 10**6, size)
+                again.load_state_dict(state)
+                executors.append(iter(DataExecutor(again, appliance=remote)))
+            got = [[next(executor)["number"] for _ in range(4)] for executor in executors]
+            assert _kept(tmp_path / "state") < 2.2 * size, "the states of two workers, and little besides"
+            for pid in runners(worker.pid):
+                os.kill(pid, signal.SIGKILL)
+            with pytest.warns(UserWarning, match="was recovered"):
+                got += [[next(executor)["number"] for _ in range(40)] for executor in executors]
+        assert got == [numbers[6:10]] * 2 + [numbers[10:]] * 2
+
+
+def _kept(state_dir: Path) -> int:
+    """Bytes of snapshots and blobs that the coordinator keeps."""
+    with contextlib.closing(sqlite3.connect(state_dir / "snapshots.db")) as db:
+        return sum(
+            db.execute(f"SELECT coalesce(sum(length(data)), 0) FROM {table}").fetchone()[0]
+            for table in ("snapshots", "blobs")
+        )

@@ -396,16 +396,16 @@ def test_what_a_successor_needs() -> None:
         inside, last = Kept(0, 3, 3, 0, False, 0, b"", proven=True), Kept(0, 5, 5, 0, False, 0, b"")
         for base in (first, inside, last):
             slot.store.add(base, 0)
-        assert slot._newest() == [inside]
-        assert slot._newest(below=3) == [first]
+        assert slot.durable.newest() == [inside]
+        assert slot.durable.newest(below=3) == [first]
         slot.traits.exact_states = True
-        assert slot._newest() == [last]
+        assert slot.durable.newest() == [last]
         slot.traits.Clear()
         assert not slot.prover._provable
-        assert slot._newest() == [last]
+        assert slot.durable.newest() == [last]
         slot.assignment.loader.options.replay_without_state = True
         assert slot.prover._provable
-        assert slot._newest() == [inside]
+        assert slot.durable.newest() == [inside]
         await slot.stop()
 
     asyncio.run(body())

@@ -168,5 +168,6 @@ def _snapshot(history: pb.History, slot: int, at: Position, cuts: dict[int, int]
         header
         for header in kept.snapshots
         if header.epoch <= at.epoch and header.total <= at.total[slot] and not _left(header.epoch, at.epoch, cuts)
+        if header.size  # else it is how the attempt began
     ]
     return max(fits, key=lambda header: (header.epoch, header.total), default=None)

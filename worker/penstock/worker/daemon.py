@@ -35,6 +35,7 @@ from penstock.proto.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.blobs import Blobs
 from penstock.worker.children import START_DEADLINE_S, Zygote, end_orphans
+from penstock.worker.durable import Share
 from penstock.worker.heart import Heart
 from penstock.worker.helpers import Helpers
 from penstock.worker.lanes import LaneDoors, slot_of
@@ -42,7 +43,7 @@ from penstock.worker.orphans import become_subreaper
 from penstock.worker.output import unblocked_logging
 from penstock.worker.processor import cores
 from penstock.worker.proofs import Findings
-from penstock.worker.slot import Share, Slot, SlotKey, Tally, key_of
+from penstock.worker.slot import Slot, SlotKey, Tally, key_of
 from penstock.worker.tempdirs import TempDirs
 from penstock.worker.turn_queue import TurnQueue
 from penstock.worker.usercode import BY_VALUE, MAIN, check_allowed, check_plain

@@ -78,7 +78,7 @@ class MemoryWatch:
             if not usable and not slot.prover.hurry():
                 break
             await asyncio.sleep(GAIN_S)
-        await slot.hand_over()
+        await slot.durable.hand_over()
 
 
 def _looked_at(pid: int, limit: int) -> tuple[int, float]:

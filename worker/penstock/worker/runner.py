@@ -16,6 +16,7 @@ import socket
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from penstock.proto import assignment as place_of
@@ -86,6 +87,8 @@ class _Start:
 
     resume: dict[str, Any] | None
     bases: list[Base]
+    begins: bool = False
+    """Another runner's beginning is not among them: to be made again."""
 
 
 class _Runner:
@@ -137,19 +140,14 @@ class _Runner:
         try:
             sent = self._receive_start()
             source.build()
+            if sent.begins or not self.assignment.recovery:
+                start(source, sent.resume, partial(self._keep, begins=True), self._seek)
+            self._say_ready()
             if self.assignment.recovery:
-                self._say_ready()
-                if self.assignment.resume.blob and source.by_own_methods:
+                if self.assignment.resume.blob and source.by_own_methods and not sent.begins:
                     source.resume = self._await_resume()
-                self._recover(sent.bases)
-            else:
-                start(
-                    source,
-                    sent.resume,
-                    lambda base, from_here: self._keep(base, origin=True, start=from_here),
-                    self._seek,
-                )
-                self._say_ready()
+                own = [Base.decode(self._start_data)] if sent.begins else []
+                self._recover(own + sent.bases)
         except (_StopError, LaneLostError, DescriptorsClosedError):
             raise
         except Exception as error:
@@ -170,6 +168,8 @@ class _Runner:
                 self.source.learn_rewinds(message.fields["rewinds"])
             elif message.kind == "misleads":
                 self._counts = True
+            elif message.kind == "begins":
+                sent.begins = True
             elif message.kind == "stop":
                 raise _StopError
         return sent
@@ -228,7 +228,7 @@ class _Runner:
     def _open_pass(self) -> None:
         """Open the next pass, and keep its origin."""
         source = self.source
-        self._keep(source.open_pass(step=self._step_of(source.place.total)), origin=True)
+        self._keep(source.open_pass(step=self._step_of(source.place.total)))
 
     def _replay(self, base: Base, total: int, epoch: int, digest: int) -> None:
         """Go to the place after batch `total`, the way that the loop went."""
@@ -449,8 +449,9 @@ class _Runner:
         """The box's step that delivers this batch, as long as all slots live."""
         return self._first_step + (total - self._first_total - 1) * self._stride
 
-    def _keep(self, base: Base, *, origin: bool, start: bool = False) -> None:
-        """`start`: the slot starts from it, so that what is delivered comes from there and it needs no proof."""
+    def _keep(self, base: Base, start: bool = False, *, origin: bool = True, begins: bool = False) -> None:
+        """`start`: the slot starts from it, so that what is delivered comes from there and it needs no proof. `begins`:
+        so did the attempt."""
         error = self.source.unsaved
         if error is None:
             try:
@@ -458,15 +459,18 @@ class _Runner:
                 if start:
                     self._start_data = data
                     self.source.counts_from = Base.decode(data) if self._counts else None
-                self._send_base(base, data, origin=origin, start=start or self._is_counted(base))
+                self._send_base(
+                    base, data, origin=origin, start=start or self._is_counted(base), begins=begins and start
+                )
                 return
             except UnsupportedStateError as refused:
                 error = refused
         self._cadence.stopped = True
         self._channel.send("unsaved", error=plain_detail(error))
 
-    def _send_base(self, base: Base, data: bytes, *, origin: bool, start: bool = False, wanted: bool = False) -> None:
-        place = base.place
+    def _send_base(self, base: Base, data: bytes, *, origin: bool, **said: bool) -> None:
+        """`said`: what else there is to say of it; see Kept in snapshots.py."""
+        place, told = base.place, cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | said)
         self._own.add(Known(place.epoch, place.total, data), origin=origin)
         self._generators_at = place.total + 1
         self._channel.send(
@@ -478,8 +482,7 @@ class _Runner:
             samples=place.samples,
             origin=origin,
             step=base.step,
-            start=start,
-            wanted=wanted,
+            **told,
         )
 
     def _go_back(self) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import random
 import socket
 import time
 from collections.abc import Awaitable
@@ -22,8 +21,6 @@ from typing import Any, Protocol
 from penstock.proto.calls import AsyncCoordinatorClient
 from penstock.proto.channel import detail_of
 from penstock.proto.errors import (
-    CoordinatorUnavailableError,
-    DeadlineError,
     JournalError,
     PenstockError,
     WorkerLostError,
@@ -34,6 +31,7 @@ from penstock.proto.restartable import by_own_methods
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.children import Child, about_slot
 from penstock.worker.control import Message, counts
+from penstock.worker.durable import NOT_OURS, Durable, Share
 from penstock.worker.endings import descriptors_closed, how_it_ended
 from penstock.worker.ledger import Ledger
 from penstock.worker.memory_watch import MemoryWatch
@@ -57,8 +55,6 @@ MOST_TOLD = 1000
 """Characters of what the training job is told of its loader's states."""
 KILL_S = 10.0
 """For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
-NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
-"""Errors of the coordinator that pass."""
 _NO_ROOM = (
     "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
     "are over, or give this one a coordinator of its own"
@@ -71,18 +67,6 @@ def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot)
     """(run, attempt, box, slot, generation)."""
     a = assignment
     return a.run, a.attempt, a.box, a.slot, a.generation
-
-
-@dataclass(frozen=True)
-class Share:
-    """Of a slot in the fleet's durable snapshots, as the coordinator says: its budget is of calls and of bytes."""
-
-    every_s: float
-    bytes_per_s: float
-
-    def pause_s(self, size: int) -> float:
-        """After a snapshot of so many bytes."""
-        return max(self.every_s, size / self.bytes_per_s)
 
 
 @dataclass
@@ -139,6 +123,7 @@ class Slot:
         self.from_before: set[tuple[int, int, int, bool, int]] = set()
         """Places of the bases that a runner before this one made."""
         self.states = States(self)
+        self.durable = Durable(self)
         self._child: Child | None = None
         self._stall = Stall(since=time.monotonic())
         self._doing = ""
@@ -150,8 +135,6 @@ class Slot:
         self.ready = asyncio.Event()
         self._turn: Turn | None = None
         self._stopping = False
-        self._refused = ""
-        """Why the coordinator has not kept the last snapshot."""
         self.attached = False
         self.begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
@@ -174,7 +157,7 @@ class Slot:
         try:
             await self._start()
             assert self._child is not None
-            self.spawn(self._upload())
+            self.spawn(self.durable.keep_up())
             self.spawn(self.prover.run())
             self.spawn(self._watch())
             if self.host.runner_memory:
@@ -209,22 +192,24 @@ class Slot:
         child.exited.add_done_callback(lambda _: turn.end())
         self.spawn(turn.end_when_idle(child.pid))
         await send_assignment(host.blobs, child, a)
-        if a.resume.blob and not a.recovery:
+        begins = a.recovery and await self._fetch_bases(child)
+        if a.resume.blob and (begins or not a.recovery):
             await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
-        if a.recovery:
-            await self._fetch_bases(child)
+        if begins:
+            await child.send("begins")
         await self._tell_findings(child)
         await child.send("go")
 
-    async def _fetch_bases(self, child: Child) -> None:
-        """What the coordinator keeps of the slot for its recovery, and the runner has not been sent."""
+    async def _fetch_bases(self, child: Child) -> bool:
+        """Send the runner what the coordinator keeps of the slot for its recovery, and it has not got; returns whether
+        there is one without bytes, of where the attempt began: see durable.py."""
         run, attempt, box, slot, generation = key_of(self.assignment)
         kept = await self.host.coordinator.get_snapshots(
             coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
         )
         known = {(base.epoch, base.total) for base in self.store}
         for header, data in kept:
-            if (header.epoch, header.total) in known:
+            if (header.epoch, header.total) in known or not header.size:
                 continue
             await child.send("base", data)
             base = Kept(
@@ -241,6 +226,7 @@ class Slot:
             )
             self.from_before.add(base.place)
             self.store.add(base, 0)
+        return not all(header.size for header, _ in kept)
 
     def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
         """The same slot and generation, as the coordinator says now."""
@@ -250,7 +236,7 @@ class Slot:
             self._handing_over = self.spawn(self._make_room_for_successor())
 
     async def _make_room_for_successor(self) -> None:
-        await self.hand_over()
+        await self.durable.hand_over()
         if self._handing_over is asyncio.current_task():
             self._handed_over = True
             self.host.slot_changed()
@@ -373,7 +359,8 @@ class Slot:
             epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
             base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
             base.proven = base.start = bool(fields["start"])
-            base.wanted = bool(fields["wanted"])
+            again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
+            base.wanted, base.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
             self.host.tally.snapshots += 1
             self.store.add(base, *self._oldest_wanted())
             return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
@@ -414,9 +401,10 @@ class Slot:
         """The first snapshot is durable before any batch can be fetched: none is out that could not be recovered."""
         for base in list(self.store):
             if not base.durable and base.proven:
-                await self._make_durable(base)
-            if self._refused and not self.assignment.recovery:  # else an older one of the slot is there
-                self.fail(detail_of(JournalError(_NO_ROOM.format(name=self.name, why=self._refused))), lost=False)
+                await self.durable.make(base)
+            refused = self.durable.refused
+            if refused and not self.assignment.recovery:  # else an older one of the slot is there
+                self.fail(detail_of(JournalError(_NO_ROOM.format(name=self.name, why=refused))), lost=False)
         if self.phase == coordinator_pb2.STARTING:
             self.phase = coordinator_pb2.READY
             self.ready.set()
@@ -439,73 +427,6 @@ class Slot:
             sock.close()
 
     # ---- durable snapshots
-
-    async def _upload(self) -> None:
-        await self.ready.wait()
-        # The slots of a job start together: each begins at a moment of its own.
-        await asyncio.sleep(random.random() * self.host.share.every_s)
-        while True:
-            size = 0
-            # Nothing that the loop may still leave by a `break`: what was made beyond it would not be on its way.
-            self.ledger.refresh()
-            for base in self._newest(self.ledger.delivered):
-                if not base.durable:
-                    size += len(base.data)
-                    await self._make_durable(base)
-            await asyncio.sleep(self.host.share.pause_s(size))
-
-    def _newest(self, below: int | None = None) -> list[Kept]:
-        """What a successor needs, of fewer batches than `below`: the newest base that it may rely on."""
-        return [base for base in self.store if self.usable(base) and (below is None or base.total < below)][-1:]
-
-    async def hand_over(self) -> None:
-        """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
-        loop took, which is somewhere between what the runner has heard of and all that it has made."""
-        self.ledger.refresh()
-        for base in self._newest(self.ledger.delivered) + self._newest():
-            if not base.durable:
-                await self._make_durable(base)
-
-    async def _make_durable(self, base: Kept) -> None:
-        run, attempt, box, slot, generation = key_of(self.assignment)
-        header = coordinator_pb2.SnapshotHeader(
-            run=run,
-            attempt=attempt,
-            box=box,
-            slot=slot,
-            generation=generation,
-            epoch=base.epoch,
-            delivered=base.delivered,
-            total=base.total,
-            samples=base.samples,
-            size=len(base.data),
-            origin=base.origin,
-            step=base.step,
-        )
-        told = False
-        while True:
-            try:
-                refused = (await self.host.coordinator.put_snapshot(header, base.data)).refused
-                tally = self.host.tally
-                if refused:
-                    tally.snapshots_refused += 1
-                else:
-                    tally.snapshots_sent += 1
-                    tally.snapshot_sent_bytes += len(base.data)
-                if refused and not self._refused:
-                    why = "its snapshot is not kept, and a recovery replays from an older one"
-                    self.log.warning("%s: %s: %s", self.name, why, refused)
-                self._refused = refused
-                break
-            except NOT_OURS as error:
-                if not told:
-                    self.log.warning("%s: its snapshot waits: %s", self.name, error.message)
-                told = True
-                await asyncio.sleep(0.2)
-            except PenstockError as error:
-                self.log.warning("%s: its snapshot was not made durable: %s", self.name, error.message)
-                break
-        base.durable = True
 
     def usable(self, base: Kept) -> bool:
         """May a loader be restored from it? Only if that was proven, or needs no proof."""

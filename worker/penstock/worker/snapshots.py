@@ -45,6 +45,8 @@ class Kept:
     """Hash of the random generators after the next batch, 0 if it is not known: for the proof."""
     start: bool = False
     """The stream of this runner comes from there."""
+    begins: bool = False
+    """The attempt began there: any runner of the slot can come there as the first one did."""
     compared: int = 0
     """Batches that its proof compared."""
     crossed: bool = False
