@@ -7,6 +7,7 @@ import contextlib
 import logging
 import resource
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -141,6 +142,41 @@ def test_forged_hellos_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
     told = [one.getMessage() for one in caplog.records if one.name == "penstock.worker"]
     assert told[0].startswith("a lane from 127.0.0.1 was refused: this worker does not run xxx")
     assert sum(map(len, told)) < 5_000
+
+
+def test_a_slot_has_one_sender_however_many_lanes_its_ticket_opens() -> None:
+    """Each had a thread and descriptors for as long as its peer kept the connection: 500 were the end of a daemon."""
+    runner: list[socket.socket] = []
+
+    async def take(connection: socket.socket, hello: lane_pb2.Hello) -> None:
+        runner.append(connection)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        doors = LaneDoors(take)
+        doors.open("127.0.0.1:0")
+        lanes_of_one, threads = [], threading.active_count()
+        try:
+            for _ in range(20):
+                lanes_of_one.append(await connected(doors))
+                await loop.sock_sendall(lanes_of_one[-1], HELLO)
+            other = await connected(doors)
+            lanes_of_one.append(other)
+            hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0", slot=1)
+            await loop.sock_sendall(other, sealed(hello.SerializeToString()))
+            async with asyncio.timeout(20):
+                for sock in lanes_of_one[:10]:
+                    with contextlib.suppress(ConnectionError):
+                        assert await loop.sock_recv(sock, 1) == b""
+                while len(runner) < 21 or threading.active_count() > threads + 2 or doors.remote > 2:
+                    await asyncio.sleep(0.005)
+            assert doors.remote == 2
+        finally:
+            doors.close()
+            for sock in (*lanes_of_one, *runner):
+                sock.close()
+
+    asyncio.run(run())
 
 
 def test_a_daemon_without_descriptors_opens_its_door_again() -> None:

@@ -129,8 +129,11 @@ class LaneDoors:
             pump.stop()
 
     def drop(self, slot: SlotOf) -> None:
-        """Nobody is to get anything of this slot any more: its runner ends, and a consumer whose host has vanished
-        would keep the pump, the connection and the ring's memory until the kernel gives up."""
+        """End the senders of this slot: its runner ends, or has another lane.
+
+        Else a consumer whose host has vanished would keep the pump, the connection and the ring's memory until the
+        kernel gives up, and one that opens lanes again and again would have as many as it likes.
+        """
         for pump in [pump for pump, of in self._pumps.items() if of == slot]:
             pump.stop(0)
             self._forget(pump)
@@ -235,6 +238,7 @@ class LaneDoors:
             raise
         for ended in [pump for pump in self._pumps if not pump.is_alive()]:
             self._forget(ended)
+        self.drop(slot_of(hello))  # the runner has left an older lane for this one
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
         pump = Pump(lane, ours, hello, name)
         self._pumps[pump] = slot_of(hello)
