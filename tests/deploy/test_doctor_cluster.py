@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from penstock.deploy import cluster as looks
 from penstock.deploy.cluster import SILENT, Job, check_cluster, check_lost, check_skew, check_version, check_worker
 from penstock.deploy.findings import Finding
-from penstock.proto import tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.version import PROTOCOL
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_the_way_to_the_coordinator(cluster: Any) -> None:
 
 
 def test_a_coordinator_of_another_protocol(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "PROTOCOL", 99)
+    monkeypatch.setattr(looks, "PROTOCOL", 99)
     found = of(cluster, Job())["version"]
     assert found.level == "problem"
     assert "99" in found.found
@@ -157,9 +158,9 @@ def test_tls_at_one_end_only(cluster: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("finding", "level"),
     [
-        (check_version("coordinator", "0.1.3", "0.1.0"), "ok"),
-        (check_version("coordinator", "0.2.0", "0.1.0"), "warning"),
-        (check_version("coordinator", "", "0.1.0"), "warning"),
+        (check_version("coordinator", "0.1.3", "0.1.0", PROTOCOL), "ok"),
+        (check_version("coordinator", "0.2.0", "0.1.0", PROTOCOL), "warning"),
+        (check_version("coordinator", "", "0.1.0", PROTOCOL), "warning"),
         (check_skew(0.1, 0.3), "ok"),
         (check_skew(-0.5, 0.3), "ok"),
         (check_skew(5.0, 0.3), "warning"),

@@ -111,7 +111,7 @@ SIGNATURES = {
     "penstock.worker.datasets:StreamingLoader.set_epoch": "(self, epoch)",
     "penstock.worker.datasets:StreamingLoader.state_after": "(self, batches)",
     "penstock.worker.datasets:index_parquet": "(folder)",
-    "penstock.worker.datasets:merge_index": "(folder)",
+    "penstock.worker.datasets:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0)",
 }
 """module:name -> its parameters, without annotations."""
 

@@ -11,9 +11,9 @@ from penstock.appliance.bottleneck import BoxFacts, Finding, SlotFacts, find
 from penstock.appliance.model import Attempt, Box, Place, Slot, SlotKey, Worker
 from penstock.appliance.pace import Pace
 from penstock.appliance.states import Want
-from penstock.proto.channel import VERSION
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.proto.version import PROTOCOL, VERSION
 
 STEP = 64
 """Workers in a step of a status reply."""
@@ -209,7 +209,7 @@ def _bottleneck(found: Finding) -> pb.Bottleneck:
 
 def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float) -> Iterator[None]:
     """In steps of a box or STEP workers; the books may change between them."""
-    reply.version, reply.uptime_s = VERSION, uptime_s
+    reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
     """Share of a box's time that it waited for a worker's slots, over all boxes."""
     cores = demand.cores(books.workers.values())

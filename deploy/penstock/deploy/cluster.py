@@ -25,6 +25,7 @@ from penstock.proto.tcp import sealed
 from penstock.proto.tls import Tls, diagnose, host_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
+from penstock.proto.version import PROTOCOL
 
 __all__ = ["Job", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
 
@@ -74,7 +75,7 @@ def check_cluster(
         yield _no_status(error, address)
         return
     yield ok("token", "good for the role admin")
-    yield check_version("coordinator", reply.version, VERSION)
+    yield check_version("coordinator", reply.version, VERSION, reply.protocol)
     yield check_skew(reply.wall_s - before, time.time() - before)
     live = [worker for worker in reply.workers if worker.live]
     if not live:
@@ -169,11 +170,14 @@ def _no_status(error: PenstockError, address: str) -> Finding:
     return problem("coordinator", error.message, f"Look at the log of the coordinator at {address}.")
 
 
-def check_version(who: str, has: str, ours: str) -> Finding:
-    """Of a peer that speaks our protocol."""
+def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
+    """Compare a peer's release with ours, and the number of its control protocol."""
     if not has:
         return warning("version", f"the {who} does not tell", "It is of an older release.")
     found = f"the {who} runs Penstock {has}, this is {ours}"
+    if protocol != PROTOCOL:
+        found += f"; it speaks protocol {protocol}, this one {PROTOCOL}"
+        return problem("version", found, f"pip install penstock=={ours} there, or {has} here.")
     if has.split(".")[:2] != ours.split(".")[:2]:
         return warning("version", found, f"pip install penstock=={ours} there.")
     return ok("version", found)

@@ -1571,6 +1571,7 @@ class StatusReply(_message.Message):
     WALL_S_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     DASHBOARD_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     uptime_s: _builtins.float
     recommended_workers: _builtins.int
@@ -1579,6 +1580,8 @@ class StatusReply(_message.Message):
     """the clock of the coordinator, by which tickets expire"""
     dashboard: _builtins.str
     """its URL; "" = none is served"""
+    protocol: _builtins.int
+    """number of the control protocol that it speaks"""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunStatus]: ...
     @_builtins.property
@@ -1598,10 +1601,11 @@ class StatusReply(_message.Message):
         wall_s: _builtins.float = ...,
         events: _abc.Iterable[Global___Event] | None = ...,
         dashboard: _builtins.str = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dashboard", b"dashboard", "events", b"events", "recommended_workers", b"recommended_workers", "runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dashboard", b"dashboard", "events", b"events", "protocol", b"protocol", "recommended_workers", b"recommended_workers", "runs", b"runs", "uptime_s", b"uptime_s", "version", b"version", "wall_s", b"wall_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
