@@ -18,7 +18,6 @@ from typing import Any
 from penstock.proto.allow import module_of, under
 from penstock.proto.by_value import load
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
-from penstock.proto.state import decode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
 from penstock.worker.user_path import why_not_searched
@@ -111,6 +110,8 @@ def unpacked(
     Raises InputFnNotAllowedError for those by value from anybody but this worker's own training process. Only that
     sends its search path, which `check_plain` refuses from others.
     """
+    from penstock.proto.state import decode_state  # imports torch, which the daemon does without
+
     arguments: Any = decode_state(spec.arguments) if spec.arguments else {}
     if "by_value" not in arguments:
         return fn, arguments.get("args", ()), arguments.get("kwargs", {})
