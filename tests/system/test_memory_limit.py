@@ -70,10 +70,10 @@ def test_one_that_needs_more_than_the_limit_is_an_error_that_names_both(cluster:
     assert "--runner-memory" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*was recovered")  # told each time, if the loop hears of it before the error
 def test_twice_the_limit_is_the_end_at_once(cluster: Cluster) -> None:
     with (
         at(cluster, "huge") as appliance,
-        pytest.warns(UserWarning, match=r"was (killed|recycled) at batch"),
         # Which of them depends on whether its first batch was out when it was looked at.
         pytest.raises((errors.WorkerLostError, errors.MemoryLimitError), match=r"above the limit of 150 MiB"),
     ):
