@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 INPUTS = str(Path(__file__).parents[1] / "inputs")
@@ -203,14 +204,6 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def until() -> Callable[[Callable[[], bool]], None]:
-    """Waits for something to become true, by asking again and again: what is asked is a process, and takes its time."""
-    import time
-
-    def wait(true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not true():
-            assert time.monotonic() < deadline, "it did not become true in time"
-
-    return wait
+    return lambda true: wait_until(true, DEADLINE_S)

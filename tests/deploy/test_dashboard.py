@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import streams
 from tests.deploy.conftest import DEADLINE_S, Shell
+from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
@@ -141,10 +142,7 @@ def browser(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.15)
+    wait_until(true, DEADLINE_S)
 
 
 def shown(browser: Any, selector: str) -> list[str]:

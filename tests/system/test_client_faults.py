@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from census import alive, census, descendants, runners, settled, until
+from census import alive, census, descendants, runners, settled
 from cluster import running
 from job import Job
+from waiting import wait_until
 
 LEASE_S = 10.0
 """Of a client (appliance/limits.py)."""
@@ -23,7 +24,7 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         processes = [daemon.pid, cluster.coordinator.pid]
         options: dict[str, Any] = {"input": "stateful", "arguments": [400], "steps": 60}
         whole = Job(cluster, job="whole", **options).finish()
-        until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
+        wait_until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
         before = [census(pid) for pid in processes]
 
         options |= {"steps": 60_000, "pace_s": 0.01}  # they go on while others start, and not as fast as they can
@@ -35,7 +36,7 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         assert landers, "there is a lander"
         for job in jobs:
             job.kill()
-        until(lambda: not alive(landers), 20, "the lander ends with its trainer")
+        wait_until(lambda: not alive(landers), 20, "the lander ends with its trainer")
         settled(processes, before, LEASE_S + 7)
         for job in jobs:
             assert [job.batches[step] for step in range(1, 51)] == [whole[step] for step in range(1, 51)]
@@ -47,7 +48,7 @@ def test_started_again_it_frees_at_once_what_it_held(tmp_path: Path) -> None:
         daemon = cluster.add_worker(8, allow="streams")
         options: dict[str, Any] = {"input": "stateful", "arguments": [400], "steps": 60}
         whole = Job(cluster, job="whole", **options).finish()
-        until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
+        wait_until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
         before = census(daemon.pid)
 
         again = Job(
@@ -60,6 +61,6 @@ def test_started_again_it_frees_at_once_what_it_held(tmp_path: Path) -> None:
         assert alive(held)
         again.start(steps=60, pace_s=0.1, resume=again.saved[40])  # two seconds of steps: it is there while they go
         again.reach(41)
-        until(lambda: not alive(held), 10, "the superseded attempt holds its runners")
+        wait_until(lambda: not alive(held), 10, "the superseded attempt holds its runners")
         assert again.finish() == whole
         settled([daemon.pid], [before], 10)
