@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 INPUTS = str(Path(__file__).parents[1] / "inputs")
@@ -204,6 +203,14 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def until() -> Callable[[Callable[[], bool]], None]:
-    return lambda true: wait_until(true, DEADLINE_S)
+    """Waits for something to become true, by asking again and again: what is asked is a process, and takes its time."""
+    import time
+
+    def wait(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not true():
+            assert time.monotonic() < deadline, "it did not become true in time"
+
+    return wait

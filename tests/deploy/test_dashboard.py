@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import streams
 from tests.deploy.conftest import DEADLINE_S, Shell
-from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
@@ -142,7 +141,10 @@ def browser(live: Live, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
 
 
 def until(true: Callable[[], bool]) -> None:
-    wait_until(true, DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(0.15)
 
 
 def shown(browser: Any, selector: str) -> list[str]:

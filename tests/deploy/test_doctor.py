@@ -130,7 +130,7 @@ def test_passes_that_only_the_beginning_leads_to_are_told(examine: Examine, inpu
 
 
 @pytest.mark.parametrize(
-    ("input_fn", "args"), [("third_party:SummedLoader", [304]), ("third_party:shard_per_worker", [])]
+    ("input_fn", "args"), [("four_methods:SummedLoader", [304]), ("four_methods:shard_per_worker", [])]
 )
 def test_counts_of_former_launches_are_the_loaders(examine: Examine, input_fn: str, args: list[Any]) -> None:
     """What load_state_dict takes is what deaggregate_state_dict returned, launch after launch."""

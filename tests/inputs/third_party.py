@@ -29,7 +29,6 @@ from torch.utils.data import (
 )
 
 from penstock.proto.assignment import Assignment, assigned
-from penstock.proto.restartable import get_worker_state
 from penstock.worker import current_assignment
 
 BATCHES = 12
@@ -491,74 +490,7 @@ def litdata_loader(workers: int = 0, shuffle: bool = True) -> Any:
     return litdata.StreamingDataLoader(dataset, batch_size=4, num_workers=workers)
 
 
-# ---- loaders with the habits of restartable loaders that Cerebras' users write
-
-
-class SummedLoader(DataLoader):  # type: ignore[type-arg]
-    """Four methods: one count of all samples streamed, by this launch and those before it. `load_state_dict` reads what
-    `deaggregate_state_dict` returns, which is not what `state_dict` returns."""
-
-    def __init__(self, rows: int = 76) -> None:
-        dataset = _Numbers(rows)
-        super().__init__(dataset, batch_sampler=_Dealt(dataset))
-        self.previous = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"samples_streamed": get_worker_state().samples_streamed, "previous": self.previous}
-
-    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
-        total = worker_states[0]["previous"] + sum(state["samples_streamed"] for state in worker_states)
-        return {"__version__": 1, "all_streamed": total}
-
-    def deaggregate_state_dict(self, aggregated: dict[str, Any], strict: bool = True) -> dict[str, Any]:
-        return aggregated
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        if state["__version__"] != 1:
-            raise ValueError("an unknown version")
-        self.previous = state["all_streamed"]
-        self.batch_sampler.set_state(self.previous)  # type: ignore[union-attr]
-
-
-class _Numbers(Dataset[torch.Tensor]):
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
-
-
-class _Dealt:
-    """Batches of four rows, shuffled by (seed, epoch) and dealt to all workers in turn, which goes on over the ends of
-    epochs: the worker that gets an epoch's first batch is the one behind that of the last."""
-
-    def __init__(self, dataset: _Numbers) -> None:
-        place = current_assignment()
-        self.rows = len(dataset)
-        self.worker, self.workers = place.global_worker_id, place.total_num_workers
-        self.start = self.turn = 0
-
-    def set_state(self, start: int) -> None:
-        self.start = start
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, begin = divmod(self.start, self.rows)
-        order = torch.randperm(self.rows, generator=torch.Generator().manual_seed(epoch)).tolist()
-        groups = [order[at : at + 4] for at in range(begin, self.rows - 3, 4)]
-        yield from groups[(self.worker - self.turn) % self.workers :: self.workers]
-        self.turn = (self.turn + len(groups)) % self.workers
-        self.start = (epoch + 1) * self.rows
-
-    def __len__(self) -> int:
-        groups = (self.rows - self.start % self.rows) // 4
-        return len(range((self.worker - self.turn) % self.workers, groups, self.workers))
-
-
-def summed() -> Any:
-    return SummedLoader()
+# ---- loaders with the habits of some of them
 
 
 class BeginsWhereItWas:
@@ -613,45 +545,6 @@ class RaisesOnceRestored:
 
 def raises_once_restored() -> Any:
     return RaisesOnceRestored()
-
-
-class ShardPerWorker:
-    """Four methods: each worker reads a shard of its own, and counts the samples of it over all launches."""
-
-    def __init__(self, rows: int = ROWS) -> None:
-        place = current_assignment()
-        self.shard, self.shards = place.global_worker_id, place.total_num_workers
-        self.rows = rows
-        self.previous = self.seen = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        start = self.seen % self.rows
-        for at in range(start, self.rows, 4):
-            yield {"row": torch.arange(at, at + 4) + 1000 * self.shard}
-        self.seen = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"samples_streamed": get_worker_state().samples_streamed + self.previous, "shard_index": self.shard}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != {"samples_streamed", "shard_index"}:
-            raise RuntimeError(f"not a state of one shard: {sorted(state)}")
-        self.previous = self.seen = state["samples_streamed"]
-        self.shard = state["shard_index"]
-
-    def aggregate_state_dict(self, worker_states: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"all_worker_states": sorted(worker_states, key=lambda state: state["shard_index"])}
-
-    def deaggregate_state_dict(self, aggregated: dict[str, Any]) -> dict[str, Any]:
-        states = aggregated["all_worker_states"]
-        if len(states) != self.shards:
-            raise RuntimeError("saved by another number of workers")
-        behind = min(range(len(states)), key=lambda at: (states[at]["samples_streamed"], at))
-        return dict(states[(self.shard + behind) % len(states)])
-
-
-def shard_per_worker() -> Any:
-    return ShardPerWorker()
 
 
 def prepare() -> None:

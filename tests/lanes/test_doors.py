@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from census import until
 from lane_doors import doors, refusing
 from tests.lanes.conftest import next_frame
-from waiting import wait_until
 
 from penstock.client.landing import Lander
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
@@ -69,7 +69,7 @@ def test_the_lanes_of_a_slot_that_has_ended_end_with_it_whoever_is_at_the_other_
             lanes.append((sock, slot_of(hello)))
         (gone, key), (other, _) = lanes
         other.settimeout(0.2)
-        wait_until(lambda: len(opened._pumps) == 2, 5, "the lanes were not opened")
+        until(lambda: len(opened._pumps) == 2, 5, "the lanes were not opened")
         loop.call_soon_threadsafe(opened.drop, key)
         assert gone.recv(1) == b""
         with pytest.raises(TimeoutError):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import four_methods
 import pytest
 import third_party
 from chains import ENDS, INSIDE, OVER, Chain, compare, whole
@@ -43,8 +44,8 @@ MAKERS: list[tuple[str, Callable[..., Any], list[tuple[Any, ...]]]] = [
     ("torchdata", third_party.nodes_sampler, [()]),
     ("torchdata", third_party.nodes_unbatched, [()]),
     ("torchdata", third_party.nodes_no_restart, [()]),
-    ("torch", third_party.summed, [()]),
-    ("torch", third_party.shard_per_worker, [()]),
+    ("torch", four_methods.summed, [()]),
+    ("torch", four_methods.shard_per_worker, [()]),
     ("torch", third_party.begins_where_it_was, [()]),
     ("torch", third_party.raises_once_restored, [()]),
     ("datasets", third_party.hf_map, [(0,)]),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from pki import Pair, Pki
-from waiting import wait_until
 
 INPUTS = str(Path(__file__).parents[1] / "inputs")
 DEADLINE_S = 30.0
@@ -112,4 +111,12 @@ Until = Callable[[Callable[[], bool], str], None]
 @pytest.fixture
 def until() -> Until:
     """Waits for what happens in other processes and announces itself to nobody, by asking again."""
-    return lambda true, what: wait_until(true, DEADLINE_S, what)
+    import time
+
+    def wait(true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not true():
+            assert time.monotonic() < deadline, what
+            os.sched_yield()
+
+    return wait

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-from waiting import wait_until
 
 __all__ = [
     "abandoned",
@@ -22,6 +22,7 @@ __all__ = [
     "own_memory",
     "runners",
     "settled",
+    "until",
 ]
 
 
@@ -161,4 +162,13 @@ def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> N
                 more[pid] = grown
         return more
 
-    wait_until(lambda: not difference(), deadline_s, lambda: f"still held, by process: {difference()}")
+    until(lambda: not difference(), deadline_s, lambda: f"still held, by process: {difference()}")
+
+
+def until(holds: Callable[[], object], deadline_s: float, what: Callable[[], str] | str) -> None:
+    """Wait for a condition that nobody announces; what: the failure's message."""
+    end = time.monotonic() + deadline_s
+    while not holds():
+        if time.monotonic() > end:
+            raise AssertionError(what if isinstance(what, str) else what())
+        time.sleep(0.02)

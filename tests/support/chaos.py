@@ -20,12 +20,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from census import alive, census, children, descendants, own_memory, runners, settled
+from census import alive, census, children, descendants, own_memory, runners, settled, until
 from chaos_plan import Fault, Plan, TrainingJob, plan_of
 from cluster import Cluster, running
 from job import Job
 from proxy import Proxy
-from waiting import wait_until
 
 SLOTS = 12
 """Of each daemon: any one of them has room for all."""
@@ -131,7 +130,7 @@ class World:
         self.groups = [
             Group(self.cluster, job, self.folder, self.cluster.address, calm=False) for job in self.plan.jobs
         ]
-        wait_until(lambda: self._all_begun(), 60, "the jobs have not begun")
+        until(lambda: self._all_begun(), 60, "the jobs have not begun")
         began = time.monotonic()
         faults = list(self.plan.faults)
         last = began + faults[-1].at_s + GRACE_S
@@ -264,7 +263,7 @@ class World:
             held = [kind for pid in self._processes for kind in +census(pid)]
             return [kind for kind in held if kind == "processes" or kind.startswith("penstock-")]  # or a memfd of ours
 
-        wait_until(lambda: not left(), LEFT_S, lambda: f"jobs without faults left {left()}")
+        until(lambda: not left(), LEFT_S, lambda: f"jobs without faults left {left()}")
         self._before = [(census(pid), own_memory(pid)) for pid in self._processes]
 
     def clean(self) -> None:

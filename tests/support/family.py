@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from census import children
-from waiting import wait_until
 
 
 def parents() -> dict[int, tuple[int, int]]:
@@ -53,7 +53,10 @@ def alive(pid: int) -> bool:
 
 def eventually(holds: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
     """Wait until it holds."""
-    wait_until(holds, deadline_s, f"not within {deadline_s:g} s: {what}")
+    until = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < until, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.01)
 
 
 def memory_of(pid: int) -> int:

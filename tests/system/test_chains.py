@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import four_methods
 import pytest
 import third_party
 from chains import ENDS, INSIDE, OVER, Chain, compare, plain, whole
+from neighbours import beside
 
-from penstock.client import Appliance
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.proto.state import decode_state, encode_state
 
 STEPS = 64
 
@@ -27,8 +30,8 @@ STEPS = 64
         (third_party.nodes_weighted, Chain(OVER)),  # restored, its next epoch has another length
         (third_party.begins_where_it_was, Chain(OVER, lost=True)),
         (third_party.raises_once_restored, Chain(OVER, lost=True)),
-        (third_party.summed, Chain(OVER, lost=True)),  # adds what former launches streamed
-        (third_party.shard_per_worker, Chain(ENDS, announced=True, lost=True)),  # restored at an end, it ends no epoch
+        (four_methods.summed, Chain(OVER, lost=True)),  # adds what former launches streamed
+        (four_methods.shard_per_worker, Chain(ENDS, announced=True, lost=True)),  # restored at an end, it ends no epoch
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
@@ -38,5 +41,48 @@ def test_chain_equals_uninterrupted(appliance: Appliance, make: Callable[..., An
 
 def test_batches_dealt_in_turn_keep_their_order_over_epochs(appliance: Appliance) -> None:
     """19 of them in an epoch, dealt to two workers: their state counts samples, and holds for no other order."""
-    alone = third_party.summed()
-    assert whole(appliance, third_party.summed, 50) == [plain(batch) for _ in range(3) for batch in alone][:50]
+    alone = four_methods.summed()
+    assert whole(appliance, four_methods.summed, 50) == [plain(batch) for _ in range(3) for batch in alone][:50]
+
+
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize(
+    "launches",
+    [
+        [(2, 10), (2, 25), (3, 44)],  # over the end of an epoch in a launch that was resumed within it
+        [(2, 5), (2, 9), (3, 20)],  # from steps that no number of workers divides
+        [(2, 20), (2, 33), (3, 41), (3, 50), (2, 60)],
+        [(2, 19), (2, 38), (2, 45)],  # from ends of epochs
+    ],
+    ids=lambda value: "-".join(f"{workers}x{stop}" for workers, stop in value) if isinstance(value, list) else None,
+)
+def test_states_of_resumed_launches_are_good_for_other_numbers_of_workers(
+    appliance: Appliance, launches: list[tuple[int, int]], announced: bool
+) -> None:
+    """What a launch counts is added to what those before it did: nothing is lost, and nothing comes twice."""
+    alone = four_methods.summed()
+    expected = [plain(batch) for _ in range(4) for batch in alone]
+    state, start = None, 0
+    for workers, stop in launches:
+        with beside(appliance, num_workers_per_box=workers) as launch:
+            loader = DataLoader(four_methods.summed)
+            if state is not None:
+                loader.load_state_dict(decode_state(state))  # type: ignore[arg-type]
+            steps = [stop] if announced else None
+            executor = DataExecutor(loader, num_steps=stop - start, checkpoint_steps=steps, appliance=launch)
+            assert [plain(batch) for batch in executor] == expected[start:stop], f"from step {start} to {stop}"
+            state, start = encode_state(loader.state_dict()), stop
+
+
+def test_a_loader_that_begins_later_epochs_where_it_was_resumed(appliance: Appliance) -> None:
+    """Its stream is made again from the beginning. States of which some count from there, and others from where the
+    launch began, are good for their shape only."""
+    expected = whole(appliance, four_methods.resuming, 40)
+    state, start = None, 0
+    for stop in (9, 14, 27, 40):
+        loader = DataLoader(four_methods.resuming)
+        if state is not None:
+            loader.load_state_dict(decode_state(state))  # type: ignore[arg-type]
+        executor = DataExecutor(loader, num_steps=stop - start, appliance=appliance)
+        assert [plain(batch) for batch in executor] == expected[start:stop], f"from step {start} to {stop}"
+        state, start = encode_state(loader.state_dict()), stop

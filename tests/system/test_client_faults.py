@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from census import alive, census, descendants, runners, settled
+from census import alive, census, descendants, runners, settled, until
 from cluster import running
 from job import Job
-from waiting import wait_until
 
 LEASE_S = 10.0
 """Of a client (appliance/limits.py)."""
@@ -24,7 +23,7 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         processes = [daemon.pid, cluster.coordinator.pid]
         options: dict[str, Any] = {"input": "stateful", "arguments": [400], "steps": 60}
         whole = Job(cluster, job="whole", **options).finish()
-        wait_until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
+        until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
         before = [census(pid) for pid in processes]
 
         options |= {"steps": 60_000, "pace_s": 0.01}  # they go on while others start, and not as fast as they can
@@ -36,7 +35,7 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         assert landers, "there is a lander"
         for job in jobs:
             job.kill()
-        wait_until(lambda: not alive(landers), 20, "the lander ends with its trainer")
+        until(lambda: not alive(landers), 20, "the lander ends with its trainer")
         settled(processes, before, LEASE_S + 7)
         for job in jobs:
             assert [job.batches[step] for step in range(1, 51)] == [whole[step] for step in range(1, 51)]
@@ -48,7 +47,7 @@ def test_started_again_it_frees_at_once_what_it_held(tmp_path: Path) -> None:
         daemon = cluster.add_worker(8, allow="streams")
         options: dict[str, Any] = {"input": "stateful", "arguments": [400], "steps": 60}
         whole = Job(cluster, job="whole", **options).finish()
-        wait_until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
+        until(lambda: not census(daemon.pid)["processes"], 10, "a run that was closed left processes")
         before = census(daemon.pid)
 
         again = Job(
@@ -61,6 +60,6 @@ def test_started_again_it_frees_at_once_what_it_held(tmp_path: Path) -> None:
         assert alive(held)
         again.start(steps=60, pace_s=0.1, resume=again.saved[40])  # two seconds of steps: it is there while they go
         again.reach(41)
-        wait_until(lambda: not alive(held), 10, "the superseded attempt holds its runners")
+        until(lambda: not alive(held), 10, "the superseded attempt holds its runners")
         assert again.finish() == whole
         settled([daemon.pid], [before], 10)

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import traps
-from census import alive, children, descendants, runners
+from census import alive, children, descendants, runners, until
 from cluster import TOKEN, Cluster, running
-from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 
@@ -135,7 +134,7 @@ def test_killed_at_four_moments_with_room_elsewhere(cluster: Cluster, tmp_path: 
             for _ in range(3):
                 assert moments.there.acquire(timeout=30)
             for name in ("input_fn", "load_state_dict"):
-                wait_until((moments.folder / f"{name} reached").exists, 30, f"nobody waits in {name}")
+                until((moments.folder / f"{name} reached").exists, 30, f"nobody waits in {name}")
             add(cluster)
             below = descendants(first.pid)
             assert len(below) >= 1 + 8, "a zygote and eight runners"
@@ -161,7 +160,7 @@ def test_killed_without_room_elsewhere_and_started_again(cluster: Cluster) -> No
         assert len(below) >= 1 + 2 + 2, "a zygote, two runners and their children"
         kill(only.pid, signal.SIGKILL)
         only.wait(10)
-        wait_until(lambda: not alive(below), 20, lambda: f"alive: {alive(below)}")
+        until(lambda: not alive(below), 20, lambda: f"alive: {alive(below)}")
         add(cluster, _names[only.pid])
 
     def train(job: str, kill: Callable[[int, int], None] | None = None) -> list[int | None]:
@@ -220,8 +219,8 @@ def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -
         for batch in executor:
             numbers.append(batch["number"])
             if executor.step == 150:
-                wait_until(reached.exists, 20, "the check of early snapshots does not begin")
-                wait_until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
+                until(reached.exists, 20, "the check of early snapshots does not begin")
+                until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
                 reached.unlink()
                 released.unlink()
                 killer = threading.Thread(target=kill_zygote_once, args=(daemon.pid, reached, released))
@@ -236,9 +235,9 @@ def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -
 
 
 def kill_zygote_once(daemon: int, reached: Path, released: Path) -> None:
-    wait_until(reached.exists, 20, "no scratch child was needed")
+    until(reached.exists, 20, "no scratch child was needed")
     (zygote,) = [zygote for zygote in children(daemon, "zygote") if len(children(zygote)) > 1]  # not one that is kept
     family = [zygote, *descendants(zygote)]
     os.kill(zygote, signal.SIGKILL)
-    wait_until(lambda: not alive(family), 20, lambda: f"alive: {alive(family)}")
+    until(lambda: not alive(family), 20, lambda: f"alive: {alive(family)}")
     released.touch()

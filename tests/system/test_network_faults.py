@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import traps
-from census import alive, census, runners
+from census import alive, census, runners, until
 from cluster import TOKEN, Cluster, running
 from proxy import Proxy
-from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.client.run import Run
@@ -209,9 +208,7 @@ def test_a_worker_that_is_cut_off_from_the_coordinator_is_replaced(
         def healed(number: int) -> Callable[[], None]:
             def act() -> None:
                 proxies[number].heal()
-                wait_until(
-                    lambda: not census(daemons[number].pid)["processes"], 20, "runners of slots that had moved go on"
-                )
+                until(lambda: not census(daemons[number].pid)["processes"], 20, "runners of slots that had moved go on")
 
             return act
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from census import census, runners
+from census import census, runners, until
 from hosts import HostCluster, Network, why_not
 from job import Job
 from trainers import let_go
-from waiting import wait_until
 
 
 @pytest.fixture
@@ -49,20 +48,20 @@ def test_partitions_between_three_hosts(network: Network, tmp_path: Path) -> Non
         for other in ("coordinator", "trainer"):
             network.drop("far", other)
             network.drop(other, "far")
-        wait_until(lambda: runners(near.pid), 30, "the slots do not move")
+        until(lambda: runners(near.pid), 30, "the slots do not move")
         job.reach(job.step + 300, 30)
         assert set(held) & set(runners(far.pid)), "it still believes that the slots are its own"
         for other in ("coordinator", "trainer"):
             network.pass_again("far", other)
             network.pass_again(other, "far")
-        wait_until(lambda: not census(far.pid)["processes"], 30, "the old generation's runners go on")
+        until(lambda: not census(far.pid)["processes"], 30, "the old generation's runners go on")
 
         # One way only, between the lane's two hosts: the coordinator hears both. Its data are lost, and
         # then its acks. The slots go to the worker that the training job can reach.
         daemons = {"near": near, "far": far}
         for away, to, one_way in (("near", "far", ("near", "trainer")), ("far", "near", ("trainer", "far"))):
             network.drop(*one_way)
-            wait_until(lambda to=to: runners(daemons[to].pid), 60, f"the slots do not leave {away}")  # type: ignore[misc]
+            until(lambda to=to: runners(daemons[to].pid), 60, f"the slots do not leave {away}")  # type: ignore[misc]
             job.reach(job.step + 100, 60)
             network.pass_again(*one_way)
 

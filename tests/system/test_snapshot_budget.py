@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import streams
-from census import runners
+from census import runners, until
 from cluster import TOKEN, running
-from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -40,7 +39,7 @@ def test_a_snapshot_that_is_refused_costs_a_longer_replay_and_nothing_else(tmp_p
                 got.append(next(executor)["number"])
                 return b"is not kept, and a recovery replays" in log.read_bytes()
 
-            wait_until(refused, 30, "no snapshot was refused")
+            until(refused, 30, "no snapshot was refused")
             os.kill(runners(worker.pid)[0], signal.SIGKILL)
             with pytest.warns(UserWarning, match="was recovered"):
                 got += [next(executor)["number"] for _ in range(300)]

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import traps
-from census import alive, census, children, descendants, runners
+from census import alive, census, children, descendants, runners, until
 from cluster import TOKEN, Cluster, running
 from job import Job
-from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -79,7 +78,7 @@ def test_replaced_while_they_were_stopped(cluster: Cluster) -> None:
             successor.finish()
         pause(CLIENT_LEASE_S - WORKER_LEASE_S)
         go_on(machine)
-        wait_until(lambda: not alive(old_runners), 10, "runners of slots that had moved went on")
+        until(lambda: not alive(old_runners), 10, "runners of slots that had moved went on")
         go_on([one.pid, two.pid])
         assert two.end() == 1, "its attempt was superseded"
         whole = one.finish()
@@ -88,7 +87,7 @@ def test_replaced_while_they_were_stopped(cluster: Cluster) -> None:
         assert three.recoveries
         assert successor.batches.items() <= two.batches.items()
         both = [first.pid, second.pid]
-        wait_until(lambda: not any(census(pid)["processes"] for pid in both), CLIENT_LEASE_S + 5, "processes are left")
+        until(lambda: not any(census(pid)["processes"] for pid in both), CLIENT_LEASE_S + 5, "processes are left")
     with jobs_of(cluster, {"job": "reference", "workers": 2, **options}) as (reference,):
         assert reference.finish() == whole
 
@@ -132,10 +131,8 @@ def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(clust
         for batch in executor:
             got.append(batch["number"])
             if executor.step == 140:
-                wait_until(
-                    (tmp_path / "load_state_dict reached").exists, 20, "the check of early snapshots does not begin"
-                )
-                wait_until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
+                until((tmp_path / "load_state_dict reached").exists, 20, "the check of early snapshots does not begin")
+                until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
                 runner += runners(daemon.pid)
             if executor.step == 150:
                 with stopping_scratch(daemon.pid, runner[0]), pytest.raises(errors.DeadlineError, match="step 150"):
@@ -143,9 +140,7 @@ def test_a_scratch_child_that_is_stopped_fails_the_save_and_not_the_stream(clust
             if executor.step == 190:
                 assert loader.state_dict(), "the restart points whose proof was stopped are of no use any more"
         assert got == [number for _ in range(20) for number in range(1, 13)][:200]
-        wait_until(
-            lambda: runners(daemon.pid) == runner, 20, "a scratch child that was stopped for a while is still there"
-        )
+        until(lambda: runners(daemon.pid) == runner, 20, "a scratch child that was stopped for a while is still there")
 
 
 @contextmanager

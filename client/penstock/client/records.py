@@ -20,10 +20,8 @@ def saved_of(
     first = fetched.records[0][0]
     positions = [Position.from_proto(fetched.positions[box]) for box in sorted(fetched.positions)]
     saved = Saved(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
-    users = []
-    for record, envelope in fetched.records:
-        value = cast(dict[str, Any], decode_state(envelope))
-        users.append(value["user"])
+    values = [cast(dict[str, Any], decode_state(envelope)) for _, envelope in fetched.records]
+    for (record, _), value in zip(fetched.records, values, strict=True):
         saved.parts.append(
             Part(
                 record.box,
@@ -37,7 +35,24 @@ def saved_of(
                 record.next_epoch,
             )
         )
-    return saved, users
+    return saved, _by_worker(saved, values)
+
+
+def _by_worker(saved: Saved, values: list[dict[str, Any]]) -> list[Any]:
+    """The loaders' own states in order of the workers that they take themselves for: a launch of a loader that is
+    resumed by its own methods begins with worker 0, and that may be any slot. Says in `saved` where some went on as
+    their saved state said, and others had to be made again: what each counts began elsewhere."""
+    launches = [value["launch"] for value in values if "launch" in value]
+    if len(launches) < len(values):
+        return [value["user"] for value in values]
+    places = {(part.box, launch["worker"]) for part, launch in zip(saved.parts, launches, strict=True)}
+    saved.is_mixed = len({launch["step"] for launch in launches}) > 1 or len(places) < len(values)
+    if saved.is_mixed:
+        return [value["user"] for value in values]
+    users = [None] * len(values)
+    for part, launch, value in zip(saved.parts, launches, values, strict=True):
+        users[part.box * saved.num_workers_per_box + launch["worker"]] = value["user"]
+    return users
 
 
 def checkpoints_of(fetched: FetchedState, loaded: Saved | None, step: int) -> list[DataLoaderCheckpoint]:

@@ -107,6 +107,8 @@ class Saved:
             return Cover.ROWS
         return Cover.FULL if self.full_digest else Cover.SAMPLE
 
+    is_mixed: bool = False
+    """The workers' own states were counted from different places, and are good together on no other shape."""
     by_hand: bool = False
     """It is the user's, and holds no record of a run: nothing is known but what the loader's own methods make of it."""
     is_changed: bool = False
@@ -139,6 +141,8 @@ class Saved:
                 for part in self.parts
             ],
         }
+        if self.is_mixed:
+            record["mixed"] = True
         number = FORMAT if self.positions and not self.parts else OF_ITS_SHAPE
         if self.methods == 4:
             record["aggregated"] = self.aggregated
@@ -189,6 +193,14 @@ class Saved:
                 f"{_shape(num_boxes, num_workers_per_box)}: its loader has "
                 f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it "
                 "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
+            )
+        if self.is_mixed:
+            raise StateMismatchError(
+                f"the state of {self.input_fn} at step {self.step} is good only for "
+                f"{_shape(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers had "
+                "been made again from the beginning, for resumed by its own methods the loader did not go on with the "
+                "right batches, and what they count does not add up with the others. Resume on that shape and save "
+                "once more"
             )
         epoch = max((position.epoch for position in self.positions), default=0)
         positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
@@ -293,6 +305,7 @@ def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
         positions=[Position.from_proto(records_pb2.BoxPosition.FromString(data)) for data in record["positions"]],
         full_digest=bool(record["full_digest"]),
         parts=[Part(**part) for part in record["parts"]],
+        is_mixed=record.get("mixed") is True,
     )
     if saved.positions:
         # Counted first: the numbers are only said, what was decoded is here.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, cast
@@ -33,7 +32,7 @@ from penstock.proto.state import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import Channel, Message, plain_detail
 from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, Base
+from penstock.worker.restart_points import END, Base, Launch
 from penstock.worker.source import Source
 from penstock.worker.usercode import load_input_fn
 
@@ -221,8 +220,11 @@ def _resume(source: Source, channel: Channel, fields: dict[str, Any], parts: lis
     """As a runner does on the same shape: the loader's own methods, then the RNG of the moment."""
     base = Base.taken(parts[0])
     source.build()
-    source.past = replace(Base.decode(parts[0]).past, samples=base.place.samples)
-    source.resume_by_own_methods(decode_state(parts[1]), True)
+    launch = Launch(fields["launch"]["step"], base.place.total, base.place.samples, source.worker)
+    source.past = Base.decode(parts[0]).past.of(launch)
+    aggregated = decode_state(parts[1])
+    source.learn_resume({"aggregated": aggregated, "strict": True, "slots": {}})
+    source.resume_by_own_methods(aggregated, True)
     source.place, source.digest = base.place.copy(), base.digest
     source.mark_restored()
     source.open(step=fields["launch"]["step"], rng_after=base.rng)

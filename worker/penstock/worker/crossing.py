@@ -27,7 +27,7 @@ from penstock.proto.digest import cover_of
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state import encode_state
 from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, Base
+from penstock.worker.restart_points import END, Base, Past, Place
 from penstock.worker.ways import FRESH, KEPT, REPLAY
 
 if TYPE_CHECKING:
@@ -41,9 +41,11 @@ _log = logging.getLogger("penstock.worker")
 def cross(source: Source, step: int) -> Base:
     """Open the next epoch of a restored source in the way that is right; returns its epoch start."""
     end, untouched = source.rng(), source.is_untouched
-    own_word = source.traits.state_methods == 4 and not source.past.whole  # whose stream began on another topology
-    if own_word or (source.past.rewinds == KEPT and not (untouched or source.strays)):
+    no_other_word = source.traits.state_methods == 4 and not source.past.whole  # its stream began on another topology
+    if no_other_word or (source.past.rewinds == KEPT and not (untouched or source.strays)):
         return source.open(step=step)
+    if source.by_own_methods:
+        return _cross_as_resumed(source, step)
     if source.past.rewinds == FRESH and not source.strays:
         source.renew(end)
         return source.open(step=step)
@@ -74,6 +76,58 @@ def cross(source: Source, step: int) -> Base:
             {KEPT: "the restored loader", FRESH: "the one made anew"}.get(source.past.rewinds, "neither"),
         )
     return opened
+
+
+def _cross_as_resumed(source: Source, step: int) -> Base:
+    """The same with a loader that is resumed by its own methods, and can be restored only where its launch began.
+
+    What it makes of the next epoch is right if that begins with the batch that came when the state was saved there, or
+    with that of a loader from the beginning, which is made once.
+    """
+    take = Offprint(cover=cover_of(source.assignment.loader.options)).take
+    start, untouched, goal, past = source.start, source.is_untouched, source.place.copy(), source.past
+    awaited = source.awaited.get(goal.total)
+    came: _First | None = None
+    if past.rewinds != REPLAY:
+        try:
+            opened = source.open(step=step)
+            came = _First.of(source, take)
+        except InputFnError as error:
+            _log.info("%s: restored, it does not get over the end of its epoch: %s", source.name, error.message)
+        else:
+            if awaited is not None and came.digest == awaited:
+                return opened
+        source.abort()
+    _from_the_beginning(source, take)
+    opened = source.open(step=step)
+    right = _First.of(source, take)
+    if came is not None and came.digest == right.digest and start is not None:
+        if not untouched:
+            source.learn_rewinds(KEPT)
+        _as_resumed(source, start, goal, past, take)
+        return source.open(step=step)
+    if not untouched and past.rewinds != REPLAY:
+        source.learn_rewinds(REPLAY)
+        opened = source.marked(opened)
+        _log.warning(
+            "%s: restored within pass %d, it does not begin the next one with the right batch: its stream is made "
+            "again from the beginning at the end of each pass",
+            source.name,
+            goal.epoch - 1,
+        )
+    return opened
+
+
+def _as_resumed(source: Source, start: Base, goal: Place, past: Past, take: Callable[[Any], tuple[int, int]]) -> None:
+    """Bring a loader that is resumed as its launch was back to where it stood, between two epochs."""
+
+    def seen(batch: Any) -> None:
+        source.digest, samples = take(batch)
+        source.place.samples += samples
+
+    source.restore(start)
+    travel(source, dict(past.left), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen))
+    catch_up(source, goal.epoch)
 
 
 @dataclass(frozen=True)
@@ -138,7 +192,7 @@ def _from_the_beginning(source: Source, take: Callable[[Any], tuple[int, int]]) 
             f"{why}; and made again from the beginning, batch {goal.total} is not the one that was delivered: the "
             "loader does not reproduce its batches (see penstock doctor)"
         )
-    source.past = past
+    source.past = past.of(source.past.launch)
 
 
 def travel(source: Source, left: dict[int, int], total: int, epoch: int, seek: Callable[[int, int], object]) -> None:

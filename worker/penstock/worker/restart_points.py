@@ -17,7 +17,7 @@ from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorrup
 from penstock.proto.state import decode_state, encode_state
 from penstock.worker.ways import WAYS, more_careful
 
-__all__ = ["END", "UNFIT", "Base", "Past", "Place"]
+__all__ = ["END", "UNFIT", "Base", "Launch", "Past", "Place"]
 
 UNFIT = (ReplayMismatchError, InputFnError)
 """What says that a restart point does not lead to the batches that were delivered: another batch came, or the loader
@@ -56,11 +56,30 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """Where the launch of a loader began: its own counts are since then. Of one that was made again from the beginning
+    that is the beginning."""
+
+    step: int = 0
+    """Of the box."""
+    batches: int = 0
+    """Of the slot, in all."""
+    samples: int = 0
+    worker: int | None = None
+    """Of the box: which one a loader that is resumed by its own methods takes itself for. One that deals its batches in
+    turn begins each launch with worker 0, and the slot whose turn it is is that worker. None: another loader."""
+    enters: int | None = None
+    """It was resumed at the end of an epoch and went on with this one at once: to end those before is left to us."""
+
+    def encode(self) -> list[Any]:
+        return [self.step, self.batches, self.samples, self.worker, self.enters]
+
+
+@dataclass(frozen=True)
 class Past:
     """What is known at a place of the slot's way there."""
 
-    samples: int = 0
-    """Of former launches: those before the launch began."""
+    launch: Launch = Launch()
     left: tuple[tuple[int, int], ...] = ()
     """(epoch, total): epochs that the loop left by `break`, and the slot's last batch of each, oldest first."""
     whole: bool = False
@@ -75,6 +94,10 @@ class Past:
         left = (*(known for known in self.left if known[0] < epoch), (epoch, total))
         return replace(self, left=left[-MOST_LEFT:], whole=self.whole and len(left) <= MOST_LEFT)
 
+    def of(self, launch: Launch) -> Past:
+        """The same, of a loader whose counts began elsewhere."""
+        return replace(self, launch=launch)
+
     def before(self, epoch: int) -> Past:
         """At a place in this epoch, from one in it or in a later one."""
         return replace(self, left=tuple(known for known in self.left if known[0] < epoch))
@@ -85,14 +108,17 @@ class Past:
 
     def encode(self) -> dict[str, Any]:
         left = [list(known) for known in self.left]
-        return {"samples": self.samples, "left": left, "whole": self.whole, "rewinds": self.rewinds}
+        return {"launch": self.launch.encode(), "left": left, "whole": self.whole, "rewinds": self.rewinds}
 
     @classmethod
     def decode(cls, value: dict[str, Any]) -> Past:
         left = tuple((int(epoch), int(total)) for epoch, total in value["left"])
         if value["rewinds"] not in WAYS:
             raise ValueError(f"rewinds={value['rewinds']!r:.40}")
-        return cls(int(value["samples"]), left, value["whole"] is True, value["rewinds"])
+        step, batches, samples, *known = value.get("launch", (0, 0, 0, None, None))
+        worker, enters = (None if each is None else int(each) for each in known)
+        launch = Launch(int(step), int(batches), int(samples), worker, enters)
+        return cls(launch, left, value["whole"] is True, value["rewinds"])
 
 
 @dataclass(frozen=True)
@@ -145,7 +171,11 @@ class Base:
         }
         if self.skips:
             restart["skips"] = [list(skip) for skip in self.skips]
-        return encode_state({"user": self.state, "restart": restart})
+        value = {"user": self.state, "restart": restart}
+        launch = self.past.launch
+        if launch.worker is not None:
+            value["launch"] = {"step": launch.step, "worker": launch.worker}
+        return encode_state(value)
 
     @classmethod
     def decode(cls, data: bytes) -> Base:

@@ -145,7 +145,7 @@ class _Runner:
             self._say_ready()
             if self.assignment.recovery:
                 if self.assignment.resume.blob and source.by_own_methods and not sent.begins:
-                    source.resume = self._await_resume()
+                    source.learn_resume(self._await_resume())
                 own = [Base.decode(self._start_data)] if sent.begins else []
                 self._recover(own + sent.bases)
         except (_StopError, LaneLostError, DescriptorsClosedError):

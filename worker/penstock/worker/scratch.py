@@ -84,7 +84,7 @@ def run_scratch(channel: Channel) -> None:
                 answer.send("done", took=time.process_time() - began, **told)
                 return
             if len(values) > 1:
-                source.resume = cast(dict[str, Any], decode_state(values[1]))
+                source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
             _state(source, Base.decode(values[0]), message.fields, offprint, answer)
         except LaneLostError:
             raise
@@ -271,6 +271,9 @@ def _replayed(
         return {"elsewhere": True}, b""
     there = {"samples": place.samples, "digest": source.digest, "replayed": list(replayed)}
     following = 0
-    if fields.get("following") and place.epoch == epoch and (batch := source.next()) is not END:
-        following = offprint.take(batch)[0]
-    return {"ended": False, "following": following, **there}, data
+    if fields.get("following") and place.epoch == epoch:
+        if source.peek() is END:
+            source.next()
+            source.open_pass()
+        following = 0 if (batch := source.next()) is END else offprint.take(batch)[0]
+    return {"ended": False, "following": following, "over": source.place.epoch > epoch, **there}, data

@@ -19,14 +19,11 @@ declares `loads_own_state`. So it starts from the beginning, or from the state t
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.utils.data
 import xxhash
 
 from penstock.proto import assignment as place_of
@@ -40,20 +37,18 @@ from penstock.proto.errors import (
     format_remote,
 )
 from penstock.proto.restartable import DataLoaderCheckpoint, by_own_methods, state_methods, takes_strict, worker_state
-from penstock.proto.rng import capture_rng, derive_seed, restore_rng, seed_rng
+from penstock.proto.rng import derive_seed, seed_rng
 from penstock.proto.v1 import records_pb2
+from penstock.worker import generators
 from penstock.worker.control import describe
 from penstock.worker.crossing import cross
-from penstock.worker.restart_points import END, Base, Past, Place
+from penstock.worker.restart_points import END, Base, Launch, Past, Place
 from penstock.worker.skipping import CannotSkipError, skip_batch
 from penstock.worker.usercode import load_input_fn, unpacked
 from penstock.worker.ways import KEPT
 from penstock.worker.worker_info import as_main_process, offer_worker_info
 
 __all__ = ["Source"]
-
-
-_COUNT = struct.Struct("<I")
 
 
 class Source:
@@ -74,7 +69,9 @@ class Source:
         """Of the last batch, told by whoever flattens it."""
         self.unsaved: Exception | None = None
         """Why the state of the pass's origin could not be taken."""
-        self.past = Past(whole=assignment.base.step == 0 and not assignment.resume.blob)
+        base, slot = assignment.base, assignment.slot
+        began = base.slots[slot].total if len(base.slots) > slot else 0
+        self.past = Past(Launch(base.step, began), whole=base.step == 0 and not assignment.resume.blob)
         self.resume: dict[str, Any] | None = None
         """What the launch resumed from, decoded; needed to start again from there by the loader's own methods."""
         self.restored = False
@@ -95,6 +92,10 @@ class Source:
         self._ahead: list[Any] = []
         """The batch that `peek` has taken."""
         self._rng_at_peek = b""
+        self._held: tuple[Iterator[Any], list[Any], Base | None] | None = None
+        """The next epoch, which the loader is in already, while this one is yet to be ended."""
+        self._taken_for = slot
+        """As which worker of its box the loader was made."""
         self._start: Base | None = None
         """Where a loader starts from that is restored by its own methods only."""
         self._unused = False
@@ -133,6 +134,30 @@ class Source:
         """Its load_state_dict takes only what its deaggregate_state_dict returns."""
         return by_own_methods(self.traits)
 
+    @property
+    def worker(self) -> int:
+        """As which worker of its box the loader is to be made."""
+        worker = self.past.launch.worker
+        return self.assignment.slot if worker is None else worker
+
+    @property
+    def start(self) -> Base | None:
+        """Where the launch began, of a loader that is restored by its own methods only."""
+        return self._start
+
+    def learn_resume(self, resume: dict[str, Any] | None) -> None:
+        """What the launch resumed from, and which batch came next if that was at an epoch's end."""
+        self.resume, a = resume, self.assignment
+        part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_shape else None
+        if part is not None and part.get("next_epoch") and part["next_digest"] and self.believes(part):
+            self.awaited[a.base.slots[a.slot].total] = part["next_digest"]
+
+    def believes(self, part: dict[str, Any]) -> bool:
+        """Whether what a saved part says of its stream holds. Else an older release wrote it, or the user has edited it
+        or does not load it strictly: nothing is known of the way there, and the loader's word counts."""
+        strict = self.traits.state_methods != 4 or self.resume is None or self.resume["strict"]
+        return bool("past" in part["restart"] and strict and not part.get("changed"))
+
     # ---- building
 
     def build(self) -> None:
@@ -140,7 +165,6 @@ class Source:
         a = self.assignment
         self._seed()
         self._introduce(a.base.step + 1)
-        offer_worker_info(a)
         self._doing("input_fn")  # its module is the user's too
         with self._user("its module"):
             self._fn = load_input_fn(a.loader)
@@ -164,11 +188,15 @@ class Source:
                 traits.length = len(loader)
             except (TypeError, NotImplementedError):
                 traits.length = -1
+        if self.by_own_methods and self.past.launch.worker is None:
+            self.past = self.past.of(replace(self.past.launch, worker=a.slot))
 
     def _introduce(self, step: int) -> None:
         """Tell the user's code who it is, in a launch that begins with this step of the box."""
-        a = self.assignment
-        place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, a.slot, a.num_workers_per_box, a.seed, step))
+        a, worker = self.assignment, self.worker
+        self._taken_for = worker
+        offer_worker_info(a)
+        place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
 
     def _seed(self) -> None:
         """As before input_fn is called: the same whenever the slot starts over; after a change of shape another way, or
@@ -196,6 +224,8 @@ class Source:
 
     def open_pass(self, *, step: int = 0) -> Base:
         """Open the pass `place.epoch` and take its origin, as of the box's `step`."""
+        if self._held is not None:
+            return self._open_held(step)
         crosses = self.restored and not (self.traits.is_iterator or self.traits.exact_states)
         kept = self.past.rewinds == KEPT and not self.is_untouched
         opened = cross(self, step) if crosses else self.open(step=step)
@@ -210,16 +240,40 @@ class Source:
         before = self._begin()
         if rng_after is not None:
             self._restore_rng(rng_after)
+        origin = self._origin(step, before)
+        if self.by_own_methods and self._start is None:
+            self._start = replace(origin, state=None)
+        return self._behind_start(origin)
+
+    def _origin(self, step: int, before: bytes) -> Base:
+        """The epoch start of the pass that was just opened. `before`: the generators before."""
         state, asked = None, False
         if self.saves_state:
             try:
                 state, asked = self.state(step)
             except PenstockError as error:
                 self.unsaved = error  # the stream goes on; the save will say so
-        origin = self.marked(Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
-        if self.by_own_methods and self._start is None:
-            self._start = replace(origin, state=None)
-        return self._behind_start(origin)
+        return self.marked(Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
+
+    def hold_back(self, place: Place, epoch: int, origin: Base | None = None) -> None:
+        """The pass that is open is of a later epoch than that of this place: end the one before it first. `origin`: how
+        that pass began; None if no batch of it was made yet."""
+        assert self._iterator is not None
+        self._held = self._iterator, self._ahead, origin
+        self._iterator, self._ahead = iter(()), []
+        self.place = replace(place, epoch=epoch - 1, delivered=place.delivered if epoch - 1 == place.epoch else 0)
+
+    def _open_held(self, step: int) -> Base:
+        assert self._held is not None
+        self._iterator, self._ahead, origin = self._held
+        self._held = None
+        return self._behind_start(self._origin(step, self.rng()) if origin is None else origin)
+
+    def enter(self, epoch: int) -> None:
+        """The loader, resumed at the end of an epoch, has gone on with this one at once."""
+        self.past = self.past.of(replace(self.past.launch, enters=epoch))
+        assert self._start is not None
+        self._start = replace(self._start, past=self._start.past.of(self.past.launch))
 
     def _behind_start(self, base: Base) -> Base:
         """The same base, come to from the start, if only that is a restart point."""
@@ -228,7 +282,7 @@ class Source:
 
     def abort(self) -> None:
         """Give up a pass that was opened and of which at most one batch was looked at, as if it had not been opened."""
-        self._iterator, self._ahead = None, []
+        self._iterator, self._ahead, self._held = None, [], None
 
     def peek(self) -> Any:
         """The next batch, or END; `next` will return it. Only for digests: the loader's state is a batch ahead."""
@@ -333,16 +387,15 @@ class Source:
 
     def state(self, step: int) -> tuple[Any, bool]:
         """The loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
-        a, place, base = self.assignment, self.place, self.assignment.base
-        began = base.slots[a.slot].total if len(base.slots) > a.slot else 0
+        a, place, launch = self.assignment, self.place, self.past.launch
         checkpoint = DataLoaderCheckpoint(
-            a.slot,
+            self.worker,
             a.num_workers_per_box,
             a.num_boxes,
             a.box,
-            max(0, step - base.step),
-            place.total - began,
-            place.samples - self.past.samples,
+            max(0, step - launch.step),
+            place.total - launch.batches,
+            place.samples - launch.samples,
             lifetime_appliance_step=step,
             lifetime_worker_step=place.total,
             lifetime_samples_streamed=place.samples,
@@ -370,8 +423,11 @@ class Source:
         self.learn(base)
         self.abort()
         as_made = base.is_beginning and self.past.whole
-        if not self._unused and not self.traits.is_iterator and (as_made or not self.traits.exact_states):
-            self._make_anew(1 if as_made else self.assignment.base.step + 1)
+        if as_made:
+            self.past = self.past.of(self._first_launch())
+        anew = not self._unused and not self.traits.is_iterator and (as_made or not self.traits.exact_states)
+        if anew or self._taken_for != self.worker:
+            self._make_anew(self.past.launch.step + 1)
         if base.rng_before is not None:
             self._restore_rng(base.rng_before)
         if self.traits.is_iterator:
@@ -392,6 +448,12 @@ class Source:
             self.restored = False
         if self.by_own_methods:
             self._start = replace(base, state=None)
+            launch, place = self.past.launch, base.place
+            if launch.enters is not None and place.total == launch.batches:
+                self.hold_back(place, launch.enters)
+
+    def _first_launch(self) -> Launch:
+        return Launch(worker=self.assignment.slot if self.by_own_methods else None)
 
     def _load_base(self, base: Base) -> None:
         """Load the state of a base, as this loader can be given it."""
@@ -414,15 +476,28 @@ class Source:
     def begin(self) -> None:
         """Be as the slot was when its counts began: input_fn anew, nothing loaded, no pass opened."""
         self.abort()
+        self.past = replace(self.past.of(self._first_launch()), left=())
         self._make_anew(1)
         self.place, self.digest, self.restored, self._start = Place(0, 0, 0, 0), 0, False, None
         self.strays = False
-        self.past = replace(self.past, left=())
 
     def renew(self, rng: bytes) -> None:
         """Have input_fn make the loader anew, with the generators as they were captured."""
-        self._make_anew(self.assignment.base.step + 1)
+        self._make_anew(self.past.launch.step + 1)
         self._restore_rng(rng)
+
+    def make_as(self, worker: int) -> None:
+        """Have input_fn make the loader as this worker of the box, if it was made as another one, to be resumed."""
+        self.abort()
+        self.past = self.past.of(replace(self.past.launch, worker=worker))
+        self._start = None
+        if self._taken_for != worker or not self._unused or self._loader is None:
+            self._make_anew(self.past.launch.step + 1)
+
+    def drop(self) -> None:
+        """Let the loader go: it may hold what there can be only one of."""
+        self.abort()
+        self._loader = None
 
     def _make_anew(self, step: int) -> None:
         self._introduce(step)
@@ -475,38 +550,21 @@ class Source:
 
     def rng(self) -> bytes:
         """The states of the process's generators, and of those that the loader was given (`generator=`)."""
-        states = [generator.get_state().numpy().tobytes() for generator in self._generators()]
-        return b"".join([_COUNT.pack(len(states)), *(_COUNT.pack(len(s)) + s for s in states), capture_rng()])
+        return generators.captured(self._loader)
 
     def rng_hash(self) -> int:
         """The same as a number."""
         return xxhash.xxh3_64_intdigest(self.rng())
 
     def _restore_rng(self, data: bytes) -> None:
-        (count,) = _COUNT.unpack_from(data)
-        at = _COUNT.size
-        states = []
-        for _ in range(count):
-            (size,) = _COUNT.unpack_from(data, at)
-            states.append(data[at + _COUNT.size : at + _COUNT.size + size])
-            at += _COUNT.size + size
-        for generator, state in zip(self._generators(), states, strict=False):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        restore_rng(data[at:])
+        generators.restore(self._loader, data)
 
     def reseed(self, *path: int | str) -> None:
         """Seed all generators by the run's seed, the slot and `path`."""
         a = self.assignment
         seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *path))
-        for number, generator in enumerate(self._generators()):
+        for number, generator in enumerate(generators.given_to(self._loader)):
             generator.manual_seed(derive_seed(a.seed, "generator", number, a.box, a.slot, *path))
-
-    def _generators(self) -> list[torch.Generator]:
-        """Where torch's loaders and samplers keep a generator, each once."""
-        holders = [self._loader, getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)]
-        holders.append(getattr(holders[-1], "sampler", None))
-        found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
-        return list(found.values())
 
     # ---- errors
 

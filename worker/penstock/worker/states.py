@@ -144,12 +144,12 @@ class States:
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
-            following = slot.ledger.entry(total + 1)
-            over = slot.ledger.ends().get(request.epoch) == total
-            if following is not None and following.epoch == request.epoch + over:
-                answer.next_digest, answer.next_epoch = following.digest, over
-                return
             slot.ledger.refresh()
+            over = answer.next_epoch = slot.ledger.ends().get(request.epoch) == total
+            following = slot.ledger.entry(total + 1)
+            if following is not None and following.epoch == request.epoch + over:
+                answer.next_digest = following.digest
+                return
             if time.monotonic() >= patience or request.epoch in slot.ledger.ends():
                 return
             await asyncio.sleep(POLL_S)
@@ -160,8 +160,12 @@ class States:
         return self._slot.traits.state_methods == 4 and not self._slot.traits.exact_states
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
-        """The batch behind the place is not known here, and is needed: a helper makes it."""
-        return self._by_own and not answer.next_digest and request.epoch not in self._slot.ledger.ends()
+        """The batch behind the place is not known here, and is needed: a helper makes it. At the end of an epoch, where
+        that may never come, only if the next launch may begin with another slot than worker 0."""
+        if not self._by_own or answer.next_digest:
+            return False
+        begin, workers = self._slot.assignment.base, self._slot.assignment.num_workers_per_box
+        return not answer.next_epoch or (begin.cursor + request.step - begin.step) % workers != 0
 
     @property
     def _waits_for_loop(self) -> bool:
@@ -321,7 +325,8 @@ class States:
             answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
             return b""
         answer.samples_streamed, answer.digest = done.fields["samples"], done.fields["digest"]
-        answer.next_digest = answer.next_digest or done.fields["following"]
+        if done.fields["following"]:
+            answer.next_digest, answer.next_epoch = done.fields["following"], done.fields["over"]
         seen = done.fields["replayed"]
         replayed = {count: Entry(count, *at) for count, at in enumerate(seen, total + 1 - len(seen))}
         answer.digests.extend(self._digests(request, replayed.get))

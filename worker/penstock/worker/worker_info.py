@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
@@ -32,6 +32,10 @@ _TORCH_COLLATE = "torch.utils.data._utils.collate"
 class _Answers:
     """What get_worker_info() does in this process."""
 
+    offered = 0
+    """The process that answers so."""
+    seed = 0
+    infos: ClassVar[dict[int, torch_worker.WorkerInfo]] = {}
     given = 0
     """Answers so far that named a worker."""
     hidden = False
@@ -40,24 +44,28 @@ class _Answers:
 
 
 def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
-    """Answer get_worker_info() in this process with the worker's place."""
-    own = os.getpid()
-    info = torch_worker.WorkerInfo(
-        id=a.box * a.num_workers_per_box + a.slot,
-        num_workers=a.num_boxes * a.num_workers_per_box,
-        seed=derive_seed(a.seed, "torch", a.box, a.slot),
-        dataset=None,  # type: ignore[arg-type]  # the dataset is made after this, by the user
-    )
-    theirs = torch_worker.get_worker_info
+    """Answer get_worker_info() in this process with the place that the loader takes itself for."""
+    _Answers.seed = derive_seed(a.seed, "torch", a.box, a.slot)
+    _Answers.infos.clear()
+    own, theirs = os.getpid(), torch_worker.get_worker_info
+    if _Answers.offered == own:
+        return
+    _Answers.offered = own
 
     def get_worker_info() -> torch_worker.WorkerInfo | None:
         if os.getpid() != own or _Answers.hidden or place_of.stands_aside():
             return theirs()
         if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
             return None
-        place_of.mark_looked_at()
         _Answers.given += 1
-        return info
+        place = place_of.current_assignment()
+        number = place.global_worker_id
+        if number not in _Answers.infos:
+            dataset: Any = None  # made after this, by the user
+            _Answers.infos[number] = torch_worker.WorkerInfo(
+                id=number, num_workers=place.total_num_workers, seed=_Answers.seed, dataset=dataset
+            )
+        return _Answers.infos[number]
 
     torch_worker.get_worker_info = get_worker_info
     torch.utils.data.get_worker_info = get_worker_info
