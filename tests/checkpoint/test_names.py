@@ -182,11 +182,15 @@ def test_names_from_elsewhere(tmp_path: Path) -> None:
     assert parameter_names(both, {"net": net, "other": other}, "both")[-1] == "#0 [3]"
     plain = torch.optim.Adam(net.parameters())
     assert parameter_names(plain, {"model": net.state_dict()}, "plain") == [name for name, _ in net.named_parameters()]
-    assert parameter_names(plain, {}, "plain")[:2] == ["#0 [4, 4]", "#1 [4]"]
+    with pytest.warns(
+        UserWarning, match=r"'plain' .* 4 parameters of shape \[4, 4\] without names: .* Adam\(model.named"
+    ):
+        assert parameter_names(plain, {}, "plain")[:2] == ["#0 [4, 4]", "#1 [4]"]
     own = torch.optim.Adam(net.named_parameters())
     assert parameter_names(own, {}, "own") == [name for name, _ in net.named_parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:'optimizer' of the state has:UserWarning")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -220,6 +224,108 @@ def test_other_parameters_than_were_saved_are_named_and_nothing_is_touched(
             checkpointer.restore({"optimizer": optimizer} if alone else {"model": fresh, "optimizer": optimizer})
     assert same(fresh.state_dict() | {}, before)
     assert not optimizer.state
+
+
+def test_parameters_without_names_are_warned_of(tmp_path: Path) -> None:
+    """At the save and at the restore, where parameters have one shape; with other shapes another order is an error."""
+    few, many = nn.Linear(2, 3), Net()
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        with pytest.warns(UserWarning, match="Save and restore the module with its optimizer"):
+            checkpointer.save(1, {"optimizer": torch.optim.SGD(many.parameters())})
+        with pytest.warns(UserWarning, match="another order at the restore gives each the state of another"):
+            checkpointer.restore({"optimizer": torch.optim.SGD([*many.parameters()])})
+        checkpointer.save(2, {"optimizer": torch.optim.SGD(few.parameters())})
+        with pytest.raises(CheckpointError, match="go by their module's names"):
+            checkpointer.restore({"optimizer": torch.optim.SGD([few.bias, few.weight])})
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps what torch's `load_state_dict` would round, convert or take apart, and a state of no parameter's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = self.state["run"].setdefault("count", torch.zeros((), dtype=torch.int64))
+        count.add_(1)
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                if not state:
+                    state.update(momentum=torch.zeros_like(one, dtype=torch.float32), mask=one > 0, count=count)
+                    state.update(both=[torch.full((2,), 2**40 + 1), (1, torch.ones(2, dtype=torch.float64) / 3)])
+                state["momentum"].mul_(0.9).add_(one.grad.float(), alpha=0.1 / float(state["count"]))
+                one.sub_(state["momentum"].to(one.dtype))
+
+
+def test_states_keep_their_types_and_what_they_share(tmp_path: Path) -> None:
+    def made(order: tuple[str, ...]) -> tuple[Net, list[Any]]:
+        net = Net(order).bfloat16()
+        return net, [torch.optim.NAdam(net.parameters()), torch.optim.ASGD(net.parameters()), Odd(net.parameters())]
+
+    def trained(net: Net, optimizers: list[Any]) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            net(torch.linspace(-1, 1, 12, dtype=torch.bfloat16).reshape(3, 4)).square().sum().backward()
+            optimizer.step()
+
+    net, optimizers = made(LAYERS)
+    fresh, again = made(LAYERS[::-1])
+    trained(net, optimizers)
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"model": net, **{f"o{n}": one for n, one in enumerate(optimizers)}})
+        checkpointer.restore({"model": fresh, **{f"o{n}": one for n, one in enumerate(again)}})
+    for _ in range(2):
+        for one, other in zip(optimizers, again, strict=True):
+            assert alike(by_name(net, one), by_name(fresh, other))
+            assert alike(one.state.get("run"), other.state.get("run"))
+        trained(net, optimizers)
+        trained(fresh, again)
+    assert alike(dict(net.named_parameters()), dict(fresh.named_parameters()))
+
+
+def alike(one: Any, other: Any) -> bool:
+    """In types too, at any depth."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("kind", ["flat", "listed"])
+def test_states_that_depend_on_the_order_are_not_restored_into_another(tmp_path: Path, kind: str) -> None:
+    """L-BFGS has values of all parameters in one tensor; settings may have a value for each parameter."""
+
+    def made(order: tuple[str, ...]) -> tuple[Net, torch.optim.Optimizer]:
+        net = Net(order)
+        if kind == "flat":
+            return net, torch.optim.LBFGS(net.parameters(), max_iter=2)
+        scales = [ord(name[0]) / 100 for name, _ in net.named_parameters()]
+        return net, torch.optim.SGD([{"params": [*net.parameters()], "scales": scales, "betas": [0.9] * 8}])
+
+    net, optimizer = made(LAYERS)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = net(torch.ones(3, 4)).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"model": net, "optimizer": optimizer})
+        fresh, again = made(LAYERS[::-1])
+        with pytest.raises(
+            CheckpointError, match=r"another order than at the save, and '(d|scales)' of .* in the order"
+        ):
+            checkpointer.restore({"model": fresh, "optimizer": again})
+        fresh, again = made(LAYERS)
+        checkpointer.restore({"model": fresh, "optimizer": again})
+        assert alike(by_name(net, optimizer), by_name(fresh, again))
 
 
 def test_a_list_that_may_be_by_group_is_not_guessed_at() -> None:

@@ -236,7 +236,7 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
             self.state = state
 
     module, meter = network(), Meter()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(module.named_parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for _ in range(5):
         optimizer.step()
@@ -244,7 +244,7 @@ def test_schedulers_and_whatever_has_a_state(tmp_path: Path) -> None:
     meter.state = {"seen": {"a": torch.arange(7), "b": {}}, "list": [torch.ones(2), {"c": 1}], "none": None}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"scheduler": scheduler, "optimizer": optimizer, "meter": meter, "step": 5})
-        again = torch.optim.SGD(network(1).parameters(), lr=1.0)
+        again = torch.optim.SGD(network(1).named_parameters(), lr=1.0)
         fresh, other = torch.optim.lr_scheduler.StepLR(again, 3), Meter()
         other.state = {"seen": {"a": torch.zeros(2), "z": 1}}  # of another shape than what was saved
         state: dict[str, Any] = {"scheduler": fresh, "optimizer": again, "meter": other, "step": 0}
@@ -270,6 +270,7 @@ def test_names_without_what_wraps_a_module(tmp_path: Path) -> None:
     assert equal(fresh.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:'optimizer' of the state has .* without names:UserWarning")
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     module = network()
     optimizer = torch.optim.Adam(module.parameters())
@@ -374,12 +375,12 @@ def test_an_index_that_would_run_something_is_refused(tmp_path: Path, how: str) 
 def test_keys_that_are_no_strings(tmp_path: Path) -> None:
     """torch's flattening makes strings of them: a MultiStepLR would not find its milestones any more."""
     module = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(module.named_parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
     saved = {"a": {0: torch.ones(2), "0b": 1}, "b": [{(1, 2): "x"}, {None: {3.5: 4}}]}
     with AsyncCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"optimizer": optimizer, "scheduler": scheduler, "plain": saved})
-        again = torch.optim.SGD(module.parameters(), lr=1.0)
+        again = torch.optim.SGD(module.named_parameters(), lr=1.0)
         fresh = torch.optim.lr_scheduler.MultiStepLR(again, [9])
         found: dict[str, Any] = {"a": {0: torch.zeros(2), "0b": None}, "b": [{(1, 2): None}, {None: {3.5: None}}]}
         checkpointer.restore({"optimizer": again, "scheduler": fresh, "plain": found})

@@ -23,18 +23,19 @@ from penstock.client.checkpoint.frames import is_plain, saved_bytes
 from penstock.client.checkpoint.loaders import Loader, loader_leaves
 from penstock.client.checkpoint.names import clean_keys, parameter_names, unwrapped
 from penstock.client.checkpoint.objects import plain_bytes
-from penstock.client.checkpoint.optimizers import named_state
+from penstock.client.checkpoint.optimizers import named_state, notes
 from penstock.client.checkpoint.plain import FACTORIES, PLAIN, decode, encode
 from penstock.client.checkpoint.planning import Key, LocalItem
 from penstock.client.checkpoint.torch_private import find_state_dict_object, flatten_state_dict
 from penstock.proto.errors import InvalidArgumentError
 
-__all__ = ["OURS", "RECIPES", "Collected", "collect", "module_state", "object_bytes", "with_containers"]
+__all__ = ["OPTIMIZERS", "OURS", "RECIPES", "Collected", "collect", "module_state", "object_bytes", "with_containers"]
 
 OURS = "__penstock__"
 """Under it, at the top: what is needed to restore a state as it was."""
-CONTAINERS, RECIPES = "containers", "recipes"
-"""What is kept there by each rank: how dicts were, and values that are saved as what they are made of."""
+CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
+"""What is kept there by each rank: how dicts were, values that are saved as what they are made of, and what torch's
+`load_state_dict` would change of optimizers' states."""
 KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 """Mappings that are restored as what they were; others as dicts."""
 
@@ -99,7 +100,13 @@ def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
             raise InvalidArgumentError(f"the state to save has two values under one name: {name}")
         values[name], paths[name] = {}, path
     recipes, opaque = _made_plain(values)
-    for table, content in ((CONTAINERS, dict(_containers(nested, ()))), (RECIPES, recipes)):
+    noted = {
+        key: found
+        for key, value in state.items()
+        if isinstance(value, torch.optim.Optimizer) and (found := notes(value, nested[key]))
+    }
+    tables = (CONTAINERS, dict(_containers(nested, ()))), (RECIPES, recipes), (OPTIMIZERS, noted)
+    for table, content in tables:
         if content:
             path = OURS, f"{table}-{rank}"
             values[".".join(path)], paths[".".join(path)] = content, path

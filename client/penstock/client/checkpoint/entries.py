@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from torch.nn.parameter import is_lazy
 from penstock.client.checkpoint.collect import module_state, with_containers
 from penstock.client.checkpoint.loaders import Loader, load_loader, names_for
 from penstock.client.checkpoint.names import clean_keys, parameter_names, unwrapped
-from penstock.client.checkpoint.optimizers import group_order, numbered_state, regrouped, some
+from penstock.client.checkpoint.optimizers import (
+    check_order,
+    group_order,
+    load_optimizer,
+    numbered_state,
+    regrouped,
+    some,
+)
 from penstock.client.checkpoint.torch_private import flatten_state_dict, set_element
 from penstock.proto.errors import CheckpointError, PenstockError
 
@@ -89,6 +96,18 @@ class Saved:
         return Wanted(tensor, False)
 
 
+@dataclass
+class Around:
+    """What entries need besides their own values."""
+
+    containers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """See `with_containers`."""
+    notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    """By an optimizer's key, what `optimizers.notes` returned at the save, of all ranks."""
+    orders: dict[int, list[int]] = field(default_factory=dict)
+    """By an optimizer's id, what `group_order` returned for it; optimizers come before all others."""
+
+
 class Entry(ABC):
     """One key of the state that is restored."""
 
@@ -107,16 +126,12 @@ class Entry(ABC):
     def wanted(self) -> dict[str, Wanted]:
         """By name."""
 
-    def fit(self, values: dict[str, Any], containers: dict[str, dict[str, Any]], orders: dict[int, list[int]]) -> None:
-        """Take what was read, under the names in `wanted`.
-
-        containers: see `with_containers`. orders: by the id of an optimizer, what `group_order` returned for it;
-        optimizers come before all others.
-        """
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        """Take what was read, under the names in `wanted`."""
         root: dict[str, Any] = {}
         for name, path in self.names.items():
             set_element(root, (self.key, *path), values[name])
-        self.loaded = with_containers(root, containers)[self.key]
+        self.loaded = with_containers(root, around.containers)[self.key]
 
     @abstractmethod
     def put(self) -> None:
@@ -157,7 +172,7 @@ class _LoaderEntry(Entry):
     def wanted(self) -> dict[str, Wanted]:
         return {self._name: Wanted(None, True)}
 
-    def fit(self, values: dict[str, Any], containers: dict[str, dict[str, Any]], orders: dict[int, list[int]]) -> None:
+    def fit(self, values: dict[str, Any], around: Around) -> None:
         self.loaded = values[self._name]
 
     def put(self) -> None:
@@ -181,19 +196,21 @@ class _OptimizerEntry(Entry):
             for name, path in self.names.items()
         }
 
-    def fit(self, values: dict[str, Any], containers: dict[str, dict[str, Any]], orders: dict[int, list[int]]) -> None:
-        super().fit(values, containers, orders)
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        super().fit(values, around)
         lengths = [len(group["params"]) for group in self.value.param_groups]
         try:
             order = group_order(self.loaded, self._parameters, lengths)
+            check_order(self.loaded, self.value, self._parameters, order)
         except CheckpointError as error:
             raise self.misfit(error.message) from None
         for optimizer in (self.value, getattr(self.value, "optimizer", None)):  # a wrapper's
-            orders[id(optimizer)] = order
+            around.orders[id(optimizer)] = order
         self.loaded = numbered_state(self.loaded, self._parameters, order, lengths)
+        self._notes = around.notes.get(self.key, {})
 
     def put(self) -> None:
-        self.value.load_state_dict(self.loaded)
+        load_optimizer(self.value, self.loaded, self._parameters, self._notes)
 
 
 class _ModuleEntry(Entry):
@@ -229,12 +246,12 @@ class _StatefulEntry(Entry):
         like = {name: tensor for name, tensor in current.items() if isinstance(tensor, torch.Tensor)}
         return {name: self.saved.empty(name, like.get(name)) for name in self.names}
 
-    def fit(self, values: dict[str, Any], containers: dict[str, dict[str, Any]], orders: dict[int, list[int]]) -> None:
-        super().fit(values, containers, orders)
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        super().fit(values, around)
         optimizer = getattr(self.value, "optimizer", None) or getattr(self.value, "_optimizer", None)
-        if optimizer is not None and id(optimizer) in orders:
+        if optimizer is not None and id(optimizer) in around.orders:
             try:
-                self.loaded = regrouped(self.loaded, orders[id(optimizer)])
+                self.loaded = regrouped(self.loaded, around.orders[id(optimizer)])
             except CheckpointError as error:
                 raise self.misfit(error.message) from None
 

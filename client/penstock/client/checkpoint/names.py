@@ -8,6 +8,8 @@ in the alphabet, and the state of an optimizer goes by the names of its paramete
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,7 +69,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
     They are those of the module, or of the dict of tensors, in `state` that holds all of them. Where several hold them,
     the key in `state` comes before each. Parameters that `state` does not hold go by the names that the optimizer was
     given (`Adam(model.named_parameters())`); where it was given none, by number and shape, which can tell no order of
-    parameters with one shape from another.
+    parameters with one shape from another: that is warned of.
 
     Raises InvalidArgumentError where two parameters have one name.
     """
@@ -77,7 +79,7 @@ def parameter_names(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], 
     if names is None:
         dicts = {other: _held(value) for other, value in sorted(state.items()) if isinstance(value, Mapping)}
         holders = {**holders, **dicts}
-        names = _from_one(parameters, holders) or _from_several(optimizer, parameters, holders)
+        names = _from_one(parameters, holders) or _from_several(optimizer, parameters, holders, key)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise InvalidArgumentError(f"{key!r} of the state has several parameters of the name {twice[0]!r}")
@@ -98,17 +100,27 @@ def _from_one(parameters: list[torch.Tensor], holders: dict[str, Held]) -> list[
 
 
 def _from_several(
-    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], holders: dict[str, Held]
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], holders: dict[str, Held], key: str
 ) -> list[str]:
     given = [name for group in optimizer.param_groups for name in _given(group)]
-    names, unnamed = [], 0
+    names: list[str] = []
+    unnamed: list[tuple[int, ...]] = []
     for parameter, own in zip(parameters, given, strict=True):
         found = ((other, _name_in(held, parameter)) for other, held in holders.items())
         name = next((f"{other}.{inner}" for other, inner in found if inner is not None), own)
         if name is None:
-            name = f"#{unnamed} {list(parameter.shape)}"
-            unnamed += 1
+            name = f"#{len(unnamed)} {list(parameter.shape)}"
+            unnamed.append(tuple(parameter.shape))
         names.append(name)
+    shape, count = next(iter(Counter(unnamed).most_common(1)), ((), 0))
+    if count > 1:
+        warnings.warn(
+            f"{key!r} of the state has {count} parameters of shape {list(shape)} without names: only their order tells "
+            "them apart, and another order at the restore gives each the state of another. Save and restore the module "
+            f"with its optimizer, or make it with names: {type(optimizer).__name__}(model.named_parameters())",
+            UserWarning,
+            stacklevel=2,
+        )
     return names
 
 

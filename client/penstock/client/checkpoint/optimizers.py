@@ -3,19 +3,37 @@
 torch's `load_state_dict` gives the first state that was saved to the first parameter that there is, and so on. Where
 parameters come in another order than at the save that is the momentum of another parameter, of which nobody is told as
 long as the shapes agree. Here the state is put into the optimizer's own order first: states by name, groups by the set
-of their parameters. A scheduler has lists with a value for each group, so these are put into that order too.
+of their parameters. A scheduler has lists with a value for each group, so these are put into that order too. What
+depends on the order of parameters in a way that names do not tell is an error.
+
+It also makes every value of floating point, and every other one, the parameter's own type: float32 momentum of bfloat16
+parameters comes back rounded, a mask as numbers. And a tensor that several parameters shared comes back as one for
+each. So a checkpoint notes both (`notes`), and `load_optimizer` puts right what `load_state_dict` has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from penstock.proto.errors import CheckpointError
+from penstock.proto.errors import CheckpointError, InvalidArgumentError
 
-__all__ = ["group_order", "named_state", "numbered_state", "regrouped", "some"]
+__all__ = [
+    "check_order",
+    "group_order",
+    "load_optimizer",
+    "merged",
+    "named_state",
+    "notes",
+    "numbered_state",
+    "regrouped",
+    "some",
+]
+
+Path = tuple[Any, ...]
+"""Keys and numbers that lead to a value of a parameter's state; the first is the parameter's name or number."""
 
 PER_GROUP = {"_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs"}
 """Names, in schedulers, of lists with a value for each group."""
@@ -24,8 +42,13 @@ OTHER_LISTS = {"_milestones", "milestones", "_schedulers"}
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Its state_dict with names in the place of numbers."""
+    """Its state_dict with names in the place of numbers. Keys of the state that are no parameters stay.
+
+    Raises InvalidArgumentError for such a key that is the name of a parameter.
+    """
     plain = optimizer.state_dict()
+    if twice := sorted(set(names) & {key for key in plain["state"] if isinstance(key, str)}):
+        raise InvalidArgumentError(f"its state has the key {twice[0]!r}, which is the name of a parameter: rename it")
     return {
         **plain,
         "state": {
@@ -65,7 +88,7 @@ def group_order(loaded: dict[str, Any], names: list[str], lengths: list[int]) ->
     Raises CheckpointError, naming parameters, where the saved groups have others.
     """
     saved = [frozenset(group["params"]) for group in loaded["param_groups"]]
-    _check_names({name for group in saved for name in group} | {*map(str, loaded.get("state", {}))}, set(names))
+    _check_names({name for group in saved for name in group}, set(names))
     order, begin, taken = [], 0, set[int]()
     for number, length in enumerate(lengths):
         own = frozenset(names[begin : begin + length])
@@ -95,6 +118,136 @@ def _check_names(saved: set[str], own: set[str]) -> None:
             f"it holds nothing of the parameters {some(added)}, which the optimizer has: add them after the restore "
             "(Optimizer.add_param_group)"
         )
+
+
+def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names: list[str], order: list[int]) -> None:
+    """Raise CheckpointError if parameters come in another order than at the save, and their state depends on it.
+
+    Such states are the tensors in which L-BFGS keeps the values of all parameters one after another, and settings of
+    a group with a value for each parameter.
+    """
+    before = [name for group in loaded["param_groups"] for name in group["params"]]
+    if before == names:
+        return
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    sizes = dict(zip(names, (one.numel() for one in parameters), strict=True))
+    begin = 0
+    for place, group in zip(order, optimizer.param_groups, strict=True):
+        own = names[begin : begin + len(group["params"])]
+        begin += len(own)
+        saved = loaded["param_groups"][place]
+        together = {sum(sizes[name] for name in own), sum(sizes.values())}
+        for name in own:
+            for path, tensor in _tensors(loaded.get("state", {}).get(name), (name,)):
+                if tensor.dim() == 1 and tensor.numel() in together and tensor.numel() > sizes[name]:
+                    raise _order_matters(f"{path[1]!r} of {name!r} holds values of all of them in that order", before)
+        if saved["params"] != own:
+            _check_settings(saved, group, own, before)
+
+
+def _check_settings(saved: dict[str, Any], group: dict[str, Any], own: list[str], before: list[str]) -> None:
+    """Lists with a value for each parameter of a group."""
+    for key, value in saved.items():
+        if key in ("params", "param_names") or not isinstance(value, list) or len(value) != len(own):
+            continue
+        by_name = dict(zip(saved["params"], value, strict=True))
+        if group.get(key) in (value, tuple(value)):
+            continue  # a setting like betas, of as many numbers as there are parameters
+        if [by_name[name] for name in own] != value:
+            raise _order_matters(f"{key!r} of its group with {some(own)} has a value for each of them", before)
+
+
+def _order_matters(what: str, before: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"its parameters come in another order than at the save, and {what}: make it with its parameters in the order "
+        f"that they were saved in: {some(before)}"
+    )
+
+
+def notes(optimizer: torch.optim.Optimizer, named: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What `load_state_dict` would change: {} if nothing.
+
+    Args:
+        named: what `named_state` made of the optimizer.
+
+    Returns: "dtypes": paths of tensors in the states of parameters whose dtype is not the parameter's. "shared":
+        lists of paths to one and the same tensor.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    own = {name: parameter.dtype for name, parameter in zip(names, parameters, strict=True)}
+    dtypes: list[Path] = []
+    places: dict[int, list[Path]] = {}
+    for path, tensor in _tensors(named["state"], ()):
+        if own.get(path[0], tensor.dtype) != tensor.dtype and path[1:] != ("step",):
+            dtypes.append(path)
+        places.setdefault(id(tensor), []).append(path)
+    shared = [paths for paths in places.values() if len(paths) > 1]
+    return {key: value for key, value in (("dtypes", dtypes), ("shared", shared)) if value}
+
+
+def merged(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Notes of several ranks."""
+    return {key: [*one.get(key, []), *other.get(key, [])] for key in {*one, *other}}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, numbered: dict[str, Any], names: list[str], noted: Mapping[str, list[Any]]
+) -> None:
+    """Load a state, and put back what `load_state_dict` has changed of it.
+
+    An optimizer that has a `load_state_dict` of its own may want other types than were saved: those it keeps.
+
+    Args:
+        numbered: what `numbered_state` made.
+        names: of its parameters, in its order.
+        noted: what `notes` returned at the save, of all ranks.
+    """
+    optimizer.load_state_dict(numbered)
+    inner = optimizer
+    while isinstance(wrapped := getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = wrapped
+    parameters = [one for group in inner.param_groups for one in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    keys: dict[Any, Any] = {name: parameters[number] for name, number in numbers.items()}
+    paths = [*noted.get("dtypes", []), *(path for alike in noted.get("shared", []) for path in alike)]
+    mentioned = {path[0] for path in paths}
+    state = {key: inner.state[keys.get(key, key)] for key in mentioned if keys.get(key, key) in inner.state}
+    if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        for path in noted.get("dtypes", []):
+            if path[0] in state and isinstance(current := _at(state, path), torch.Tensor):
+                saved = _at(numbered["state"], (numbers[path[0]], *path[1:]))
+                _put(state, path, saved.to(current.device))
+    for alike in noted.get("shared", []):
+        there = [path for path in alike if path[0] in state]
+        for path in there[1:]:
+            _put(state, path, _at(state, there[0]))
+
+
+def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _tensors(inner, (*path, number))
+
+
+def _at(value: Any, path: Path) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _put(value: Any, path: Path, new: Any) -> None:
+    """Put a value at a path; tuples on the way are made anew."""
+    inner = _at(value, path[:-1])
+    if isinstance(inner, tuple):
+        _put(value, path[:-1], type(inner)((*inner[: path[-1]], new, *inner[path[-1] + 1 :])))
+    else:
+        inner[path[-1]] = new
 
 
 def regrouped(loaded: Any, order: list[int]) -> Any:

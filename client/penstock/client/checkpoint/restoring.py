@@ -22,10 +22,11 @@ from typing import Any
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from penstock.client.checkpoint.collect import OURS, RECIPES
-from penstock.client.checkpoint.entries import Entry, Saved, entry_for
+from penstock.client.checkpoint.collect import OPTIMIZERS, OURS, RECIPES
+from penstock.client.checkpoint.entries import Around, Entry, Saved, entry_for
 from penstock.client.checkpoint.index import read_index
 from penstock.client.checkpoint.objects import load_object
+from penstock.client.checkpoint.optimizers import merged
 from penstock.client.checkpoint.plain import decode
 from penstock.client.checkpoint.reading import Fill, read, read_file
 from penstock.proto.checkpoints import (
@@ -201,16 +202,18 @@ def _load(
         return load_object(value, name, str(path), unsafe=unsafe)
 
     values, fills = read(folder, files, metadata, wanted, as_object, threads)
-    containers: dict[str, Any] = {}
+    around = Around()
     for table in tables:
         kind, _, number = str(paths[table][1]).rpartition("-")
         if kind == RECIPES:
             own = {name for name in values[table] if name in values and _saved_by(metadata, name) == int(number)}
             values.update({name: decode(values[name], values[table][name]) for name in own})
+        elif kind == OPTIMIZERS:
+            for key, noted in values[table].items():
+                around.notes[key] = merged(around.notes.get(key, {}), noted)
         else:
-            containers.update(values[table])
-    orders: dict[int, list[int]] = {}
+            around.containers.update(values[table])
     for entry in sorted(entries, key=lambda one: not one.comes_first):
         with entry.named_errors():
-            entry.fit(values, containers, orders)
+            entry.fit(values, around)
     return Loaded(entries, fills)
