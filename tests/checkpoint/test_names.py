@@ -182,9 +182,7 @@ def test_names_from_elsewhere(tmp_path: Path) -> None:
     assert parameter_names(both, {"net": net, "other": other}, "both")[-1] == "#0 [3]"
     plain = torch.optim.Adam(net.parameters())
     assert parameter_names(plain, {"model": net.state_dict()}, "plain") == [name for name, _ in net.named_parameters()]
-    with pytest.warns(
-        UserWarning, match=r"'plain' .* 4 parameters of shape \[4, 4\] without names: .* Adam\(model.named"
-    ):
+    with pytest.warns(UserWarning, match=r"'plain' .* 4 parameters of shape .*without names: .* Adam\(model.named"):
         assert parameter_names(plain, {}, "plain")[:2] == ["#0 [4, 4]", "#1 [4]"]
     own = torch.optim.Adam(net.named_parameters())
     assert parameter_names(own, {}, "own") == [name for name, _ in net.named_parameters()]
@@ -319,9 +317,7 @@ def test_states_that_depend_on_the_order_are_not_restored_into_another(tmp_path:
     with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
         checkpointer.save(1, {"model": net, "optimizer": optimizer})
         fresh, again = made(LAYERS[::-1])
-        with pytest.raises(
-            CheckpointError, match=r"another order than at the save, and '(d|scales)' of .* in the order"
-        ):
+        with pytest.raises(CheckpointError, match=r"another order than at the save, and '(d|scales)' of "):
             checkpointer.restore({"model": fresh, "optimizer": again})
         fresh, again = made(LAYERS)
         checkpointer.restore({"model": fresh, "optimizer": again})
