@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,8 @@ class Odd(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        count = self.state["run"].setdefault("count", torch.zeros((), dtype=torch.int64))
+        kept: dict[Any, Any] = self.state
+        count = kept["run"].setdefault("count", torch.zeros((), dtype=torch.int64))
         count.add_(1)
         for group in self.param_groups:
             for one in group["params"]:
@@ -333,3 +335,32 @@ def test_a_list_that_may_be_by_group_is_not_guessed_at() -> None:
     with pytest.raises(CheckpointError, match="'mine' of its scheduler has a value for each"):
         regrouped({"mine": [1, 2]}, [1, 0])
     assert regrouped({"mine": [1, 2]}, [0, 1]) == {"mine": [1, 2]}
+
+
+def test_schedulers_of_groups_in_another_order_stay_what_they_are() -> None:
+    """A MultiStepLR has a Counter of steps, and OneCycleLR a list of phases, which may be as many as groups."""
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.2)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    assert type(regrouped(steps.state_dict(), [1, 0])["milestones"]) is Counter
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1.0, 2.0], total_steps=9)
+    state = cycle.state_dict()
+    assert regrouped(state, [1, 0])["_schedule_phases"] == state["_schedule_phases"]
+
+
+def test_values_that_differ_are_not_put_into_one_tensor(tmp_path: Path) -> None:
+    """Saved from an untied module, restored into a tied one; equal values fit, NaN too."""
+    apart: Any = Net()
+    tied: Any = Net(tied=True)
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        checkpointer.save(1, {"model": apart})
+        before = tied.a.weight.clone()
+        with pytest.raises(CheckpointError, match="with different values, and are one tensor here"):
+            checkpointer.restore({"model": tied})
+        assert torch.equal(tied.a.weight, before)
+        with torch.no_grad():
+            apart.a.weight[0, 0] = torch.nan
+            apart.d.weight.copy_(apart.a.weight)
+        checkpointer.save(2, {"model": apart})
+        checkpointer.restore({"model": tied})
+        assert torch.equal(tied.d.weight[1:], apart.d.weight[1:])

@@ -13,7 +13,8 @@ each. So a checkpoint notes both (`notes`), and `load_optimizer` puts right what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ Path = tuple[Any, ...]
 
 PER_GROUP = {"_last_lr", "base_lrs", "base_momentums", "lr_lambdas", "max_lrs", "max_momentums", "min_lrs"}
 """Names, in schedulers, of lists with a value for each group."""
-OTHER_LISTS = {"_milestones", "milestones", "_schedulers"}
+OTHER_LISTS = {"_milestones", "_schedule_phases", "milestones", "_schedulers"}
 """Names, in schedulers, of lists that have nothing to do with groups."""
 
 
@@ -257,8 +258,11 @@ def regrouped(loaded: Any, order: list[int]) -> Any:
     """
     if order == sorted(order):
         return loaded
-    if isinstance(loaded, Mapping):
-        return {key: _regrouped(str(key), value, order) for key, value in loaded.items()}
+    if isinstance(loaded, MutableMapping):
+        again = copy.copy(loaded)  # of its own kind: MultiStepLR's milestones are a Counter
+        for key, value in loaded.items():
+            again[key] = _regrouped(str(key), value, order)
+        return again
     if isinstance(loaded, list):
         return [regrouped(value, order) for value in loaded]
     return loaded

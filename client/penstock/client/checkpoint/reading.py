@@ -28,7 +28,7 @@ from penstock.client.checkpoint.frames import frame_of
 from penstock.client.checkpoint.objects import load_tensor
 from penstock.client.checkpoint.torch_private import copy_all, find_state_dict_object
 from penstock.proto.checkpoints import File
-from penstock.proto.errors import CheckpointCorruptError
+from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["Fill", "read", "read_file"]
 
@@ -42,8 +42,25 @@ GAP = 64 << 10
 class Fill:
     """Values that were read, and where they belong."""
 
+    name: str
     target: torch.Tensor
     source: torch.Tensor
+
+    @staticmethod
+    def check(fills: list[Fill]) -> None:
+        """Raise CheckpointError where one tensor would get the values of two that differ: it could keep one of them."""
+        seen: dict[tuple[Any, ...], Fill] = {}
+        for fill in fills:
+            target = fill.target
+            if not target.numel():
+                continue
+            place = target.device, target.data_ptr(), target.dtype, target.shape, target.stride()
+            other = seen.setdefault(place, fill)
+            if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
+                raise CheckpointError(
+                    f"{other.name!r} and {fill.name!r} were saved with different values, and are one tensor here: "
+                    "untie them, or leave one of them out"
+                )
 
     @staticmethod
     def all_of(fills: list[Fill]) -> None:
@@ -92,7 +109,8 @@ def read(
 
     Returns: tensors and objects by name, and what is still to be filled into tensors.
 
-    Raises CheckpointCorruptError, with the file's name, for what is not as it was written.
+    Raises CheckpointCorruptError, with the file's name, for what is not as it was written; CheckpointError where two
+    different values are wanted in one tensor.
     """
     by_file: dict[str, list[_Archive]] = defaultdict(list)
     for name, archive in _archives(metadata, wanted):
@@ -118,6 +136,7 @@ def read(
     finally:
         for handle in handles:
             os.close(handle)
+    Fill.check(fills)
     for name, data in objects.items():
         found[name] = load(name, data)
     return found, fills
@@ -190,7 +209,7 @@ class _Reader:
             else:
                 values = _values(data[start : start + archive.length], view[start:], archive.shape)
                 for piece in archive.pieces:
-                    self._hand_over(piece, values, alone=len(run) == 1 and len(archive.pieces) == 1)
+                    self._hand_over(archive.name, piece, values, alone=len(run) == 1 and len(archive.pieces) == 1)
 
     def _end(self, archive: _Archive) -> int:
         """Of what is hashed: the archive, and what fills it up to the next."""
@@ -209,7 +228,7 @@ class _Reader:
                 f"{archive.name!r}, have checksum {found} where {written} was written"
             )
 
-    def _hand_over(self, piece: _Piece, values: torch.Tensor, *, alone: bool) -> None:
+    def _hand_over(self, name: str, piece: _Piece, values: torch.Tensor, *, alone: bool) -> None:
         target = piece.target.detach()
         if piece.item is not None:
             values = _narrow(values, piece.item.storage_offsets, piece.item.lengths)
@@ -218,7 +237,7 @@ class _Reader:
             target.copy_(values)
         else:
             keep = alone and 2 * values.nbytes >= values.untyped_storage().nbytes()  # else most of it for little
-            self._fills.append(Fill(target, values if keep else values.clone()))
+            self._fills.append(Fill(name, target, values if keep else values.clone()))
 
 
 def _values(archive: torch.Tensor, view: memoryview, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
@@ -230,6 +249,12 @@ def _values(archive: torch.Tensor, view: memoryview, shape: tuple[torch.dtype, t
             return torch.empty(sizes, dtype=dtype, device="cpu")
         return archive[before : before + frame.nbytes].view(dtype).view(sizes)
     return load_tensor(bytes(archive.numpy()))  # written by another version of torch, or not a plain one
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """By their bytes: a NaN is the same as itself."""
+    left, right = (value.to(dtype).flatten().view(torch.uint8) for value in (one, other))
+    return torch.equal(left, right)
 
 
 def _narrow(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
