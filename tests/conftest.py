@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
+
+os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # that of trio imports trio, in each process of pytest
+import hypothesis
 
 HERE = Path(__file__).parent
 # inputs: users' modules, which workers import too. support: what several test modules need.

@@ -56,9 +56,11 @@ def test_everybody_has_a_turn(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def test_a_turn_that_fails_says_why(tmp_path: Path) -> None:
-    turn = checkpoint.Turn("no mode", checkpoint.QUICK, tmp_path, held=True)
-    with pytest.raises(RuntimeError, match=r"exit status 2: .*no mode"):
+def test_a_turn_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('no torch for this mode')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    turn = checkpoint.Turn(PENSTOCK, checkpoint.QUICK, tmp_path, held=True)
+    with pytest.raises(RuntimeError, match=r"exit status 1: .*no torch for this mode"):
         turn.ready()
 
 

@@ -129,7 +129,7 @@ def test_without_a_shuffle_it_is_as_stored(dataset: StreamingDataset) -> None:
     assert [row for batch in loader_of(dataset, batch_size=8, shuffle=False) for row in batch] == list(range(100))
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(0, 23)), min_size=1, max_size=4),
     st.integers(1, 4),

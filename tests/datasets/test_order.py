@@ -108,7 +108,7 @@ def test_streams_take_turns_evenly(shares: list[int], shuffle: bool) -> None:
 weights = st.one_of(st.integers(0, 3), st.integers(0, 300), st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(weights, min_size=1, max_size=30).filter(any))
 def test_turns_keep_each_share_at_every_prefix(units: list[int]) -> None:
     total = sum(units)

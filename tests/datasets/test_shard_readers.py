@@ -217,7 +217,7 @@ def test_a_format_without_reader_is_named() -> None:
         open_shard(shard, paths[:1])
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(ALL), number=st.integers(0, 1))
 def test_no_damage_is_more_than_an_error(
     data: st.DataObject, name: str, number: int, tmp_path_factory: pytest.TempPathFactory

@@ -77,7 +77,7 @@ LEGS = st.lists(
 
 
 @pytest.mark.parametrize("kind", ["map", "streaming", "shards", "read along"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     count=st.integers(1, MOST), legs=LEGS, tail=st.sampled_from(["emit", "pad", "drop", "carry"]), last=st.booleans()
 )

@@ -443,7 +443,7 @@ frames = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(frames, max_size=8), st.binary(max_size=3))
 def test_random_frames(sent: list[Frame], tail: bytes) -> None:
     check_survival([framed(frame.encode() + tail) for frame in sent])

@@ -360,7 +360,7 @@ def test_random_json(value: Any) -> None:
     accepted(json.dumps([1, value], separators=(",", ":")).encode())
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_mutated_structures(data: Any) -> None:
     mutated = bytearray(GOOD.to_bytes())

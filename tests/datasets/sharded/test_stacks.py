@@ -16,7 +16,7 @@ from penstock.proto.errors import DatasetError
 SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (1, 5), (2, 5), (1, 11), (1, 12), (3, 4)])
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stacks(), st.lists(st.tuples(SHAPES, st.integers(0, 6)), min_size=1, max_size=5), st.integers(3, 6))
 def test_any_stack_keeps_its_order_over_any_chain(make: Make, chain: list[Any], batch: int) -> None:
     whole = Fleet(make, (1, 1), global_batch_size=batch, tail="drop")
