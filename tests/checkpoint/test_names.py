@@ -238,6 +238,35 @@ def test_parameters_without_names_are_warned_of(tmp_path: Path) -> None:
             checkpointer.restore({"optimizer": torch.optim.SGD([few.bias, few.weight])})
 
 
+class Both:
+    """Two optimizers under one name, as a GAN's trainer may keep them."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.parts = [torch.optim.SGD(net.parameters(), momentum=0.9), torch.optim.SGD(net.parameters())]
+        train(net, self.parts[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [one.state_dict() for one in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for one, part in zip(self.parts, state["parts"], strict=True):
+            one.load_state_dict(part)
+
+
+def test_numbered_states_inside_other_things_are_warned_of(tmp_path: Path) -> None:
+    """At the save and at the restore: what holds an optimizer, and its state_dict in a dict."""
+    both = Both(Net())
+    with AsyncCheckpointer(tmp_path, fsync=False) as checkpointer:
+        for step, state, key in (
+            (1, {"both": both}, "both.parts.0"),
+            (2, {"plain": {"inner": both.parts[0].state_dict()}}, "plain.inner"),
+        ):
+            with pytest.warns(UserWarning, match=f"'{key}' of the state is an optimizer's .* at the top of the state"):
+                checkpointer.save(step, state)
+            with pytest.warns(UserWarning, match=f"'{key}' of the state is an optimizer's state_dict"):
+                checkpointer.restore(state)
+
+
 class Odd(torch.optim.Optimizer):
     """Keeps what torch's `load_state_dict` would round, convert or take apart, and a state of no parameter's."""
 

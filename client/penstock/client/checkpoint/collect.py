@@ -23,7 +23,7 @@ from penstock.client.checkpoint.frames import is_plain, saved_bytes
 from penstock.client.checkpoint.loaders import Loader, loader_leaves
 from penstock.client.checkpoint.names import clean_keys, parameter_names, unwrapped
 from penstock.client.checkpoint.objects import plain_bytes
-from penstock.client.checkpoint.optimizers import named_state, notes
+from penstock.client.checkpoint.optimizers import named_state, notes, warn_of_numbers
 from penstock.client.checkpoint.plain import FACTORIES, PLAIN, decode, encode
 from penstock.client.checkpoint.planning import Key, LocalItem
 from penstock.client.checkpoint.torch_private import find_state_dict_object, flatten_state_dict
@@ -218,9 +218,9 @@ def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
         return named_state(value, parameter_names(value, state, key))
     if isinstance(value, nn.Module):
         return module_state(unwrapped(value))
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return value.state_dict()
-    return value
+    plain = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
+    warn_of_numbers(key, plain)
+    return plain
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:

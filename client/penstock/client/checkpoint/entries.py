@@ -30,6 +30,7 @@ from penstock.client.checkpoint.optimizers import (
     numbered_state,
     regrouped,
     some,
+    warn_of_numbers,
 )
 from penstock.client.checkpoint.torch_private import flatten_state_dict, set_element
 from penstock.proto.errors import CheckpointError, PenstockError
@@ -248,6 +249,7 @@ class _StatefulEntry(Entry):
 
     def fit(self, values: dict[str, Any], around: Around) -> None:
         super().fit(values, around)
+        warn_of_numbers(self.key, self.loaded)
         optimizer = getattr(self.value, "optimizer", None) or getattr(self.value, "_optimizer", None)
         if optimizer is not None and id(optimizer) in around.orders:
             try:
@@ -278,6 +280,10 @@ class _PlainEntry(Entry):
             else self.saved.empty(name)
             for name in self.names
         }
+
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        super().fit(values, around)
+        warn_of_numbers(self.key, self.loaded)
 
     def put(self) -> None:
         if isinstance(self.value, MutableMapping):

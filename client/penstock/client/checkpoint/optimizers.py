@@ -14,6 +14,7 @@ each. So a checkpoint notes both (`notes`), and `load_optimizer` puts right what
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "numbered_state",
     "regrouped",
     "some",
+    "warn_of_numbers",
 ]
 
 Path = tuple[Any, ...]
@@ -119,6 +121,37 @@ def _check_names(saved: set[str], own: set[str]) -> None:
             f"it holds nothing of the parameters {some(added)}, which the optimizer has: add them after the restore "
             "(Optimizer.add_param_group)"
         )
+
+
+def warn_of_numbers(key: str, value: Any) -> None:
+    """Warn of optimizers' state_dicts somewhere in a value: numbers stand for parameters in them, by their order.
+
+    key: of the value, in the state that is saved or restored.
+    """
+    for path in _numbered(value, (key,)):
+        warnings.warn(
+            f"{'.'.join(map(str, path))!r} of the state is an optimizer's state_dict, in which only numbers tell the "
+            "parameters apart, and another order at the restore gives each the state of another. Put the optimizer "
+            "itself under a name at the top of the state, beside its module",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _numbered(value: Any, path: Path) -> Iterator[Path]:
+    if isinstance(value, Mapping):
+        groups = value.get("param_groups")
+        if value.get("state") and isinstance(groups, list) and all(isinstance(one, Mapping) for one in groups):
+            parameters = [one for group in groups for one in group.get("params", ())]
+            if len(parameters) > 1 and all(isinstance(one, int) for one in parameters):
+                yield path
+                return
+        for key, inner in value.items():
+            yield from _numbered(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            if isinstance(inner, Mapping | list | tuple):
+                yield from _numbered(inner, (*path, number))
 
 
 def check_order(loaded: dict[str, Any], optimizer: torch.optim.Optimizer, names: list[str], order: list[int]) -> None:
