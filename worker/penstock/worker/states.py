@@ -25,6 +25,8 @@ POLLERS = 8
 """That many look so often; of more each looks more rarely, or hundreds of states would take the whole event loop."""
 NEXT_S = 0.5
 """That a state waits for the batch behind it to be made, where a resume is compared with that."""
+CHEAP_S = 5.0
+"""Seconds that the runner has worked since its launch began, which a helper would do again."""
 SCRATCH_SHARE = 0.7
 """Of the time that the asker still has, for a scratch child: its stack must reach the asker before he gives up."""
 
@@ -150,7 +152,8 @@ class States:
             if following is not None and following.epoch == request.epoch + over:
                 answer.next_digest = following.digest
                 return
-            if time.monotonic() >= patience or request.epoch in slot.ledger.ends():
+            waits = request.epoch in slot.ledger.ends() and slot.ledger.activity[0] == "waiting"
+            if time.monotonic() >= patience or waits:
                 return
             await asyncio.sleep(POLL_S)
 
@@ -161,11 +164,13 @@ class States:
 
     def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
         """The batch behind the place is not known here, and is needed: a helper makes it. At the end of an epoch, where
-        that may never come, only if the next launch may begin with another slot than worker 0."""
+        none may ever come, only if that is cheap, or the next launch may begin with another slot than worker 0."""
         if not self._by_own or answer.next_digest:
             return False
+        if not answer.next_epoch or self._slot.ledger.worked_s <= CHEAP_S:
+            return True
         begin, workers = self._slot.assignment.base, self._slot.assignment.num_workers_per_box
-        return not answer.next_epoch or (begin.cursor + request.step - begin.step) % workers != 0
+        return (begin.cursor + request.step - begin.step) % workers != 0
 
     @property
     def _waits_for_loop(self) -> bool:
