@@ -18,7 +18,7 @@ from warm import EXAMPLES
 
 pytestmark = pytest.mark.timeout(300)  # up to five starts, of up to four ranks each
 
-KILLED_AT, STEPS = 11, 37
+KILLED_AT, STEPS = 7, 33
 """In the first pass, which has 32 steps, and in the second."""
 OPTIONS = ("--checkpoint-every", "5")
 SEED = {"PENSTOCK_SEED": "1"}
