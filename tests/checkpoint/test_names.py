@@ -325,6 +325,7 @@ def alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")  # torch 2.8's own L-BFGS
 @pytest.mark.parametrize("kind", ["flat", "listed"])
 def test_states_that_depend_on_the_order_are_not_restored_into_another(tmp_path: Path, kind: str) -> None:
     """L-BFGS has values of all parameters in one tensor; settings may have a value for each parameter."""
