@@ -86,3 +86,16 @@ def test_a_loader_that_begins_later_epochs_where_it_was_resumed(appliance: Appli
         executor = DataExecutor(loader, num_steps=stop - start, appliance=appliance)
         assert [plain(batch) for batch in executor] == expected[start:stop], f"from step {start} to {stop}"
         state, start = encode_state(loader.state_dict()), stop
+
+
+def test_a_state_that_was_edited_goes_where_it_says(appliance: Appliance) -> None:
+    """Also from behind the end of an epoch, which other slots have passed and this one has not."""
+    loader = DataLoader(four_methods.summed)
+    assert len(list(DataExecutor(loader, num_steps=20, appliance=appliance))) == 20
+    state = loader.state_dict()
+    state["all_streamed"] = 8
+    again = DataLoader(four_methods.summed)
+    again.load_state_dict(state)
+    alone = four_methods.summed()
+    expected = [plain(batch) for _ in range(2) for batch in alone][2:26]
+    assert [plain(batch) for batch in DataExecutor(again, num_steps=24, appliance=appliance)] == expected

@@ -208,18 +208,18 @@ class _Resume:
     @property
     def _at_an_end(self) -> bool:
         """The state was saved where the slot had come to the end of an epoch."""
-        return self._as_saved and self._next_epoch > self._part["restart"]["at"][0]
+        return bool(self._next_epoch > self._part["restart"]["at"][0])
 
     @property
     def _next_epoch(self) -> int:
-        """That of the batch that came next."""
-        return self._epoch + bool(self._part.get("next_epoch"))
+        """That of the batch that comes next."""
+        return self._epoch + 1 if self._as_saved and self._part.get("next_epoch") else self._then
 
     def _step_over_the_end(self) -> None:
         """Look at the next epoch, be it that the loader ends this one or goes on with that at once."""
         source, (first, _), to = self._source, self._kept[-1], self._next_epoch
         place, origin = source.place.copy(), first
-        known = bool(self._part["next_digest"])
+        known = bool(self._as_saved and self._part["next_digest"])
         while source.peek() is END and known and source.place.epoch < to:
             source.next()
             origin = source.open(step=source.assignment.base.step)
