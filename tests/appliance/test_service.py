@@ -28,7 +28,9 @@ from served import (
     watching,
 )
 
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, blob_name
+from penstock.appliance.service import _packed, _parts
+from penstock.appliance.states import BoxState
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, _StateGather, blob_name
 from penstock.proto.channel import CHUNK, connect_aio, metadata
 from penstock.proto.errors import (
     BoxOutOfRangeError,
@@ -375,6 +377,30 @@ def test_all_ranks_get_one_state_and_the_workers_are_asked_once() -> None:
             assert await client.fetch_state(pb.FetchStateRequest(run="job/0", newest=True, deadline_s=1)) == states[0]
 
     trial(body)
+
+
+def test_small_parts_go_together_and_mean_the_same() -> None:
+    """In their order, also where a large one comes between them."""
+    sizes = [0, 10, CHUNK, 3 * CHUNK + 1, 0, CHUNK // 2, CHUNK // 2 - 100, 10, CHUNK // 2 + 1, 10]
+    states = [
+        BoxState(
+            [(pb.WorkerRecord(box=box, state_bytes=size), bytes([box]) * size)],
+            records_pb2.BoxPosition(step=box),
+        )
+        for box, size in enumerate(sizes)
+    ]
+    apart, together = list(_parts(states)), list(_packed(states))
+    assert len(together) < len(apart)
+    assert max(part.ByteSize() for part in together) < 2 * CHUNK
+    gathers = []
+    for parts in (apart, together):
+        gather = _StateGather()
+        for part in parts:
+            gather.add(part)
+        gathers.append(gather.all())
+    assert gathers[0] == gathers[1]
+    assert [len(data) for _, data in gathers[1].records] == sizes
+    assert not any(part.parts for part in apart)
 
 
 def test_workers_whose_passes_ended_earlier_are_asked_again() -> None:

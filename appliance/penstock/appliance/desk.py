@@ -85,9 +85,9 @@ class Desk:
         gathering.askers += 1
         gathering.deadline = max(gathering.deadline, deadline)
         self._open[gathering.serial] = gathering
-        if not gathering.done:
+        if not gathering.done and self._joinable.get(gathering.key) is not gathering:
             self._joinable[gathering.key] = gathering
-            self._replan(gathering)
+            self._replan(gathering)  # from then on, what is touched is planned again: see `settle`
         return gathering
 
     def sent(self, gathering: Gathering, box: int) -> None:

@@ -17,7 +17,7 @@ import io
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ from penstock.appliance.store import Store
 from penstock.appliance.syncing import Syncing
 from penstock.appliance.writer import Inflow, Writer
 from penstock.proto.calls import blob_name, pieces
-from penstock.proto.channel import detail_of, error_of
+from penstock.proto.channel import CHUNK, detail_of, error_of
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -123,12 +123,31 @@ def _in_json(state: BoxState, limit: int) -> BoxState:
     return replace(state, records=records)
 
 
-def _parts(state: BoxState) -> Iterator[pb.StatePart]:
-    for index, (record, data) in enumerate(state.records):
-        first, *more = pieces(data) if data else [b""]
-        yield pb.StatePart(record=record, data=first, position=None if index else state.position)
-        for piece in more:
-            yield pb.StatePart(data=piece)
+def _parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
+    for state in states:
+        for index, (record, data) in enumerate(state.records):
+            first, *more = pieces(data) if data else [b""]
+            yield pb.StatePart(record=record, data=first, position=None if index else state.position)
+            for piece in more:
+                yield pb.StatePart(data=piece)
+
+
+def _packed(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
+    """The same, small ones together: with hundreds of boxes that ask for each other's records at once, a message for
+    each would keep the coordinator from its heartbeats."""
+    pack, size = pb.StatePart(), 0
+    for part in _parts(states):
+        nbytes = part.ByteSize()
+        if pack.parts and (size + nbytes > CHUNK or nbytes > CHUNK // 2):
+            yield pack
+            pack, size = pb.StatePart(), 0
+        if nbytes > CHUNK // 2:
+            yield part
+        else:
+            pack.parts.append(part)
+            size += nbytes
+    if pack.parts:
+        yield pack
 
 
 class Service(CoordinatorServicer):
@@ -281,25 +300,29 @@ class Service(CoordinatorServicer):
                 noted.attempt, noted.step = closed.attempt, closed.step
                 for state in boxes_of(await self._disk.run(self._store.closed_parts, closed.run)):
                     noted.bytes += state.size
-                    for part in _parts(await self._written(state, request)):
+                    for part in _parts([await self._written(state, request)]):
                         yield part
                 return
             try:
                 async with self._journal.synced():
                     gathering = self._registry.begin_state(request)
                 noted.of(gathering)
-                for number in range(gathering.num_boxes):
+                while sent < gathering.num_boxes:
                     async with self._journal.synced():
-                        state = await self._complete(gathering, number, until, request.deadline_s)
+                        states = [await self._complete(gathering, sent, until, request.deadline_s)]
+                    if request.packs:
+                        states += gathering.complete_from(sent + 1, CHUNK - states[0].size)
                     before = loop.time()
-                    noted.bytes += state.size
-                    for part in _parts(await self._written(state, request)):
+                    noted.bytes += sum(state.size for state in states)
+                    written = [await self._written(state, request) for state in states]
+                    for part in _packed(written) if request.packs else _parts(written):
                         yield part
                         # A reader that is slow takes its own time, not the workers'.
                         until, before = until + loop.time() - before, loop.time()
                         gathering.deadline = max(gathering.deadline, until)
-                    self._registry.sent_state(gathering, number)
-                    sent += 1
+                    for _ in states:
+                        self._registry.sent_state(gathering, sent)
+                        sent += 1
             finally:
                 if gathering is not None:  # an asker from then on, even if that could not be written
                     self._registry.end_state(gathering, sent)

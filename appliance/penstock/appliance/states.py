@@ -206,6 +206,15 @@ class Gathering:
             self.finals,
         )
 
+    def complete_from(self, number: int, room: int) -> list[BoxState]:
+        """Return the states of the boxes from this one on that are complete, as far as `room` bytes of data go."""
+        found: list[BoxState] = []
+        while self.failure is None and number in self.boxes and self.boxes[number].size <= room:
+            found.append(self.boxes[number])
+            room -= found[-1].size
+            number += 1
+        return found
+
     @property
     def finals(self) -> dict[int, int]:
         return {number: state.final for number, state in self.boxes.items() if state.final is not None}

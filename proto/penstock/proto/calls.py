@@ -158,6 +158,10 @@ class _StateGather:
         self._positions: dict[int, records_pb2.BoxPosition] = {}
 
     def add(self, part: pb.StatePart) -> None:
+        for one in part.parts:
+            self.add(one)
+        if part.parts:
+            return
         if part.HasField("record") and part.HasField("position"):
             self._positions[part.record.box] = part.position
         self._records.add(part.record if part.HasField("record") else None, part.data)
@@ -292,6 +296,7 @@ class CoordinatorClient(_Base):
 
     def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
         deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
+        request.packs = True
         gather = _StateGather()
         with self._guarded("FetchState", deadline_s):
             for part in self._stub.FetchState(request, timeout=deadline_s, metadata=self._metadata):
@@ -462,6 +467,7 @@ class AsyncCoordinatorClient(_Base):
 
     async def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
         deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
+        request.packs = True
         gather = _StateGather()
         with self._guarded("FetchState", deadline_s):
             async for part in self._stub.FetchState(request, timeout=deadline_s, metadata=self._metadata):

@@ -571,6 +571,7 @@ class FetchStateRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     AGGREGATE_BLOB_FIELD_NUMBER: _builtins.int
+    PACKS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     attempt: _builtins.int
     """0 = the newest (penstock state)"""
@@ -582,6 +583,10 @@ class FetchStateRequest(_message.Message):
     """cuts count before the step is looked up. Absent: an asker that is no box"""
     aggregate_blob: _builtins.str
     """instead: have one of the asking box's workers call aggregate_state_dict over the"""
+    packs: _builtins.bool
+    """list of states in this blob; the reply is one record with the result
+    the asker takes several small parts as one (StatePart.parts)
+    """
     @_builtins.property
     def progress(self) -> Global___WatchRunRequest:
         """what the asking box would report now (hold_s is not looked at): its position and"""
@@ -597,10 +602,11 @@ class FetchStateRequest(_message.Message):
         progress: Global___WatchRunRequest | None = ...,
         format: Global___StateFormat.ValueType = ...,
         aggregate_blob: _builtins.str = ...,
+        packs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "deadline_s", b"deadline_s", "format", b"format", "newest", b"newest", "progress", b"progress", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_blob", b"aggregate_blob", "attempt", b"attempt", "deadline_s", b"deadline_s", "format", b"format", "newest", b"newest", "packs", b"packs", "progress", b"progress", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -673,6 +679,7 @@ class StatePart(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     @_builtins.property
     def record(self) -> Global___WorkerRecord: ...
@@ -680,16 +687,21 @@ class StatePart(_message.Message):
     def position(self) -> _records_pb2.BoxPosition:
         """with the record of a box's slot 0: the box's position at the step"""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatePart]:
+        """instead, for an asker that packs: small ones, as if each had come by itself"""
+
     def __init__(
         self,
         *,
         record: Global___WorkerRecord | None = ...,
         data: _builtins.bytes = ...,
         position: _records_pb2.BoxPosition | None = ...,
+        parts: _abc.Iterable[Global___StatePart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "position", b"position", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "parts", b"parts", "position", b"position", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
