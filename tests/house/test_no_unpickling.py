@@ -47,6 +47,7 @@ UNPICKLES = {
     Path("client/penstock/client/checkpoint/index.py"): ["pickle.Unpickler"],
     Path("client/penstock/client/checkpoint/objects.py"): ["pickle.Unpickler", "torch.load", "torch.load"],
     Path("deploy/penstock/deploy/saved_file.py"): ["torch.load"],
+    Path("benchmarks/checkpoint_small.py"): ["torch.load"],  # of the file that it has just written
 }
 """Module -> what it unpickles with. One place is the batches of a loader's own children, which come through torch's
 queue, a pickle itself: tests/datasets/test_map_fetching.py holds why. One is a dataset's column that its writer
