@@ -71,7 +71,8 @@ class DataLoaderCheckpoint:
     """One worker's part of a checkpoint. Field names follow the system that introduced them: a CSX is a box."""
 
     local_worker_id: int
-    """The worker's slot on its box, 0-based."""
+    """Which worker of its box the loader takes itself for, 0-based: its slot's number, but where the job was resumed
+    between two turns of the workers and the slot whose turn it was became worker 0."""
     num_workers_per_csx: int
     num_csx: int
     """Boxes."""
@@ -79,7 +80,8 @@ class DataLoaderCheckpoint:
     """The worker's box, 0-based."""
     appliance_step: int
     """Batches that the box's training loop was handed in this launch of the job, from 0. A runner that is replaced
-    goes on counting; a launch that resumes from a saved state counts from 0 again."""
+    goes on counting; a launch that resumes from a saved state counts from 0 again, but where the loader had to be made
+    again from the beginning: then it counts from there, and has been given no state."""
     worker_step: int
     """Batches of this worker in this launch."""
     samples_streamed: int
