@@ -1,4 +1,5 @@
-"""A training process is killed: what its run held is free within a lease, or at once when it is started again."""
+"""A training process is killed: what its run held is free within a lease, or at once when it is started again; and who
+asks for its state then is answered at once."""
 
 from __future__ import annotations
 
@@ -7,8 +8,12 @@ from typing import Any
 
 import pytest
 from census import alive, census, descendants, runners, settled, until
-from cluster import running
+from cluster import TOKEN, running
 from job import Job
+
+from penstock.proto.calls import CoordinatorClient
+from penstock.proto.errors import StateUnavailableError
+from penstock.proto.v1 import coordinator_pb2 as pb
 
 LEASE_S = 10.0
 """Of a client (appliance/limits.py)."""
@@ -39,6 +44,19 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         settled(processes, before, LEASE_S + 7)
         for job in jobs:
             assert [job.batches[step] for step in range(1, 51)] == [whole[step] for step in range(1, 51)]
+
+        _answered_at_once(cluster.address)
+        cluster.coordinator.kill()
+        cluster.restart_coordinator()
+        _answered_at_once(cluster.address)
+
+
+def _answered_at_once(address: str) -> None:
+    """Not when the query's time is over: no test runs that long."""
+    with CoordinatorClient(address, TOKEN) as client:
+        for run in ("auto/0", "tcp/0"):
+            with pytest.raises(StateUnavailableError, match="box 0 is not heard of any more"):
+                client.fetch_state(pb.FetchStateRequest(run=run, deadline_s=FOR_EVER_S, newest=True))
 
 
 @pytest.mark.timeout(180)
