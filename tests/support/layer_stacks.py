@@ -54,7 +54,8 @@ def pick(document: Any, generator: np.random.Generator) -> Any:
 
 def _language_model() -> ShardedSource:
     corpora = [documents(9, 4, 7, first=first) for first in (0, 10)]
-    packed = [Packed(Chunked(Repeated(corpus), length=6, bos=-1, eos=-2), length=8) for corpus in corpora]
+    pieces = [Chunked(Repeated(corpus), length=6, bos=-1, eos=-2, min_length=2) for corpus in corpora]
+    packed = [Packed(source, length=8, bos=-1, eos=-2) for source in pieces]
     return Mixture([WindowShuffled(lines, 5) for lines in packed], [0.7, 0.3])
 
 

@@ -12,12 +12,13 @@ from given_shards import Given, again, first, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.proto.errors import DatasetError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.state import encode_state
 from penstock.worker.datasets import Chunked, Mapped, Packed, Repeated
 
-DOCUMENTS = st.lists(st.lists(st.integers(0, 99), max_size=12), max_size=12)
+DOCUMENTS = st.lists(st.lists(st.integers(0, 99) | st.integers(0, 1), max_size=12), max_size=12)
 SEPARATOR = st.sampled_from([None, -1])
+SEPARATORS = st.sampled_from([None, -1, 0, 1])
 
 
 def pieces_by_hand(documents: list[list[int]], length: int, bos: int | None, eos: int | None) -> list[list[int]]:
@@ -54,13 +55,62 @@ def test_documents_in_pieces(
     cut_everywhere(source, pieces_by_hand(documents, length, bos, eos), skipped)
 
 
-@given(DOCUMENTS, st.integers(1, 30), st.sampled_from([None, 7]), st.integers(0, 5))
-def test_documents_in_lines(documents: list[list[int]], length: int, pad: int | None, skipped: int) -> None:
-    tokens = [token for document in documents for token in document]
-    if pad is not None:
-        tokens += [pad] * (-len(tokens) % length)
-    lines = [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)]
-    cut_everywhere(Packed(Given([documents]), length=length, pad=pad), lines, skipped)
+def lines_by_hand(tokens: list[int], length: int, pad: int | None, bos: int | None, eos: int | None) -> list[list[int]]:
+    lines = []
+    while tokens:
+        line = [] if bos is None or tokens[0] == bos else [bos]
+        while tokens and len(line) < length:
+            line.append(tokens.pop(0))
+        if eos is not None and line[-1] != eos:
+            if len(line) == length:
+                tokens.insert(0, line.pop())
+            line.append(eos)
+        if len(line) == length or pad is not None:
+            lines.append(line + [pad or 0] * (length - len(line)))
+    return lines
+
+
+@given(DOCUMENTS, st.integers(3, 30), st.sampled_from([None, 7]), SEPARATORS, SEPARATORS, st.integers(0, 5))
+def test_documents_in_lines(
+    documents: list[list[int]], length: int, pad: int | None, bos: int | None, eos: int | None, skipped: int
+) -> None:
+    """With BOS and EOS of lines: put there, or found there, where documents have them (0 and 1) anyway."""
+    lines = lines_by_hand([token for document in documents for token in document], length, pad, bos, eos)
+    cut_everywhere(Packed(Given([documents]), length=length, pad=pad, bos=bos, eos=eos), lines, skipped)
+
+
+def test_a_line_has_one_bos_and_one_eos() -> None:
+    source = Packed(Given([[[0, 5, 6, 9], [0, 7, 8, 9]]]), length=4, bos=0, eos=9)
+    assert lists(whole(source)) == [[0, 5, 6, 9], [0, 7, 8, 9]]
+    source = Packed(Given([[[5, 6, 7, 8, 9]]]), length=4, bos=0, eos=9, pad=-1)
+    assert lists(whole(source)) == [[0, 5, 6, 9], [0, 7, 8, 9]]
+    with pytest.raises(InvalidArgumentError, match="length=2: a line must hold a token beside its BOS and EOS"):
+        Packed(Given([[[1]]]), length=2, bos=0, eos=9)
+
+
+@given(DOCUMENTS, st.frozensets(st.integers(0, 99), max_size=60), st.integers(1, 5), st.integers(0, 5))
+def test_documents_are_stripped_and_short_ones_left_out(
+    documents: list[list[int]], strip: frozenset[int], least: int, skipped: int
+) -> None:
+    def stripped(document: list[int]) -> list[int]:
+        inside = [at for at, token in enumerate(document) if token not in strip]
+        return document[inside[0] : inside[-1] + 1] if inside else []
+
+    kept = [document for document in map(stripped, documents) if len(document) >= least]
+    source = Chunked(Given([documents]), length=4, eos=-1, strip_tokens=strip, min_length=least)
+    cut_everywhere(source, pieces_by_hand(kept, 4, None, -1), skipped)
+
+
+def test_settings_that_are_not_given_are_no_part_of_the_order() -> None:
+    """A state that was saved before there were such settings goes on."""
+    source = Given([[[1]]])
+    assert set(Packed(source, length=3).settings()) == {"length", "pad"}
+    assert set(Chunked(source, length=3).settings()) == {"length", "bos", "eos", "longest"}
+    given = Chunked(source, length=3, strip_tokens=[2, 0], min_length=2).settings()
+    assert (given["strip_tokens"], given["min_length"]) == ([0, 2], 2)
+    assert Packed(source, length=3, bos=1).settings()["bos"] == 1
+    with pytest.raises(InvalidArgumentError, match="strip_tokens must be a list of tokens, got 2"):
+        Chunked(source, length=3, strip_tokens=2)  # type: ignore[arg-type]
 
 
 def test_a_piece_includes_its_bos_and_eos() -> None:

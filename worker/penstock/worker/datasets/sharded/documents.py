@@ -8,6 +8,7 @@ shard and not to the worker.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class Chunked(Layer):
         bos: int | None = None,
         eos: int | None = None,
         longest: int | None = None,
+        strip_tokens: Iterable[int] = (),
+        min_length: int | None = None,
     ) -> None:
         """
         Args:
@@ -46,48 +49,93 @@ class Chunked(Layer):
             bos: token before each document; None: none.
             eos: token behind each document; None: none.
             longest: tokens that a document may have, without BOS and EOS; a longer one is a DatasetError.
+            strip_tokens: tokens that are taken off both ends of each document first, such as separators that are in
+                the data already.
+            min_length: tokens that a document must have, without BOS and EOS, behind `strip_tokens`; a shorter one is
+                left out.
         """
         super().__init__(source)
         self._length = at_least_one("length", length)
         self._bos, self._eos = _token("bos", bos), _token("eos", eos)
         self._longest = None if longest is None else at_least_one("longest", longest)
+        self._strip = _tokens("strip_tokens", strip_tokens)
+        self._least = 1 if min_length is None else at_least_one("min_length", min_length)
 
     def settings(self) -> dict[str, Any]:
-        return {"length": self._length, "bos": self._bos, "eos": self._eos, "longest": self._longest}
+        settings: dict[str, Any] = {
+            "length": self._length,
+            "bos": self._bos,
+            "eos": self._eos,
+            "longest": self._longest,
+        }
+        if self._strip:
+            settings["strip_tokens"] = sorted(self._strip)
+        if self._least > 1:
+            settings["min_length"] = self._least
+        return settings
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         (index, piece), inner = entered(token, "Chunked", "index", "piece")
-        documents = _Documents(self, self.source.open(shard, epoch, seed, inner), shard, epoch, index)
+        cursor = self.source.open(shard, epoch, seed, inner)
+        documents = _Documents(self, cursor, shard, epoch, index, strip=self._strip, least=self._least)
         return _ChunkedCursor(documents, self._length, self._bos, self._eos, self._longest, piece)
 
 
 class Packed(Layer):
     """Lines of exactly `length` tokens: int64 tensors, filled with the documents of a shard one after the other."""
 
-    def __init__(self, source: ShardedSource, *, length: int, pad: int | None = None) -> None:
+    def __init__(
+        self,
+        source: ShardedSource,
+        *,
+        length: int,
+        pad: int | None = None,
+        bos: int | None = None,
+        eos: int | None = None,
+    ) -> None:
         """
         Args:
             source: of documents, or pieces of them: as for `Chunked`, which also puts the separators between them.
-            length: tokens of each line.
+            length: tokens of each line, BOS and EOS among them.
             pad: token that fills the last line of a shard's epoch; None: what is left there is dropped. Over a
                 Repeated source no line is the last one: it goes on with the next epoch.
+            bos: token that each line begins with; put there where the documents do not have it anyway.
+            eos: token that each line ends with, in the same way; before the `pad` of a line that is filled up.
         """
         super().__init__(source)
         self._length, self._pad = at_least_one("length", length), _token("pad", pad)
+        self._bos, self._eos = _token("bos", bos), _token("eos", eos)
+        if self._length <= (bos is not None) + (eos is not None):
+            raise InvalidArgumentError(
+                f"length={length}: a line must hold a token beside its BOS and EOS; make it longer"
+            )
 
     def settings(self) -> dict[str, Any]:
-        return {"length": self._length, "pad": self._pad}
+        settings: dict[str, Any] = {"length": self._length, "pad": self._pad}
+        return settings | {n: t for n, t in (("bos", self._bos), ("eos", self._eos)) if t is not None}
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         (index, offset), inner = entered(token, "Packed", "index", "offset")
         documents = _Documents(self, self.source.open(shard, epoch, seed, inner), shard, epoch, index)
-        return _PackedCursor(documents, self._length, self._pad, offset)
+        return _PackedCursor(documents, self._length, self._pad, self._bos, self._eos, offset)
 
 
 class _Documents:
     """The documents of a shard as arrays, and from where to read the present one again."""
 
-    def __init__(self, layer: Layer, inner: Cursor, shard: int, epoch: int, index: int) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        inner: Cursor,
+        shard: int,
+        epoch: int,
+        index: int,
+        *,
+        strip: frozenset[int] = frozenset(),
+        least: int = 1,
+    ) -> None:
+        """`strip`: tokens that are taken off both ends. `least`: tokens of a document that is not left out."""
+        self._strip, self._least = strip, least
         self._name, self._inner, self._shard, self._epoch = type(layer).__name__, inner, shard, epoch
         self._patience = Patience(layer.source, self._name, shard)
         self._next = index
@@ -99,7 +147,7 @@ class _Documents:
         return f"{self._name}: document {self._index} of shard {self._shard} in epoch {self._epoch}"
 
     def read(self) -> Ints | None:
-        """The next document that has tokens; None if there is none left."""
+        """The next document that has enough tokens; None if there is none left."""
         while True:
             before = self._inner.token()
             try:
@@ -107,9 +155,9 @@ class _Documents:
             except StopIteration:
                 return None
             self._before, self._index, self._next = before, self._next, self._next + 1
-            document = self._array(sample)
+            document = self._stripped(self._array(sample))
             self.size = len(document)
-            if self.size:
+            if self.size >= self._least:
                 self._patience.found()
                 return document
             self._patience.nothing()
@@ -132,6 +180,16 @@ class _Documents:
 
     def close(self) -> None:
         self._inner.close()
+
+    def _stripped(self, document: Ints) -> Ints:
+        if not self._strip:
+            return document
+        begin, end = 0, len(document)
+        while begin < end and int(document[begin]) in self._strip:
+            begin += 1
+        while begin < end and int(document[end - 1]) in self._strip:
+            end -= 1
+        return document[begin:end]
 
     def _array(self, sample: Any) -> Ints:
         kind = f"a {type(sample).__name__}"
@@ -218,12 +276,18 @@ class _PackedCursor:
     """What is read of the open line is some documents, of which it may begin within the first. Only of that one, and of
     the last, where the next line may begin, it must be known from where to read them again."""
 
-    def __init__(self, documents: _Documents, length: int, pad: int | None, offset: int) -> None:
-        self._documents, self._length, self._pad = documents, length, pad
+    def __init__(
+        self, documents: _Documents, length: int, pad: int | None, bos: int | None, eos: int | None, offset: int
+    ) -> None:
+        self._documents, self._length, self._pad, self._bos, self._eos = documents, length, pad, bos, eos
         self._parts: list[Ints] = []
         """Tokens that were read from the open line's beginning on."""
         self._have = 0
         """Their number."""
+        self._take = 0
+        """Tokens of them that the open line has, once it is filled."""
+        self._closing = False
+        """The filled line's EOS is put there."""
         self._offset = offset
         """Of the open line's beginning in its document, which may be still to be read."""
         self._begin: tuple[int, Token] | None = None
@@ -235,9 +299,10 @@ class _PackedCursor:
     def __next__(self) -> torch.Tensor:
         if not self._fill():
             raise StopIteration
-        line = np.concatenate(self._parts)[: self._length] if len(self._parts) > 1 else self._parts[0][: self._length]
+        body = np.concatenate(self._parts)[: self._take] if len(self._parts) > 1 else self._parts[0][: self._take]
+        line = body.copy() if self._take == self._length else self._with_separators(body)
         self._past()
-        return torch.from_numpy(line.copy())
+        return torch.from_numpy(line)
 
     def skip(self, count: int) -> int:
         for passed in range(count):
@@ -255,7 +320,7 @@ class _PackedCursor:
 
     def _fill(self) -> bool:
         """Read a line's tokens. False if there are not enough any more."""
-        while self._have < self._length:
+        while self._have < self._room():
             document = self._documents.read()
             if document is None:
                 break
@@ -265,14 +330,35 @@ class _PackedCursor:
                 document = document[self._offset :]
             self._parts.append(document)
             self._have += len(document)
-        if 0 < self._have < self._length and self._pad is not None:
-            self._parts.append(np.full(self._length - self._have, self._pad, np.int64))
-            self._have = self._length
-        return self._have >= self._length
+        if not self._have:
+            return False
+        room = self._room()
+        taken = min(self._have, room)
+        last = self._parts[-1][len(self._parts[-1]) - (self._have - taken) - 1]
+        self._closing = self._eos is not None and int(last) != self._eos
+        self._take = taken - (self._closing and taken == room)
+        return self._take + self._closing == room or self._pad is not None
+
+    def _room(self) -> int:
+        """Tokens of documents that the open line has at most: without a BOS that is put before them."""
+        if self._bos is None or (self._parts and int(self._parts[0][0]) == self._bos):
+            return self._length
+        return self._length - 1
+
+    def _with_separators(self, body: Ints) -> Ints:
+        line = np.full(self._length, 0 if self._pad is None else self._pad, np.int64)
+        begin = self._length - self._room()
+        if begin and self._bos is not None:
+            line[0] = self._bos
+        end = begin + len(body)
+        line[begin:end] = body
+        if self._closing and self._eos is not None:
+            line[end] = self._eos
+        return line
 
     def _past(self) -> None:
         """Go on behind the open line: what is left lies within the document that was read last."""
-        left = self._have - self._length
+        left = self._have - self._take
         self._have, self._parts = left, [self._parts[-1][len(self._parts[-1]) - left :]] if left else []
         self._begin = self._documents.present() if left else None
         self._offset = self._documents.size - left if left else 0
@@ -283,6 +369,12 @@ def _token(name: str, value: int | None) -> int | None:
     if number is not None and not -MOST - 1 <= number <= MOST:
         raise InvalidArgumentError(f"{name}={number}: a token is an int64")
     return number
+
+
+def _tokens(name: str, values: Iterable[int]) -> frozenset[int]:
+    if isinstance(values, int) or not isinstance(values, Iterable):
+        raise InvalidArgumentError(f"{name} must be a list of tokens, got {values!r}")
+    return frozenset(number for value in values if (number := _token(name, value)) is not None)
 
 
 def _separator(token: int | None) -> Ints:
