@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -104,3 +105,14 @@ def test_an_error_keeps_its_name_and_traceback() -> None:
     other = plain_detail(KeyError("k"))
     assert other["name"] == "PenstockError"
     assert "KeyError: 'k'" in other["message"]
+
+
+def test_what_the_other_side_has_not_read_is_known() -> None:
+    sender, receiver = pair()
+    with closing(sender), closing(receiver), open(os.devnull) as passed:
+        assert sender.unread == 0
+        sender.send("attach", b"hello", [passed.fileno()])
+        assert sender.unread > 0
+        for fd in received(receiver).fds:
+            os.close(fd)
+        assert sender.unread == 0

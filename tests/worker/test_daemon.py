@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from penstock.proto.v1 import coordinator_pb2, records_pb2
+from penstock.proto.errors import SupersededError
+from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
 from penstock.worker.daemon import Daemon, Settings
 from penstock.worker.processor import cores
+from penstock.worker.proofs import Findings
+from penstock.worker.slot import Slot, Tally
 
 
 def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:
@@ -64,3 +70,76 @@ def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(body())
     assert told == [cores()]
     assert told[0] >= 1
+
+
+def test_a_slot_that_cannot_be_begun_is_reported_lost_and_the_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the daemon: no memory for one slot's ledger was an error of the heartbeat."""
+
+    class Begun:
+        def __init__(self, host: Any, assignment: records_pb2.WorkerAssignment) -> None:
+            self.generation, self.assignment, self.name, self.log = assignment.generation, assignment, "", Mock()
+            if assignment.generation == 1:
+                raise OSError(24, "Too many open files")
+
+        def start(self) -> None: ...
+        def assigned(self, assignment: records_pb2.WorkerAssignment) -> None: ...
+
+        def report(self) -> coordinator_pb2.SlotReport:
+            return coordinator_pb2.SlotReport(generation=self.generation)
+
+    monkeypatch.setattr("penstock.worker.daemon.Slot", Begun)
+    monkeypatch.setattr(Daemon, "_stop_slot", lambda daemon, key: daemon._slots.pop(key))
+
+    async def hear() -> None:
+        daemon = Daemon(Settings("127.0.0.1:1", "token", 2, ["*"]))
+        daemon._take(reply(1, 1, 2, 3, 4))
+        told = {slot.generation: slot for slot in daemon._heartbeat(0.0).slots}
+        assert not told[2].lost
+        assert not told[3].lost
+        assert (told[1].phase, told[1].lost) == (coordinator_pb2.FAILED, True)
+        assert "Too many open files" in told[1].error.message
+        assert (told[4].error.name, told[4].lost) == ("OverloadedError", True)
+        assert "has 2 slots" in told[4].error.message
+        daemon._take(reply(2, 2, 5))  # its places are free again
+        assert sorted(slot.generation for slot in daemon._heartbeat(0.0).slots) == [2, 5]
+        await daemon.coordinator.close()
+
+    asyncio.run(hear())
+
+
+def test_one_lane_of_a_slot_waits_for_its_runner_at_a_time() -> None:
+    """A consumer that opens 500 lanes while user code is busy had 500 descriptors of the daemon's."""
+
+    class Busy:
+        """A runner that takes what it is sent when it is told to."""
+
+        def __init__(self) -> None:
+            self.reads_late, self.taken = False, list[str]()
+
+        async def send(self, kind: str, payload: bytes, fds: list[int]) -> None:
+            self.reads_late = True
+            self.taken.append(lane_pb2.Hello.FromString(payload).run)
+            os.close(fds[0])
+
+    async def body() -> None:
+        runner = Busy()
+        host: Any = SimpleNamespace(name="w", tally=Tally(), findings=lambda _: Findings())
+        slot = Slot(host, records_pb2.WorkerAssignment(run="job/0"))
+        slot._child = runner  # type: ignore[assignment]
+        slot.ready.set()
+        lanes, ends = [], []
+        for number in range(20):
+            ours, theirs = socket.socketpair()
+            ends += [ours, theirs]
+            lanes.append(asyncio.ensure_future(slot.attach(ours, lane_pb2.Hello(run=str(number)), 30.0)))
+            await asyncio.sleep(0)
+            if number == 0:
+                await lanes[0]
+        runner.reads_late = False
+        outcomes = await asyncio.gather(*lanes, return_exceptions=True)
+        assert runner.taken == ["0", "19"]
+        assert [type(outcome) for outcome in outcomes[1:-1]] == [SupersededError] * 18
+        for end in ends:
+            end.close()
+
+    asyncio.run(body())

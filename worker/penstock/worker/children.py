@@ -156,6 +156,11 @@ class Child:
             for fd in fds or ():
                 os.close(fd)
 
+    @property
+    def reads_late(self) -> bool:
+        """It has not read all that was sent to it."""
+        return self._open and self._channel.unread > 0
+
     def drain(self) -> None:
         """Read everything that the child has said by now. One that talks nonsense is killed: it runs user code, and
         what it says next would be worth no more."""

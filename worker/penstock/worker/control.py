@@ -7,11 +7,14 @@ costs only itself its life. File descriptors travel in front of a message that a
 from __future__ import annotations
 
 import array
+import fcntl
 import json
 import mmap
 import os
 import socket
 import struct
+import sys
+import termios
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,6 +169,12 @@ class Channel:
             self.sock.sendall(head[sent:])
         if sent < len(head) + len(payload):
             self.sock.sendall(memoryview(payload)[max(0, sent - len(head)) :])
+
+    @property
+    def unread(self) -> int:
+        """Bytes of memory that hold what was sent and the other side has not read."""
+        size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(size, sys.byteorder)
 
     def hung_up(self) -> bool:
         """Whether the other side is gone; nothing is taken."""

@@ -137,6 +137,8 @@ class Daemon:
         self.answered_at: float | None = None
         """When the coordinator last answered; None before it did."""
         self._slots: dict[SlotKey, Slot] = {}
+        self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
+        """What is reported of assignments that could not be begun here."""
         self._findings: dict[tuple[str, int], Findings] = {}
         self._answered: set[str] = set()
         self._made = self._seen = 0
@@ -339,7 +341,7 @@ class Daemon:
             hold_s=hold_s,
             lease_s=self._lease_s,
             leaving=self._leaving,
-            slots=[] if bare else [slot.report() for slot in self._slots.values()],
+            slots=[] if bare else [slot.report() for slot in self._slots.values()] + [*self._unstarted.values()],
         )
 
     # ---- assignments
@@ -351,7 +353,10 @@ class Daemon:
             slot = self._slots[key]
             slot.log.info("%s: it is taken from worker %s: %s", slot.name, self.name, why.get(key, "no reason is told"))
             self._stop_slot(key)
+        self._unstarted = {key: report for key, report in self._unstarted.items() if key in wanted}
         for key, assignment in wanted.items():
+            if key in self._unstarted:
+                continue
             if key in self._slots:
                 self._slots[key].assigned(assignment)
             else:
@@ -367,6 +372,27 @@ class Daemon:
                 self._spawn(self._answer(request))
 
     def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
+        """Start it, or report it lost. What goes wrong with one slot is no reason to end the others."""
+        try:
+            if len(self._slots) >= self.settings.slots:
+                raise OverloadedError(f"worker {self.name} has {self.settings.slots} slots, and was given one more")
+            self._begin_slot(key, assignment)
+        except (PenstockError, OSError) as error:  # no memory or no descriptors, say
+            _log.warning("%s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
+            run, attempt, box, slot, generation = key
+            self._unstarted[key] = coordinator_pb2.SlotReport(
+                run=run,
+                attempt=attempt,
+                box=box,
+                slot=slot,
+                generation=generation,
+                phase=coordinator_pb2.FAILED,
+                error=detail_of(error),
+                lost=True,
+            )
+            self._dirty.set()
+
+    def _begin_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
         loader = assignment.loader
         loader.ClearField("allow")
         loader.allow.extend(self.settings.allow)

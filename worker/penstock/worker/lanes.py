@@ -240,9 +240,14 @@ class LaneDoors:
             self._forget(ended)
         self.drop(slot_of(hello))  # the runner has left an older lane for this one
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
-        pump = Pump(lane, ours, hello, name)
+        try:
+            pump = Pump(lane, ours, hello, name)
+            pump.start()
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+            ours.close()
+            lane.close()
+            raise LaneLostError(f"no sender can be started for {name}: {error}") from error
         self._pumps[pump] = slot_of(hello)
-        pump.start()
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
         """The connection as lanes use it. Raises TlsError for a peer that speaks the other way."""

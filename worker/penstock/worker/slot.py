@@ -23,6 +23,7 @@ from penstock.proto.channel import detail_of
 from penstock.proto.errors import (
     JournalError,
     PenstockError,
+    SupersededError,
     WorkerLostError,
 )
 from penstock.proto.logs import About
@@ -53,6 +54,8 @@ STOP_GRACE_S = 0.5
 """For a runner that is asked to end, before its process group is killed."""
 MOST_TOLD = 1000
 """Characters of what the training job is told of its loader's states."""
+LOOK_S = 0.02
+"""Seconds between two looks at whether the runner has taken a lane."""
 KILL_S = 10.0
 """For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
 _NO_ROOM = (
@@ -136,6 +139,9 @@ class Slot:
         self._turn: Turn | None = None
         self._stopping = False
         self.attached = False
+        self._attaching: asyncio.Future[None] | None = None
+        self._handed = False
+        """The runner was handed a lane, and may not have taken it yet."""
         self.begun = asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -414,17 +420,41 @@ class Slot:
     # ---- lanes
 
     async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
-        """Hand a consumer's connection to the runner."""
+        """Hand a consumer's connection to the runner.
+
+        One is on its way at a time, and a newer one ends it: a consumer that opens lanes again and again would else
+        fill the runner's control socket with them, and the daemon's table of descriptors.
+
+        Raises:
+            SupersededError: a newer one came.
+        """
+        if self._attaching is not None:
+            self._attaching.cancel()
+        attaching = self._attaching = asyncio.ensure_future(self._until_attachable(deadline_s))
         try:
-            await asyncio.wait_for(self.ready.wait(), deadline_s)
-            assert self._child is not None
-            if self.assignment.successor and not self.attached:  # its predecessor went on until now
-                with contextlib.suppress(*NOT_OURS):  # then from what was there when it began
-                    await asyncio.wait_for(self._fetch_bases(self._child), deadline_s)
-            self.attached = True
-            await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
+            await attaching
         except TimeoutError:
             sock.close()
+            return
+        except asyncio.CancelledError:
+            if self._attaching is attaching:  # it is our caller that ends
+                raise
+            raise SupersededError(f"a newer lane of {self.name} was opened") from None
+        assert self._child is not None
+        self.attached = self._handed = True
+        await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
+
+    async def _until_attachable(self, deadline_s: float) -> None:
+        async with asyncio.timeout(deadline_s):  # not wait_for, which may swallow that it is cancelled
+            await self.ready.wait()
+        assert self._child is not None
+        if self.assignment.successor and not self.attached:  # its predecessor went on until now
+            with contextlib.suppress(*NOT_OURS):  # then from what was there when it began
+                async with asyncio.timeout(deadline_s):
+                    await self._fetch_bases(self._child)
+        while self._handed and self._child.reads_late:  # user code may have it for as long as it likes
+            await asyncio.sleep(LOOK_S)
+        self._handed = False
 
     # ---- durable snapshots
 
