@@ -265,7 +265,7 @@ class Fleet(AllWorkers):
         super().__init__(lambda: ShardLoader(self.make(), **options), shape, before)
 
 
-def stream_of(source: ShardedSource, epoch: int, count: int, batch: int, partitions: int) -> list[bytes]:
+def stream_of(source: ShardedSource, epoch: int, count: int, block: int, partitions: int) -> list[bytes]:
     """The first samples of an epoch in the order of the stream, worked out step by step."""
     if not source.endless:
         shards = [read(source.open(shard, epoch, SEED), 1 << 20) for shard in range(source.num_shards)]
@@ -276,7 +276,7 @@ def stream_of(source: ShardedSource, epoch: int, count: int, batch: int, partiti
     order: list[tuple[int, int]] = []
     used = [0] * columns
     for position in range(10 * count + 5000):  # a source may read ahead of what it is asked for
-        column = position // batch % columns
+        column = position // block % columns
         shard = column * partitions + used[column] % partitions
         used[column] += 1
         order.append((shard, len(places[shard])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 
 import numpy as np
@@ -55,98 +54,80 @@ def test_a_position_far_away_costs_no_more_than_the_first() -> None:
     )
 
 
-LEGS = st.lists(st.tuples(st.integers(1, 11), st.integers(0, 9)), min_size=1, max_size=4)
-"""Rows of a batch, and how many such batches."""
+def dealt(grid: Grid, count: int) -> list[tuple[int, int]]:
+    """(shard, index) at each position, counted step by step."""
+    used, read = [0] * grid.columns, [0] * grid.shards
+    order = []
+    for position in range(count):
+        column = position // grid.block % grid.columns
+        shard = column * grid.partitions + used[column] % grid.partitions
+        order.append((shard, read[shard]))
+        used[column] += 1
+        read[shard] += 1
+    return order
 
 
-@given(st.integers(1, 4), st.integers(1, 5), LEGS)
-def test_a_grid_deals_column_by_column_and_goes_on_when_batches_grow(
-    partitions: int, columns: int, legs: list[tuple[int, int]]
-) -> None:
-    shards = partitions * columns
-    grid = Grid.begin(shards, partitions, legs[0][0])
-    batch = position = 0
-    used: dict[int, int] = defaultdict(int)
-    read: dict[int, int] = defaultdict(int)
-    at: dict[tuple[int, int], int] = {}
-    for rows, count in [*legs, (3, columns + 1)]:
-        grid = grid.changed(batch, rows)
-        grid = Grid.of(shards, partitions, json.loads(json.dumps(grid.plain())))
-        for _ in range(count):
-            assert grid.position(batch) == position
-            assert grid.counts(batch).tolist() == [read[shard] for shard in range(shards)]
-            expected = []
-            for _ in range(rows):
-                column = batch % columns
-                shard = column * partitions + used[column] % partitions
-                used[column] += 1
-                expected.append((shard, read[shard]))
-                at[shard, read[shard]] = position
-                read[shard] += 1
-                position += 1
-            assert list(zip(*grid.at(batch, np.arange(rows)), strict=True)) == expected
-            batch += 1
-    for (shard, index), place in at.items():
-        assert grid.place(shard)(index) == place, "also of what earlier legs dealt out"
+GRIDS = st.builds(
+    lambda partitions, columns, block: Grid(partitions * columns, partitions, block),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 11),
+)
+
+
+@given(GRIDS)
+def test_a_grid_deals_column_by_column(grid: Grid) -> None:
+    count = 2 * grid.columns * grid.block + 3
+    order = dealt(grid, count)
+    shards, indices = grid.at(np.arange(count))
+    assert list(zip(shards.tolist(), indices.tolist(), strict=True)) == order
+    for position, (shard, index) in enumerate(order):
+        assert grid.place(shard)(index) == position
+    for position in range(0, count, 3):
+        before = [shard for shard, _ in order[:position]]
+        assert grid.counts(position).tolist() == [before.count(shard) for shard in range(grid.shards)]
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 6), st.integers(1, 6), LEGS, st.integers(1, 5), st.integers(1, 5), st.integers(0, 9))
+@given(GRIDS, st.integers(0, 40), st.integers(0, 9), st.integers(1, 4), st.integers(1, 5))
 def test_a_worker_s_own_shards_are_those_that_its_rows_lie_in(
-    partitions: int, columns: int, legs: list[tuple[int, int]], boxes: int, workers: int, last: int
+    grid: Grid, start: int, more: int, boxes: int, workers: int
 ) -> None:
-    grid, start = Grid.begin(partitions * columns, partitions, boxes), 0
-    for rows, count in legs:
-        grid = grid.changed(start, rows + boxes)
-        start += count
-    grid = grid.changed(start, boxes + last)
+    batch = boxes + more
+    period = grid.columns * grid.block * grid.partitions
     everybody: set[int] = set()
     for box in range(boxes):
         for slot in range(workers):
-            begin = start + (slot - 1) % workers
-            own = set(grid.own(box, boxes, begin, workers).tolist())
-            numbers = range(begin, begin + workers * columns * partitions, workers)
-            mine = np.arange(box, boxes + last, boxes)
-            needed = {shard for number in numbers for shard in grid.at(number, mine)[0]}
-            assert needed <= own
-            everybody |= own
-    assert everybody == set(range(partitions * columns))
-
-
-@pytest.mark.parametrize("divides", [(2, 3), (6, 2), (3, 6), (1, 1)])
-def test_a_shard_is_read_by_one_worker_alone_where_boxes_and_workers_divide(divides: tuple[int, int]) -> None:
-    boxes, workers = divides
-    grid = Grid.begin(36, 6, 12)
-    readers: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for box in range(boxes):
-        for slot in range(workers):
-            for shard in grid.own(box, boxes, slot, workers).tolist():
-                readers[shard].add((box, slot))
-    assert set(map(len, readers.values())) == {1}
-    assert len(readers) == 36
+            first = start + slot * batch
+            begins = first + workers * batch * np.arange(period)
+            rows = (begins[:, None] + np.arange(box, batch, boxes)).reshape(-1)
+            own = grid.own(first, batch, workers, box, boxes).tolist()
+            assert own == sorted(set(grid.at(rows)[0].tolist()))
+            everybody |= set(own)
+    assert everybody == set(range(grid.shards))
 
 
 @pytest.mark.parametrize(
-    "plain",
+    ("boxes", "workers", "batch", "partitions", "start"),
     [
-        None,
-        [],
-        [[4, 0, 0]],
-        [[0, 0, 0, []]],
-        [[4, 1, 0, []]],
-        [[4, 0, 0, []], [3, 2, 7, [4, 4]]],
-        [[4, 0, 0, []], [3, 2, 8, [4, 4, 4]]],
-        [[4, 0, 0, []], [3, 2, 8, ["4", 4]]],
-        [[4, 0, 0, []], [3, -1, 8, [4, 4]]],
+        (2, 3, 12, 6, 0),
+        (6, 2, 12, 6, 0),
+        (3, 6, 12, 6, 24),
+        (1, 1, 12, 6, 0),
+        (3, 3, 24, 6, 0),  # two blocks a batch
+        (3, 6, 6, 12, 0),  # half a block: batches take turns with the partitions
+        (2, 2, 6, 12, 6),
     ],
 )
-def test_legs_that_do_not_follow_from_each_other_are_refused(plain: object) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        Grid.of(4, 2, plain)
-
-
-def test_batches_that_grow_and_shrink_again_before_one_was_made_leave_no_leg() -> None:
-    grid = Grid.begin(4, 2, 4)
-    assert grid.changed(5, 6).changed(5, 4) == grid
-    assert grid.changed(0, 6) == Grid.begin(4, 2, 6)
-    assert len(grid.changed(5, 6).changed(5, 7).legs) == 2
+def test_a_shard_is_read_by_one_worker_alone_where_boxes_and_workers_divide(
+    boxes: int, workers: int, batch: int, partitions: int, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.worker.datasets.sharded.grid.AT_ONCE", 5)
+    grid = Grid(36, partitions, 12)
+    readers: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for box in range(boxes):
+        for slot in range(workers):
+            for shard in grid.own(start + slot * batch, batch, workers, box, boxes).tolist():
+                readers[shard].add((box, slot))
+    assert set(map(len, readers.values())) == {1}
+    assert len(readers) == 36

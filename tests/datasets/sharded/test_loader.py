@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed import Counting, Listed
-from tests.datasets.sharded.contract import Fleet, Shape
+from tests.datasets.sharded.contract import SEED, Fleet, Shape
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
@@ -172,27 +173,45 @@ def test_an_epoch_s_last_rows_go_with_the_batch_before_if_they_are_fewer_than_bo
 def test_endless_through_any_chain_of_shapes_and_batch_sizes(
     grid: tuple[int, int], legs: list[tuple[Shape, int, int]]
 ) -> None:
-    """Against one worker that has the same batches; Counting's samples say where the loader says that they come."""
+    """Counting's samples say where the loader says that they come, and the order is that of the first batch."""
     partitions, columns = grid
-
-    def make() -> Counting:
-        return Counting(partitions * columns)
-
-    got: list[list[Any]] = []
-    whole: list[list[Any]] = []
+    block = next((rows for _, rows, count in legs if count), None)
+    alone = loader_of(Counting(partitions * columns), batch_size=1, block=block, partitions=partitions, seed=SEED)
     fleet: Fleet | None = None
-    alone: Fleet | None = None
+    got: list[Any] = []
     for shape, rows, count in legs:
-        fleet = Fleet(make, shape, fleet, global_batch_size=rows, partitions=partitions)
-        got += fleet.take(count)
-        alone = Fleet(make, (1, 1), alone, global_batch_size=rows, partitions=partitions)
-        whole += alone.take(count)
-    assert got == whole
-    rows_in_order = [row for batch in got for row in batch]
-    assert [place for _, _, place, _ in rows_in_order] == list(range(len(rows_in_order)))
+        fleet = Fleet(
+            lambda: Counting(partitions * columns), shape, fleet, global_batch_size=rows, partitions=partitions
+        )
+        got += [row for batch in fleet.take(count) for row in batch]
+    assert got == [row for (row,) in itertools.islice(alone, len(got))]
+    assert [place for _, _, place, _ in got] == list(range(len(got)))
     for shard in range(partitions * columns):
-        indices = [index for s, index, _, _ in rows_in_order if s == shard]
+        indices = [index for s, index, _, _ in got if s == shard]
         assert indices == list(range(len(indices)))
+
+
+@pytest.mark.parametrize(("batch", "accumulated"), [(8, 1), (4, 2), (2, 4)])
+def test_an_optimizer_s_step_is_the_same_in_fewer_larger_batches_or_more_smaller_ones(
+    batch: int, accumulated: int
+) -> None:
+    """Energon's invariance: each box's samples of each step are the same, in their order; whatever the batch."""
+    fleet = Fleet(lambda: Counting(8), (2, 2), global_batch_size=batch, block=8, partitions=4)
+    steps = [[batch[box::2] for box in range(2)] for batch in fleet.take(6 * accumulated)]
+    joined = [
+        [[row for rows in steps[at : at + accumulated] for row in rows[box]] for box in range(2)]
+        for at in range(0, len(steps), accumulated)
+    ]
+    whole = Fleet(lambda: Counting(8), (2, 1), global_batch_size=8, partitions=4).take(6)
+    assert joined == [[rows[box::2] for box in range(2)] for rows in whole]
+
+
+def test_the_state_of_a_run_s_beginning_leaves_the_block_to_who_loads_it() -> None:
+    """It is taken in the training process, by one box of one worker; batch_size is that of each box."""
+    state = loader_of(Counting(8), batch_size=4).state_dict()
+    loaded = loader_of(Counting(8), batch_size=4, rank=(0, 2))
+    loaded.load_state_dict(state)
+    assert next(iter(loaded)) == next(iter(loader_of(Counting(8), batch_size=4, rank=(0, 2))))
 
 
 def test_a_worker_of_an_endless_source_opens_only_its_own_shards() -> None:
@@ -442,7 +461,9 @@ def test_its_length_where_that_is_known() -> None:
         (Listed([3]), {"batch_size": 1.5}, "batch_size=1.5: it must be a whole number"),
         (Listed([3]), {"batch_size": 1, "tail": "none"}, "tail='none'"),
         (Listed([3]), {"batch_size": 1, "partitions": 2}, "partitions=2 with a finite source"),
+        (Listed([3]), {"batch_size": 1, "block": 2}, "block=2 with a finite source"),
         (Counting(4), {"batch_size": 1, "partitions": 0}, "partitions=0"),
+        (Counting(4), {"batch_size": 1, "block": 0}, "block=0: it must be at least 1"),
         (Counting(4), {"batch_size": 1, "partitions": 3}, "partitions=3 with 4 shards: it must divide them"),
         (Listed([]), {"batch_size": 1}, "a source of 0 shards"),
         (Listed([3]), {"batch_size": 1, "keys": ""}, "keys=''"),

@@ -457,7 +457,7 @@ def test_a_source_that_says_what_cannot_be(changed: dict[str, Any], says: str) -
         ({"first": 1}, StateCorruptError),
         ({"others": None, "workers": 1}, StateCorruptError),
         ({"format": 0}, StateCorruptError),
-        ({"format": 2}, StateVersionError),
+        ({"format": 3}, StateVersionError),
         ({"order": 3}, StateCorruptError),
         ({"shards": None}, StateCorruptError),
         (marked(9, 0, None), StateCorruptError),
@@ -489,11 +489,23 @@ def test_a_state_that_cannot_be_is_refused(spoilt: dict[str, Any], error: type[E
             loader.load_state_dict(other)
 
 
-@pytest.mark.parametrize("legs", [None, [], [[4, 0, 0]], [[5, 0, 0, []]], [[4, 3, 0, []]]])
-def test_a_state_with_legs_that_cannot_be_is_refused(legs: Any) -> None:
+@pytest.mark.parametrize("block", [None, 0, "4", [4], True])
+def test_a_state_with_a_block_that_cannot_be_is_refused(block: Any) -> None:
     loader = loader_of(Counting(4))
     with pytest.raises(StateCorruptError):
-        loader.load_state_dict({**loader.state_dict(), "legs": legs})
+        loader.load_state_dict({**loader.state_dict(), "block": block})
+
+
+def test_an_order_in_other_blocks_is_refused() -> None:
+    loader = loader_of(Counting(4), block=8)
+    next(iter(loader))
+    state = loader.state_dict()
+    for strict in (True, False):
+        with pytest.raises(StateMismatchError, match=r"block was 8 and is 4\. Leave block out to go on as it was"):
+            loader_of(Counting(4), block=4).load_state_dict(state, strict=strict)
+    older = {**state, "format": 1, "legs": [[4, 0, 0, []]]}
+    with pytest.raises(StateVersionError, match="an older Penstock, whose order followed the batch size"):
+        loader_of(Counting(4)).load_state_dict(older)
 
 
 def test_shards_that_ended_before_their_place_are_an_error_by_name() -> None:

@@ -3,7 +3,7 @@
     epoch.shard.index.order.more
 
 `order` is a digest of what decides the order; `more` an encoded state (penstock.proto.state) in base64, with the token
-before the sample unless that is large, and of an endless source what says the sample's position.
+before the sample unless that is large, and of an endless source the block, which says the sample's position.
 
 A key is part of its batch, and a batch that is made again, say by another worker after the first one died, must be the
 same to the bit. So a key depends on nothing but the sample's place: not on when a stream's state was last taken.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,12 @@ class SampleKey:
     at: int
     """Index that the token stands before: the sample's own, or 0."""
     token: Token | None
-    legs: Sequence[Sequence[int]] | None
-    """Of an endless source; see Grid.legs_of."""
+    block: int | None
+    """Of an endless source's grid."""
 
     @staticmethod
-    def text(epoch: int, shard: int, index: int, order: str, token: Token, legs: Sequence[Sequence[int]] | None) -> str:
-        more = {} if legs is None else {"legs": [list(leg) for leg in legs]}
+    def text(epoch: int, shard: int, index: int, order: str, token: Token, block: int | None) -> str:
+        more = {} if block is None else {"block": block}
         encoded = encode_state({"token": without_snapshots(token), **more})
         if len(encoded) > LARGEST:
             encoded = encode_state(more)
@@ -60,12 +60,10 @@ class SampleKey:
         epoch, shard, index = (int(part) for part in parts[:3])
         try:
             more: Any = decode_state(base64.b64decode(parts[4], altchars=b"-_", validate=True))
-            legs = more.get("legs")
-            if legs is not None and not (legs and all(type(n) is int for leg in legs for n in leg)):
-                raise ValueError(f"legs {legs}")
-            if legs is not None and any(len(leg) != 4 or leg[0] < 1 for leg in legs):
-                raise ValueError(f"legs {legs}")
-            return SampleKey(epoch, shard, index, parts[3], index if "token" in more else 0, more.get("token"), legs)
+            block = more.get("block")
+            if block is not None and (type(block) is not int or block < 1):
+                raise ValueError(f"block {block!r:.100}")
+            return SampleKey(epoch, shard, index, parts[3], index if "token" in more else 0, more.get("token"), block)
         except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
             raise StateCorruptError(f"a damaged restore key: {text!r:.200} ({error})") from error
 

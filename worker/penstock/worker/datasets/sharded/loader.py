@@ -21,7 +21,6 @@ from penstock.worker.datasets.keyed_random import seed_generators, seeds_of
 from penstock.worker.datasets.keys import checked_name, with_keys
 from penstock.worker.datasets.ordering.dealing import APART, Dealing
 from penstock.worker.datasets.ordering.progress import Progress, Shape
-from penstock.worker.datasets.sharded.grid import place_in
 from penstock.worker.datasets.sharded.keys import SampleKey, digest_of
 from penstock.worker.datasets.sharded.layer import checked, is_keyed
 from penstock.worker.datasets.sharded.protocol import ShardedSource
@@ -44,7 +43,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     or what is left of it behind a loaded state. Every worker goes along the whole stream and skips what is not its own.
 
     An endless source has one pass without an end, in which a worker reads only its own shards where the number of boxes
-    divides `partitions` and the global batch, and the number of workers divides the shards of a partition. A pass that
+    divides `partitions` and the global batch, and the number of workers divides the shards of a partition. Its order is
+    that of `block` and of no batch size, so it stays when batches are halved and accumulated. A pass that
     is begun after it, by leaving it or by set_epoch, is another order of the same source, from the beginning.
     """
 
@@ -59,6 +59,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         global_batch_size: int | None = None,
         seed: int | None = None,
         partitions: int = 1,
+        block: int | None = None,
         tail: Tail = "emit",
         keys: str | None = None,
         rank: tuple[int, int] | None = None,
@@ -73,6 +74,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             seed: of all randomness in the source; None takes the run's (0 outside a worker).
             partitions: of an endless source: parts of its shards, from which a batch's rows are taken in turn. The
                 number of shards must be a multiple of it. Choose the largest number of boxes.
+            block: of an endless source: samples in a row that come from one column of its shards. The order depends on
+                it, and not on the batch size: give the rows of all boxes in an optimizer's step where that takes
+                several batches. None: as the loaded state says, or the global batch with which the run begins.
             tail: of a finite source's last batch that is not full: "emit" it, "pad" it with samples of the epoch's
                 beginning, or "drop" it.
             keys: name under which each batch carries the restore keys of its rows, a list of str: a further field of a
@@ -90,8 +94,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         super().__init__()
         self._here = here = Here.now(rank)
         partitions, seed = at_least_one("partitions", partitions), whole("seed", seed)
+        block = None if block is None else at_least_one("block", block)
         self._batch = _batch(batch_size, global_batch_size, here.boxes, unbatched)
-        _check(source, partitions, tail)
+        _check(source, partitions, block, tail)
         self._tail: Tail = APART if unbatched and tail == "emit" else tail
         self.source, self._collate = source, _only if unbatched else checked_collate(collate_fn)
         self._keys = checked_name(keys)
@@ -106,9 +111,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
             "partitions": partitions if source.endless else None,
             "tail": None if source.endless else tail,
         }
-        self._ground = Ground(source, partitions, self._tail)
+        self._ground = Ground(source, partitions, self._tail, block)
         self._plan = Plan(self._ground, self._seed, here.box, digest_of(self._order), keys is not None)
-        self._begun = Standing(Progress(0, 0, 0, self._shape()), grid=self._ground.begin(self._batch))
+        self._begun = Standing(Progress(0, 0, 0, self._shape()), grid=self._ground.grid(block or self._batch))
         """Where the pass began, or will."""
         self._stands = True
         """The next pass begins where the loader stands; else in the next epoch."""
@@ -159,11 +164,10 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
                 f"the restore key is of a sample in the order {found.order}, and this loader's is {self._plan.order}: "
                 "the source, its settings, seed, shards or partitions are not those that it was made with"
             )
-        if found.shard >= self.source.num_shards or (found.legs is None) == self.source.endless:
+        if found.shard >= self.source.num_shards or (found.block is None) == self.source.endless:
             raise InvalidArgumentError(f"restore key {key!r:.200} names no sample of this source")
-        place = None
-        if found.legs is not None:
-            place = place_in(self.source.num_shards, self._ground.partitions, found.shard, found.legs)
+        grid = None if found.block is None else self._ground.grid(found.block)
+        place = None if grid is None else grid.place(found.shard)
         epoch, seed = self._plan.opening(found.epoch)
         cursor = self.source.open(found.shard, epoch, seed, found.token, place)
         try:
@@ -235,9 +239,9 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         part, moved = self._ground.part(aggregated, here.number, here.all_workers, self._shape())
         progress = part.progress
         if part.grid is not None:
-            turn = here.turn(progress.first)
-            own = set(part.grid.own(here.box, here.boxes, progress.start + turn.number, turn.of).tolist())
-            return replace(part, marks=part.marks.among(own))
+            turn, batch = here.turn(progress.first), progress.shape.batch
+            own = part.grid.own(progress.start + turn.number * batch, batch, turn.of, here.box, here.boxes)
+            return replace(part, marks=part.marks.among(set(own.tolist())))
         if moved and not self._plan.has_rows(part):
             return Standing(Progress(progress.epoch + 1, 0, 0, progress.shape))
         return part
@@ -261,7 +265,7 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         self._begun, self._stands = standing, True
 
     def _go_to_epoch(self, epoch: int) -> None:
-        self._go(Standing(Progress(epoch, 0, 0, self._shape()), grid=self._ground.begin(self._batch)))
+        self._go(Standing(Progress(epoch, 0, 0, self._shape()), grid=self._begun.grid))
 
     def _begin(self) -> Share:
         """Open the pass that the loader stands before. Only here it is known among how many worker processes of a torch
@@ -371,7 +375,7 @@ def _described(source: ShardedSource) -> Any:
     return described
 
 
-def _check(source: ShardedSource, partitions: int, tail: str) -> None:
+def _check(source: ShardedSource, partitions: int, block: int | None, tail: str) -> None:
     shards = checked(source, "ShardLoader").num_shards
     one_of("tail", tail, [name for name in get_args(Tail) if name != APART])
     if shards < 1:
@@ -380,6 +384,10 @@ def _check(source: ShardedSource, partitions: int, tail: str) -> None:
         raise InvalidArgumentError(
             f"partitions={partitions} with a finite source: its shards are read round robin, all together. Wrap it in "
             "Repeated to read it without an end, or leave partitions out"
+        )
+    if not source.endless and block is not None:
+        raise InvalidArgumentError(
+            f"block={block} with a finite source: its order depends on no batch size anyway; leave block out"
         )
     if shards % partitions:
         raise InvalidArgumentError(f"partitions={partitions} with {shards} shards: it must divide them")

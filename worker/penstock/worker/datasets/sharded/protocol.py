@@ -73,7 +73,7 @@ class ShardedSource(Protocol):
                 to its source; one that has several gives each another one.
             place: where this cursor's samples come among those of all shards; None: index i of shard s is the sample
                 at i * num_shards + s. A layer that yields one sample for each of its source's passes it on, unless it
-                reads ahead: of samples that are still to be dealt the place changes with the batch size.
+                yields them in another order.
 
         Raises DatasetError for data that cannot be read or are not as they were said to be, StateCorruptError for a
         token that cannot be.

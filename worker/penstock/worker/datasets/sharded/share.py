@@ -46,8 +46,7 @@ class Plan:
         if self.keys:
 
             def key(shard: int, index: int, token: Token) -> str:
-                legs = None if grid is None else grid.legs_of(shard)
-                return SampleKey.text(epoch, shard, index, self.order, token, legs)
+                return SampleKey.text(epoch, shard, index, self.order, token, None if grid is None else grid.block)
 
         place = None if grid is None else grid.place
         return Readers(self.ground.source, *self.opening(epoch), standing.marks, place=place, key=key)
@@ -117,9 +116,11 @@ class Share:
                 return None
         else:
             assert self._begun.grid is not None
-            own = np.arange(self._plan.box, progress.shape.batch, progress.shape.boxes)
-            at = self._begun.grid.at(progress.start + number, own)
-            rows = [(shard, index, False) for shard, index in zip(*at, strict=True)]
+            batch, begin = progress.shape.batch, progress.start + number * progress.shape.batch
+            shards, indices = self._begun.grid.at(
+                np.arange(begin + self._plan.box, begin + batch, progress.shape.boxes)
+            )
+            rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
         self._first = None if not rows else rows[0][:2]
         return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
 

@@ -19,6 +19,7 @@ from penstock.proto.errors import (
     InvalidArgumentError,
     StateCorruptError,
     StateMismatchError,
+    StateVersionError,
 )
 from penstock.worker.datasets.ordering.dealing import Dealing
 from penstock.worker.datasets.ordering.permutation import Ints
@@ -30,7 +31,7 @@ from penstock.worker.datasets.sharded.rounds import Rounds, Tail
 
 __all__ = ["Ground", "Standing", "check_order", "differences"]
 
-FORMAT = 1
+FORMAT = 2
 MOST = 1 << 62
 """Of any number in a state."""
 KIND = ("a ShardLoader", FORMAT, "shards")
@@ -42,7 +43,7 @@ class Standing:
     """Of one worker, or of all of them together."""
 
     progress: Progress
-    """`start` is a position in a finite source's epoch; of an endless one it counts batches from the beginning."""
+    """`start` is a position in a finite source's epoch, or in an endless one's stream."""
     marks: Marks = field(default_factory=Marks)
     ended: Mapping[int, int] = field(default_factory=dict)
     """Shard -> length, as far as it was found by reading."""
@@ -58,7 +59,7 @@ class Standing:
             "tokens": list(tokens.values()),
         }
         if self.grid is not None:
-            more["legs"] = self.grid.plain()
+            more["block"] = self.grid.block
         else:
             more["ended"], more["lengths"] = list(self.ended), list(self.ended.values())
         return {"format": FORMAT, **self.progress.plain(), "order": dict(order), **more}
@@ -71,6 +72,8 @@ class Ground:
     source: ShardedSource
     partitions: int
     tail: Tail
+    block: int | None
+    """Of an endless source's grid, if it was said; None: that of the state, or the batch with which the run begins."""
 
     def rounds(self, epoch: int, ended: Mapping[int, int]) -> Rounds:
         """With all lengths where the source says them, else with those that were found."""
@@ -81,9 +84,28 @@ class Ground:
             raise DatasetError(f"the source has a shard of {min(lengths)} samples in epoch {epoch}")
         return Rounds(self.source.num_shards, ended if lengths is None else [int(length) for length in lengths])
 
-    def begin(self, batch: int) -> Grid | None:
-        """The grid at an endless source's beginning."""
-        return Grid.begin(self.source.num_shards, self.partitions, batch) if self.source.endless else None
+    def grid(self, block: int) -> Grid | None:
+        """Of an endless source, in blocks of this size."""
+        return Grid(self.source.num_shards, self.partitions, block) if self.source.endless else None
+
+    def _grid_of(self, state: Mapping[str, Any]) -> Grid | None:
+        """Raises StateMismatchError or StateVersionError for an order in other blocks."""
+        if not self.source.endless:
+            return None
+        if state["format"] < FORMAT:
+            raise StateVersionError(
+                "the state of an endless source was written by an older Penstock, whose order followed the batch size: "
+                "it cannot be gone on with. Start without it"
+            )
+        block = state["block"]
+        if type(block) is not int or not 1 <= block < MOST:
+            raise ValueError(f"block {block!r:.100}")
+        if self.block not in (None, block):
+            raise StateMismatchError(
+                f"the state was saved with another order of samples: block was {block} and is {self.block}. Leave "
+                "block out to go on as it was"
+            )
+        return self.grid(block)
 
     def read(self, state: Any) -> Standing:
         """What a state says. Raises StateMismatchError, StateVersionError or StateCorruptError for what is no such
@@ -93,12 +115,8 @@ class Ground:
             progress = Progress.parsed(state)
             marks = Marks(*(dict(zip(state["shards"], state[name], strict=True)) for name in ("indices", "tokens")))
             numbers = [progress.start, *state["indices"]]
-            if self.source.endless:
-                grid, ended = Grid.of(self.source.num_shards, self.partitions, state["legs"]), {}
-                if progress.start < grid.legs[-1].begun or progress.shape.batch != grid.legs[-1].batch:
-                    raise ValueError(f"{progress} is not in its last leg")
-            else:
-                grid, ended = None, dict(zip(state["ended"], state["lengths"], strict=True))
+            grid = self._grid_of(state)
+            ended = {} if grid is not None else dict(zip(state["ended"], state["lengths"], strict=True))
             numbers += [*ended.values(), *(self.source.num_shards - 1 - shard for shard in (*marks.indices, *ended))]
             if any(type(number) is not int or not 0 <= number < MOST for number in (*numbers, *marks.indices, *ended)):
                 raise ValueError(f"{progress}, {ended}, marks at {state['indices']}"[:400])
@@ -147,10 +165,11 @@ class Ground:
 
     def dealt_anew(self, whole: Standing, shape: Shape, *, first: int) -> Standing:
         """What is left, dealt out among workers of this shape; `first` of each box makes the first batch."""
-        start, grid = self._position(whole), whole.grid
-        if grid is not None:
-            grid = grid.changed(start, shape.batch)
-        return replace(whole, progress=Progress(whole.progress.epoch, start, 0, shape, first), grid=grid)
+        epoch, start = whole.progress.epoch, self._position(whole)
+        grid = whole.grid
+        if (epoch, start, self.block) == (0, 0, None):  # of a run that begins: its batch decides, and not who was asked
+            grid = self.grid(shape.batch)
+        return replace(whole, progress=Progress(epoch, start, 0, shape, first), grid=grid)
 
     def _dealing(self, place: Standing) -> Dealing | None:
         """Of a finite source, once its lengths are known."""
@@ -164,8 +183,6 @@ class Ground:
 
     def _position(self, place: Standing) -> int:
         """Where the next dealing begins."""
-        if place.grid is not None:
-            return place.progress.start + place.progress.done
         if (dealing := self._dealing(place)) is not None:
             return dealing.position(place.progress.done)
         return place.progress.start + place.progress.done * place.progress.shape.batch

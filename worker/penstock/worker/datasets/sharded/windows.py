@@ -48,8 +48,8 @@ class WindowShuffled(Layer):
         (number, done), inner = entered(token, "WindowShuffled", "window", "done")
         key = derive_seed(seed, "windows", self.depth, epoch, shard)
         where = f"shard {shard}, epoch {epoch}"
-        # Not with the place: a window is read ahead, and where samples come that are still to be dealt changes with the
-        # batch size. A mixture below would fill the window that a resume reads again with other samples.
+        # Not with the place: samples are dealt in another order than they are read, so a mixture below would keep its
+        # shares at places that are not theirs.
         cursor = self.source.open(shard, epoch, seed, inner)
 
         def shuffled(samples: list[Any], number: int) -> list[Any]:
