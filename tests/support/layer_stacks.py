@@ -77,6 +77,7 @@ STACKS: dict[str, Callable[[], ShardedSource]] = {
     "mixture": lambda: Mixture([documents(9, 2), documents(3, 4, first=5)], [2, 1]),
     "mixture to the first end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="first"),
     "mixture to the last end": lambda: Mixture([documents(9, 0), documents(3, 4, first=5)], [2, 1], stop="last"),
+    "mixture by tokens": lambda: Mixture([documents(9, 2), documents(3, 4, first=5)], [2, 1], stop="last", by="tokens"),
     "language model": _language_model,
     "language model, one epoch": lambda: WindowShuffled(
         Packed(Chunked(Mapped(documents(20, 0, 15), add, random=True), length=6, eos=-2), length=8, pad=-3), 5

@@ -290,7 +290,7 @@ def test_much_is_passed_over_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([marked("a", [1])], [1, 2], "never", "1 sources with 2 weights"),
         (marked("a", [1]), [1], "never", "a mixture has a list of sources"),
         ([marked("a", [1])], 1, "never", "and a list of weights"),
-        ([marked("a", [1])], [1], "soon", "stop='soon': it must be one of never, first, last"),
+        ([marked("a", [1])], [1], "soon", "stop='soon': it is one of never, first, last"),
         ([marked("a", [1]), marked("b", [1, 1])], [1, 2], "never", r"sources\[0\] has 1, sources\[1\] has 2"),
         ([marked("a", [1]), Repeated(marked("b", [1]))], [1, 2], "first", r"sources\[1\] never ends: use stop='never'"),
     ],

@@ -2,29 +2,33 @@
 
 Which source a sample comes from is a function of its place among the samples of all shards, so there is nothing to
 count and nothing that a change of shape could set back: see shares.py. What each source has given in a shard is in its
-own token.
+own token. Shares of tokens depend on how long documents are, so they are counted, for each shard: see by_tokens.py.
 
 Two sources may be of the same data. Each gets a seed of its own, or both would give the same samples at the same pace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
+from penstock.proto.errors import DatasetError, InvalidArgumentError
 from penstock.proto.rng import derive_seed
+from penstock.worker.datasets.arguments import one_of
 from penstock.worker.datasets.ordering.permutation import Ints
+from penstock.worker.datasets.sharded.by_tokens import ByTokens, given_of
 from penstock.worker.datasets.sharded.layer import checked, entered, placed
+from penstock.worker.datasets.sharded.members import Members, members_of
 from penstock.worker.datasets.sharded.protocol import Cursor, Place, ShardedSource, Token
 from penstock.worker.datasets.sharded.repeated import Repeated
 from penstock.worker.datasets.sharded.shares import Turns, Weight, parts_of, turns_of
 
-__all__ = ["Mixture", "Stop"]
+__all__ = ["By", "Mixture", "Stop"]
 
 Stop = Literal["never", "first", "last"]
+By = Literal["samples", "tokens"]
 
 AT_ONCE = 1 << 14
 """Samples that are passed over in one go."""
@@ -37,10 +41,13 @@ class Mixture:
 
     At every prefix of the order in which a ShardLoader deals them, each source has given its share to within one
     sample. (Below a layer that gives more or fewer samples than it takes, or reads ahead, and below another mixture,
-    that holds only about: so put Packed and WindowShuffled below a mixture, and not on top, and multiply weights out.)
+    that holds only about: so put Packed and WindowShuffled below a mixture, and not on top, and multiply weights out.
+    Below Packed use `by="tokens"`, or sources of long documents get more of the lines than their share.)
     """
 
-    def __init__(self, sources: Sequence[ShardedSource], weights: Sequence[Weight], *, stop: Stop = "never") -> None:
+    def __init__(
+        self, sources: Sequence[ShardedSource], weights: Sequence[Weight], *, stop: Stop = "never", by: By = "samples"
+    ) -> None:
         """
         Args:
             sources: with the same number of shards.
@@ -50,11 +57,14 @@ class Mixture:
             stop: "never": finite sources are read again and again, each by itself. "first": a shard ends where the
                 turn comes to a source that has no more there. "last": such a source leaves that shard's turns to the
                 others, by their weights, until none has any.
+            by: what the weights are shares of. "tokens": the sources are of documents (tensors, arrays or lists of
+                integers with one dimension), whole ones come, and at every prefix of a shard each source has given its
+                share of the tokens to within one document of the longest. One document of each source is read ahead.
 
         Raises InvalidArgumentError for settings that cannot be meant.
         """
-        if stop not in get_args(Stop):
-            raise InvalidArgumentError(f"stop={stop!r}: it must be one of {', '.join(get_args(Stop))}")
+        one_of("stop", stop, get_args(Stop))
+        one_of("by", by, get_args(By))
         if not isinstance(sources, Sized) or not isinstance(weights, Sized):
             raise InvalidArgumentError("a mixture has a list of sources and a list of weights")
         if len(sources) != len(weights) or not sources:
@@ -73,7 +83,7 @@ class Mixture:
             raise InvalidArgumentError(
                 f"stop={stop!r}, but sources[{endless[0]}] never ends: use stop='never', or mix what is repeated"
             )
-        self._parts, self._stop = parts_of(weights), stop
+        self._parts, self._stop, self._by = parts_of(weights), stop, by
         self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
 
     @property
@@ -89,6 +99,7 @@ class Mixture:
             "kind": "Mixture",
             "parts": list(self._parts),
             "stop": self._stop,
+            **({"by": self._by} if self._by != "samples" else {}),
             "sources": [source.described() for source in self.sources],
         }
 
@@ -108,26 +119,17 @@ class Mixture:
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         (index,), _ = entered(token, "Mixture", "index")
-        tokens, ended = _members(token, len(self.sources))
+        tokens, ended = members_of(token, len(self.sources))
 
         def opened(number: int, token: Token | None) -> Cursor:
             own = derive_seed(seed, "mixture", number)
             return self.sources[number].open(shard, epoch, own, token)
 
-        members = _Members(opened, tokens)
+        members = Members(opened, tokens)
+        if self._by == "tokens":
+            where = f"shard {shard} in epoch {epoch}"
+            return ByTokens(members, self._parts, ended, self._stop, index, given_of(token, len(tokens)), where)
         return _Cursor(members, self._parts, ended, self._stop, index, _Places(place, shard, self.num_shards))
-
-
-def _members(token: Token | None, count: int) -> tuple[list[Token | None], set[int]]:
-    """The tokens of so many sources, and which have ended. Raises StateCorruptError if there are not so many."""
-    if token is None:
-        return [None] * count, set()
-    tokens, ended = token.get("sources"), token.get("ended")
-    if isinstance(tokens, list) and len(tokens) == count and isinstance(ended, list):
-        numbers = {number for number in ended if type(number) is int and 0 <= number < count}
-        if len(numbers) == len(ended):
-            return tokens, numbers
-    raise StateCorruptError(f"a token of a Mixture of {count} sources that cannot be: {token!r:.200}")
 
 
 class _Places:
@@ -143,50 +145,9 @@ class _Places:
         return np.fromiter(map(self._given, range(first, first + count)), np.int64, count)
 
 
-class _Members:
-    """The sources' cursors: opened when they are needed, asked for a token when they have moved."""
-
-    def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:
-        self._opened, self._tokens = opened, list(tokens)
-        self._cursors: dict[int, Cursor] = {}
-        self._moved: set[int] = set()
-
-    def moving(self, number: int) -> Cursor:
-        """The cursor, to be moved."""
-        if number not in self._cursors:
-            self._cursors[number] = self._opened(number, self._tokens[number])
-        self._moved.add(number)
-        return self._cursors[number]
-
-    def tokens(self) -> list[Token | None]:
-        for number in self._moved:
-            self._tokens[number] = self._cursors[number].token()
-        self._moved.clear()
-        return self._tokens.copy()
-
-    def back(self, tokens: Sequence[Token | None]) -> None:
-        """To where these were taken."""
-        self.close()
-        self._tokens = list(tokens)
-
-    def drop(self, number: int) -> None:
-        """One that has ended: nobody will ask where it was."""
-        cursor = self._cursors.pop(number, None)
-        if cursor is not None:
-            cursor.close()
-        self._moved.discard(number)
-        self._tokens[number] = None
-
-    def close(self) -> None:
-        for cursor in self._cursors.values():
-            cursor.close()
-        self._cursors.clear()
-        self._moved.clear()
-
-
 class _Cursor:
     def __init__(
-        self, members: _Members, parts: tuple[int, ...], ended: set[int], stop: Stop, index: int, places: _Places
+        self, members: Members, parts: tuple[int, ...], ended: set[int], stop: Stop, index: int, places: _Places
     ) -> None:
         self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
         self._index, self._places = index, places

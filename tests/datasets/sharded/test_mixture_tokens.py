@@ -1,0 +1,132 @@
+"""Mixtures whose weights are shares of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from given_shards import Given, again, first, whole
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.datasets.sharded.contract import Fleet, Shape
+
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
+from penstock.worker.datasets import Chunked, Mixture, Packed, ShardedSource
+from penstock.worker.datasets.sharded.protocol import Cursor
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
+
+
+def corpus(number: int, lengths: list[int]) -> Given:
+    """One shard of documents that consist of the source's number."""
+    return Given([[[number] * length for length in lengths]])
+
+
+def within_one_document(documents: list[Any], parts: list[int]) -> None:
+    """At every prefix each source has its share of the tokens, to within the longest document so far."""
+    tokens, longest = [0] * len(parts), max(map(len, documents), default=0)
+    for document in documents:
+        tokens[document[0]] += len(document)
+        for part, had in zip(parts, tokens, strict=True):
+            assert abs(had * sum(parts) - part * sum(tokens)) <= longest * sum(parts)
+
+
+@given(st.lists(st.tuples(LENGTHS, st.integers(1, 9)), min_size=1, max_size=6), st.integers(0, 90))
+def test_each_source_has_its_share_of_tokens_to_within_one_document(
+    mixed: list[tuple[list[int], int]], at: int
+) -> None:
+    parts = [part for _, part in mixed]
+    source = Mixture([corpus(n, lengths) for n, (lengths, _) in enumerate(mixed)], parts, by="tokens")
+    documents = first(source, 120)
+    within_one_document(documents, parts)
+    cursor = source.open(0, 0, 1)
+    assert cursor.skip(at) == at
+    cursor = again(source, cursor)
+    assert [next(cursor) for _ in range(120 - at)] == documents[at:]
+
+
+def test_long_and_short_documents_fill_as_many_lines() -> None:
+    """By samples, documents of 10 and of 1,000 tokens would have 1% and 99% of the tokens; so in many loaders."""
+    sources = [corpus(0, [10] * 40), corpus(1, [1000] * 40)]
+    tokens = torch.stack(first(Packed(Mixture(sources, [0.5, 0.5], by="tokens"), length=100), 400))
+    assert abs(float((tokens == 0).double().mean()) - 0.5) < 0.03
+    by_samples = torch.stack(first(Packed(Mixture(sources, [0.5, 0.5]), length=100), 400))
+    assert float((by_samples == 0).double().mean()) < 0.02
+
+
+@pytest.mark.parametrize("chain", [[(1, 1), (2, 3), (1, 2)], [(2, 2), (1, 1), (1, 5)]])
+def test_the_shares_of_tokens_go_on_through_a_rescale(chain: list[Shape]) -> None:
+    """What each source has given moves with its shard."""
+
+    def make() -> ShardedSource:
+        corpora = [
+            Given([[[n, s, *range(5 + (37 * at + n) % (30 + 200 * n))] for at in range(60)] for s in range(4)])
+            for n in range(3)
+        ]
+        return Mixture(corpora, [5, 3, 2], by="tokens")
+
+    fleet: Fleet | None = None
+    rows: list[Any] = []
+    for batch, shape in zip((8, 4, 12), chain, strict=True):
+        fleet = Fleet(make, shape, fleet, global_batch_size=batch, partitions=2)
+        rows += [row for taken in fleet.take(11) for row in taken]
+    for shard in range(4):
+        within_one_document([row for row in rows if row[1] == shard], [5, 3, 2])
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=4), st.data())
+def test_ends(lengths: list[list[int]], data: st.DataObject) -> None:
+    parts = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)).filter(any))
+    corpora = [corpus(number, each) for number, each in enumerate(lengths)]
+    live = [number for number, part in enumerate(parts) if part]
+    to_last = Mixture(corpora, parts, stop="last", by="tokens")
+    documents = whole(to_last)
+    for number in live:
+        assert [document for document in documents if document[0] == number] == whole(corpora[number])
+    assert len(documents) == sum(to_last.lengths(0) or []) == sum(len(lengths[number]) for number in live)
+    to_first = whole(Mixture(corpora, parts, stop="first", by="tokens"))
+    within_one_document(to_first, parts)
+    assert any(sum(document[0] == number for document in to_first) == len(lengths[number]) for number in live)
+
+
+def test_a_document_that_was_read_ahead_is_not_lost() -> None:
+    source = Mixture([corpus(0, [3, 4, 5]), corpus(1, [50, 6])], [1, 1], stop="last", by="tokens")
+    cursor: Cursor = source.open(0, 0, 1)
+    got = []
+    while (document := next(cursor, None)) is not None:
+        got.append(len(document))
+        cursor = again(source, again(source, cursor))
+    assert sorted(got) == [3, 4, 5, 6, 50]
+
+
+def test_what_has_no_tokens_is_refused() -> None:
+    for sample, name in (("text", "a str"), ({"tokens": [1]}, "a dict"), (np.zeros((2, 2), int), "a ndarray")):
+        source = Mixture([Given([[[1]]]), Given([[sample]])], [1, 1], by="tokens")
+        with pytest.raises(DatasetError, match=rf"sources\[1\] of a mixture by tokens, shard 0 in epoch 0: {name};"):
+            next(source.open(0, 0, 1))
+    with pytest.raises(InvalidArgumentError, match="by='words': it is one of samples, tokens"):
+        Mixture([Given([[[1]]])], [1], by="words")  # type: ignore[arg-type]
+
+
+def test_a_token_of_another_mixture_is_refused() -> None:
+    sources = [corpus(0, [1]), corpus(1, [2])]
+    by_samples = Mixture(sources, [1, 1]).open(0, 0, 1).token()
+    with pytest.raises(StateCorruptError, match="a token of a Mixture of 2 sources by tokens that cannot be"):
+        Mixture(sources, [1, 1], by="tokens").open(0, 0, 1, by_samples)
+
+
+def test_the_order_of_a_mixture_by_samples_is_described_as_before() -> None:
+    """A state that was saved before there were tokens goes on."""
+    sources = [corpus(0, [1])]
+    assert set(Mixture(sources, [1]).described()) == {"kind", "parts", "stop", "sources"}
+    assert Mixture(sources, [1], by="tokens").described()["by"] == "tokens"
+
+
+def test_documents_and_not_pieces_are_dealt() -> None:
+    """IBM's sampler holds on to a source until its document is over: Chunked belongs on top."""
+    mixed = Mixture([corpus(0, [10, 10]), corpus(1, [4, 4])], [1, 1], by="tokens")
+    pieces = [piece.tolist() for piece in first(Chunked(mixed, length=4, eos=-1), 12)]
+    owner = [piece[0] for piece in pieces if piece != [-1]]
+    assert all(owner[at : at + 3] == [0, 0, 0] for at in range(len(owner) - 2) if owner[at - 1 : at + 1] == [1, 0])
