@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sqlite3
 import stat
@@ -19,7 +20,7 @@ from penstock.appliance.ledger import DropAttempt, DropBlob, DropSnapshot, Kept
 from penstock.appliance.model import SlotKey
 from penstock.appliance.store import Store
 from penstock.appliance.testing import FakeBox, FakeWorker, World
-from penstock.proto.errors import JournalError, SupersededError
+from penstock.proto.errors import BoxTakenError, JournalError, SupersededError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 KEY = SlotKey("job/0", 1, 0, 0)
@@ -122,7 +123,7 @@ def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(
     new = world.open(client_id="new")
     restarted(world)
     with pytest.raises(
-        SupersededError, match="was superseded by attempt 2, opened by box 0, client new on host host-a"
+        SupersededError, match=r"was superseded by attempt 2, opened by box 0, client [0-9a-f]{8} on host host-a"
     ):
         old.watch()
     with pytest.raises(SupersededError):
@@ -132,6 +133,47 @@ def test_attempts_and_generations_rise_over_restarts_and_the_fenced_stay_fenced(
     new.close()
     restarted(world)
     assert world.open(client_id="third").reply.attempt == 3
+
+
+SECRET = "0123456789abcdef" * 2
+
+
+def test_a_place_is_proven_by_what_is_told_and_kept_nowhere(state: StateDir) -> None:
+    """An error told it: with it a stranger had the lane tickets of another's run, closed it, and broke its saves."""
+    world = World(directory=state)
+    mine = world.open(client_id=SECRET, num_boxes=2)
+    with pytest.raises(BoxTakenError) as taken:
+        world.open(client_id="stranger", num_boxes=2)
+    restarted(world)
+    mine.watch()
+    held = world.registry.books.open_attempts()[0].boxes[0]
+    said = [taken.value.message, held.who(), held.client, str(world.registry.books.events.messages()), repr(held)]
+    for shown in (*re.findall(r"[0-9a-f]{8,}", " ".join(said)), held.client):
+        for call in (mine.watch, mine.close):
+            mine.request.client_id = shown
+            with pytest.raises(BoxTakenError) as refused:
+                call()
+            said.append(refused.value.message)
+    mine.request.client_id = SECRET
+    assert world.open(client_id=SECRET, num_boxes=2).reply == mine.reply
+    world.open(client_id="next", num_boxes=2, attempt_key="next")  # which supersedes it
+    said.append(mine.refused().message)
+    world.journal.close()
+    said += [path.read_bytes().decode("latin-1") for path in state.path.iterdir()]
+    assert not [text for text in said if SECRET in text]
+
+
+def test_places_of_an_older_release_stay_their_clients(state: StateDir) -> None:
+    """It kept the secrets themselves."""
+    world, box, _ = running(state)
+    for row in world.journal.rows("boxes"):
+        opened = pb.OpenRunRequest.FromString(row["opening"])
+        opened.client_id = "client-0"
+        world.journal.put("boxes", {**row, "client_id": "client-0", "opening": opened.SerializeToString()})
+    world.journal.commit()
+    restarted(world)
+    box.watch()
+    assert not world.registry.books.open_attempts()[0].boxes[0].opening.client_id
 
 
 def test_an_error_that_was_final_stays_final(state: StateDir) -> None:

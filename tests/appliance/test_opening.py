@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.appliance.model import client_of, shown
 from penstock.appliance.testing import World
 from penstock.proto.errors import (
     BoxOutOfRangeError,
@@ -50,8 +51,8 @@ def test_a_single_box_supersedes_its_live_predecessor_at_once(world: World) -> N
     assert {assignment.attempt for assignment in worker.beat().assignments} == {2}
     error = old.refused()
     assert isinstance(error, SupersededError)
-    expected = "attempt 1 of run job/0 was superseded by attempt 2, opened by box 0, client new on host host-2"
-    assert error.message == expected
+    expected = "attempt 1 of run job/0 was superseded by attempt 2, opened by box 0, client {} on host host-2"
+    assert error.message == expected.format(shown(client_of("new")))
 
 
 def test_a_delayed_duplicate_of_an_old_opening_is_refused(world: World) -> None:
@@ -72,7 +73,8 @@ def test_without_a_key_a_live_place_is_an_error_that_names_the_holder_and_the_re
     world.now += 3
     with pytest.raises(BoxTakenError) as caught:
         world.open(1, num_boxes=2, client_id="second")
-    assert "box 1 of run job/0 (attempt 1) is held by client first on host node-7" in caught.value.message
+    holder = f"is held by client {shown(client_of('first'))} on host node-7"
+    assert f"box 1 of run job/0 (attempt 1) {holder}" in caught.value.message
     assert "PENSTOCK_ATTEMPT" in caught.value.message
     assert "wait up to 7 s" in caught.value.message
 
@@ -102,7 +104,7 @@ def test_another_key_supersedes_and_the_same_key_joins(world: World) -> None:
 
 def test_with_the_key_of_a_live_holder_the_place_is_taken(world: World) -> None:
     world.open(0, num_boxes=2, client_id="a", attempt_key="one")
-    with pytest.raises(BoxTakenError, match="held by client a on host host-a"):
+    with pytest.raises(BoxTakenError, match=f"held by client {shown(client_of('a'))} on host host-a"):
         world.open(0, num_boxes=2, client_id="b", attempt_key="one")
 
 
@@ -222,6 +224,6 @@ def test_calls_for_what_is_not_there(world: World) -> None:
         world.registry.watch_run(request)
     request = box.progress()
     request.client_id = "else"
-    with pytest.raises(BoxTakenError, match="held by client client-0"):
+    with pytest.raises(BoxTakenError, match=r"held by client [0-9a-f]{8} on"):
         world.registry.watch_run(request)
     world.registry.close_run(pb.CloseRunRequest(run="never", attempt=3))

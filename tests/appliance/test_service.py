@@ -145,7 +145,7 @@ def test_a_superseded_client_is_told_in_its_long_poll() -> None:
         held = asyncio.create_task(client.watch_run(watching(seen_version=seen, hold_s=30)))
         await client.open_run(opening(client_id="new"))
         async with asyncio.timeout(4):
-            with pytest.raises(SupersededError, match="superseded by attempt 2, opened by box 0, client new"):
+            with pytest.raises(SupersededError, match="superseded by attempt 2, opened by box 0, client 11507a0e"):
                 await held
 
     trial(body)

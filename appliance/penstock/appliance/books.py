@@ -157,7 +157,7 @@ class Books:
         self.journal.put("attempts", row | {"state": attempt.state.value, "why": attempt.why})
 
     def save_box(self, attempt: Attempt, box: Box) -> None:
-        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number, "client_id": box.client_id}
+        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number, "client_id": box.client}
         still = attempt.state is AttemptState.OPEN
         opening = box.opening.SerializeToString() if still else None
         self.journal.put("boxes", row | {"place": box.place.value, "opening": opening})
@@ -199,11 +199,11 @@ class Books:
 
     # ---------------------------------------------------------------------------------------------------- attempts
 
-    def add_box(self, attempt: Attempt, request: pb.OpenRunRequest, base: Position, now: float) -> Box:
+    def add_box(self, attempt: Attempt, client: str, request: pb.OpenRunRequest, base: Position, now: float) -> Box:
         run = self.runs[attempt.run]
         self.live_boxes += 1
         lease = now + self.box_pace().lease_s
-        box = Box(request.box, request.client_id, request, base, Place.LIVE, lease, 0, reported_at=now)
+        box = Box(request.box, client, request, base, Place.LIVE, lease, 0, reported_at=now)
         box.history.append(base)
         attempt.boxes[box.number] = box
         for number in range(attempt.num_workers):
@@ -232,7 +232,7 @@ class Books:
             self.save_box(attempt, box)
             self.save_track(attempt, box)
             self.bump_box(attempt, box)
-        clients = {box.number: box.client_id for box in attempt.boxes.values()}
+        clients = {box.number: box.client for box in attempt.boxes.values()}
         run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
         for table in ("slots", "skips", "cuts", "reserved"):
             self.journal.drop(table, run=attempt.run, attempt=attempt.number)

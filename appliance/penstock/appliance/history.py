@@ -101,7 +101,7 @@ def with_snapshots(attempt: Attempt, box: Box, ledger: Ledger) -> Track:
 
 def _opened(attempt: int, opening: pb.OpenRunRequest, base: Position, seed: int) -> pb.History:
     history = pb.History(attempt=attempt, opening=opening)
-    for name in ("client_id", "attempt_key", "host_id"):
+    for name in ("attempt_key", "host_id"):
         history.opening.ClearField(name)
     history.opening.has_seed, history.opening.seed = True, seed
     history.opening.base.CopyFrom(base.to_proto())

@@ -10,6 +10,7 @@ tells where he is with his next call.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -140,8 +141,10 @@ class Slot:
 @dataclass
 class Box:
     number: int
-    client_id: str
+    client: str
+    """Who holds the place: see `client_of`."""
     opening: pb.OpenRunRequest
+    """Without its client_id."""
     base: Position
     """Where the box stood when the attempt opened."""
     place: Place
@@ -263,7 +266,7 @@ class Box:
         return position.epoch > self.base.epoch and not any(position.delivered)
 
     def who(self) -> str:
-        return f"client {self.client_id} on host {self.opening.host_id or '?'}"
+        return f"client {shown(self.client)} on host {self.opening.host_id or '?'}"
 
 
 @dataclass
@@ -334,7 +337,7 @@ class Past:
     state: AttemptState
     why: str
     clients: dict[int, str]
-    """Box -> client."""
+    """Box -> client, by the digest of its secret."""
 
 
 @dataclass
@@ -387,6 +390,26 @@ class Worker:
     @property
     def free(self) -> int:
         return 0 if self.draining or not self.registered else self.capacity - len(self.slots)
+
+
+_DIGEST = "sha256:"
+_SHOWN = 8
+
+
+def client_of(client_id: str) -> str:
+    """Return the digest of a client's secret. The secret proves whose a place is; what is kept of it, in memory, in the
+    journal and in messages, proves nothing."""
+    return _DIGEST + hashlib.sha256(client_id.encode()).hexdigest()[:32]
+
+
+def client_in(row: str) -> str:
+    """The client of a row of the journal, which may hold the secret itself, as releases before this one wrote it."""
+    return row if row.startswith(_DIGEST) else client_of(row)
+
+
+def shown(client: str) -> str:
+    """A client, for messages."""
+    return client.removeprefix(_DIGEST)[:_SHOWN]
 
 
 def shape(num_boxes: int, num_workers: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.appliance.limits import Limits
-from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, shape
+from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, client_of, shape
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     BoxTakenError,
@@ -51,8 +51,8 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
     """Checks all that can be checked without the books; returns where the box starts."""
-    if not request.job or not request.client_id or not request.loader.input_fn:
-        raise InvalidArgumentError("an opening needs a job, a client_id and an input_fn")
+    if not request.job or not request.loader.input_fn:
+        raise InvalidArgumentError("an opening needs a job and an input_fn")
     if request.num_boxes < 1 or request.num_workers_per_box < 1:
         raise InvalidArgumentError(
             f"num_boxes={request.num_boxes} and num_workers_per_box={request.num_workers_per_box}: both start at 1"
@@ -84,18 +84,28 @@ def resumes(request: pb.OpenRunRequest) -> bool:
     return bool(request.resume.blob) or request.base.step > 0
 
 
-def decide(run: Run | None, request: pb.OpenRunRequest, now: float) -> Same | Join | Next:
+def told(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
+    """Who opens, and the opening without what proves it: that is kept nowhere."""
+    if not request.client_id:
+        raise InvalidArgumentError("an opening needs a client_id")
+    kept = pb.OpenRunRequest()
+    kept.CopyFrom(request)
+    kept.ClearField("client_id")
+    return client_of(request.client_id), kept
+
+
+def decide(run: Run | None, request: pb.OpenRunRequest, client: str, now: float) -> Same | Join | Next:
     """Raises BoxTakenError, SupersededError, RunShapeError, StateMismatchError, InvalidArgumentError."""
     if run is None:
         return Next()
     for past in run.past.values():
-        if past.clients.get(request.box) == request.client_id:
+        if past.clients.get(request.box) == client:
             raise SupersededError(past.why)  # a delayed duplicate of an opening that has had its time
     current = run.current
     if current is None:
         return _next(run, request)
     held = current.boxes.get(request.box)
-    if held is not None and held.client_id == request.client_id:
+    if held is not None and held.client == client:
         if held.place is Place.CLOSED:
             raise SupersededError(
                 f"box {held.number} of run {run.name} was closed by this client; open it as a new one"

@@ -27,7 +27,7 @@ from penstock.appliance.handover import HandOvers
 from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.limits import Limits
-from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker
+from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker, client_of, shown
 from penstock.appliance.pace import Promise, strained
 from penstock.appliance.placement import nobody_may
 from penstock.appliance.restore import restore
@@ -108,6 +108,7 @@ class Registry:
     def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
         now, books = self._clock(), self.books
         base = opening.validate(request, self.limits)
+        client, request = opening.told(request)
         for what, blob in (("resume from", request.resume.blob), ("make the loader of", request.loader.arguments_blob)):
             if blob and not books.ledger.has_blob(blob):
                 raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
@@ -117,15 +118,15 @@ class Registry:
             raise OverloadedError(
                 f"the journal knows {len(books.runs)} runs, which is the limit: go on with another state directory"
             )
-        match opening.decide(run, request, now):
+        match opening.decide(run, request, client, now):
             case opening.Same(box):
                 attempt = books.attempt(name, run.attempt if run is not None else 0)
                 self._renew(attempt, box, now)
             case opening.Join(attempt):
-                books.add_box(attempt, request, base, now)
+                books.add_box(attempt, client, request, base, now)
             case opening.Next():
-                attempt = self._next_attempt(name, run, request, now)
-                books.add_box(attempt, request, base, now)
+                attempt = self._next_attempt(name, run, client, request, now)
+                books.add_box(attempt, client, request, base, now)
         pace = books.box_pace()
         self._to_boxes.keep(pace.lease_s, now)
         self._settle()
@@ -138,10 +139,10 @@ class Registry:
             beat_s=pace.beat_s,
         )
 
-    def _next_attempt(self, name: str, run: Run | None, request: pb.OpenRunRequest, now: float) -> Attempt:
+    def _next_attempt(self, name: str, run: Run | None, client: str, request: pb.OpenRunRequest, now: float) -> Attempt:
         books = self.books
         seed = opening.seed_of(run, request, self._fresh_seed)
-        opener = f"box {request.box}, client {request.client_id} on host {request.host_id or '?'}"
+        opener = f"box {request.box}, client {shown(client)} on host {request.host_id or '?'}"
         if run is None:
             run = books.runs[name] = Run(name, seed, 0, 0, 0, 0)
         number = run.attempt + 1
@@ -169,7 +170,7 @@ class Registry:
         box = attempt.boxes.get(number)
         if box is None:
             raise UnknownRunError(f"box {number} of run {run} has not been opened in attempt {attempt_number}")
-        if box.client_id != client_id:
+        if box.client != client_of(client_id):
             raise BoxTakenError(f"box {number} of run {run} (attempt {attempt_number}) is held by {box.who()}")
         if box.place is Place.CLOSED:
             raise SupersededError(f"box {number} of run {run} (attempt {attempt_number}) was closed by its client")

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from penstock.appliance import opening
 from penstock.appliance.books import Books
-from penstock.appliance.model import Attempt, AttemptState, Box, Past, Place, Run, Slot, SlotKey, Worker
+from penstock.appliance.model import Attempt, AttemptState, Box, Past, Place, Run, Slot, SlotKey, Worker, client_in
 from penstock.proto.errors import JournalError, PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -53,7 +53,7 @@ def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float
             _box(books, run.current, row, now)
             books.live_boxes += row["place"] == Place.LIVE.value
         else:
-            run.past[row["attempt"]].clients[row["box"]] = row["client_id"]
+            run.past[row["attempt"]].clients[row["box"]] = client_in(row["client_id"])
     for row in journal.rows("slots"):
         _slot(books, row, now)
     for row in journal.rows("skips"):
@@ -88,8 +88,9 @@ def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float
 
 def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
+    request.ClearField("client_id")  # which releases before this one kept
     base = opening.validate(request, books.limits)
-    box = Box(row["box"], row["client_id"], request, base, Place(row["place"]), now, books.next_version())
+    box = Box(row["box"], client_in(row["client_id"]), request, base, Place(row["place"]), now, books.next_version())
     box.reported_at, box.told, box.restored = now, False, True
     box.history.append(base)
     if box.place is Place.CLOSED:

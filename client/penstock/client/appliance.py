@@ -277,7 +277,7 @@ class Appliance:
             job=place.job,
             ordinal=ordinal,
             attempt_key=attempt_key(settings, self._torchrun) + key,
-            client_id=secrets.token_hex(8),
+            client_id=secrets.token_hex(16),
             box=settings.box,
             num_boxes=settings.num_boxes,
             num_workers_per_box=settings.num_workers_per_box,

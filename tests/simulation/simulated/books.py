@@ -101,8 +101,8 @@ def check_disk(fail: Fail, registry: Registry, disk: Disk) -> None:
     for attempt in books.open_attempts():
         for box in attempt.boxes.values():
             row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
-            if row.get("client_id") != box.client_id or row.get("place") != box.place.value:
-                fail(_JOURNAL, f"box {box.number} is {box.place.value} for {box.client_id}, on disk {row}")
+            if row.get("client_id") != box.client or row.get("place") != box.place.value:
+                fail(_JOURNAL, f"box {box.number} is {box.place.value} for {box.client}, on disk {row}")
             slots += len(box.slots)
             for slot in box.slots:
                 _check_slot(fail, slot, disk)
@@ -141,7 +141,7 @@ def check_moves(
     for attempt in books.open_attempts():
         for box in attempt.boxes.values():
             if box.place is Place.LIVE:
-                live[attempt.run, attempt.number, box.number] = box.client_id
+                live[attempt.run, attempt.number, box.number] = box.client
             for slot in box.slots:
                 is_live = box.place is Place.LIVE
                 slots[slot.key] = now = (slot.generation, slot.worker, slot.session, is_live)

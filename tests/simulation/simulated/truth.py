@@ -19,7 +19,7 @@ from simulated.reference import Batch, BoxPlan, RunPlan
 from simulated.virtual import World
 
 from penstock.appliance.limits import Limits
-from penstock.appliance.model import SlotKey
+from penstock.appliance.model import SlotKey, client_of
 from penstock.appliance.registry import Registry
 from penstock.proto.calls import FetchedState
 from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError, WorkerLostError
@@ -197,7 +197,7 @@ class Truth:
             self._came[request.worker, request.session] = self.before.awake(self.world.now)
         elif method in ("WatchRun", "OpenRun"):
             run = request.run if method == "WatchRun" else f"{request.job}/{request.ordinal}"
-            self.before.heard_box[run, request.box, request.client_id] = self.before.awake(self.world.now)
+            self.before.heard_box[run, request.box, client_of(request.client_id)] = self.before.awake(self.world.now)
         told = request if method == "WatchRun" else getattr(request, "progress", pb.WatchRunRequest())
         for claim in told.unreachable:
             self._lost.add((told.run, told.attempt, told.box, claim.slot, claim.generation))
@@ -215,7 +215,9 @@ class Truth:
             )
             box = tables["boxes"].get((reply.run, reply.attempt, request.box))
             must(
-                box is not None and box["client_id"] == request.client_id, promise, f"{request.client_id} in its place"
+                box is not None and box["client_id"] == client_of(request.client_id),
+                promise,
+                f"{request.client_id} in its place",
             )
             self._attempts[reply.run] = max(reply.attempt, self._attempts.get(reply.run, 0))
         elif method == "WatchRun":

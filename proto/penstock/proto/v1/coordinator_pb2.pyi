@@ -113,9 +113,10 @@ class OpenRunRequest(_message.Message):
     client_id: _builtins.str
     """it. "": joins the open attempt if the place is free and all its members are live,
     else opens the next
-    one per process and run object: a repeated call is the same opening
+    secret of a process and run object, 128 random bits: who shows it holds the place, and a
     """
     box: _builtins.int
+    """repeated call is the same opening. Only its digest is kept and told"""
     num_boxes: _builtins.int
     num_workers_per_box: _builtins.int
     host_id: _builtins.str
@@ -325,6 +326,7 @@ class WatchRunRequest(_message.Message):
     attempt: _builtins.int
     box: _builtins.int
     client_id: _builtins.str
+    """as in the opening"""
     seen_version: _builtins.int
     hold_s: _builtins.float
     waiting_for: _builtins.int
