@@ -267,6 +267,33 @@ def test_a_transfer_that_stops_in_the_middle_gives_its_room_back() -> None:
     trial(body, replace(LIMITS, budget=3_000_000, part_s=1.0))
 
 
+def test_a_slow_upload_holds_up_no_snapshot_and_is_ended() -> None:
+    """A blob of 70 MB at a byte in ten seconds kept every job from its start."""
+
+    async def body(client: AsyncCoordinatorClient, address: str) -> None:
+        await client.open_run(opening())
+        held, gone = asyncio.Event(), asyncio.Event()
+
+        async def trickle(pause_s: float) -> AsyncIterator[pb.BlobPart]:
+            yield pb.BlobPart(blob=blob_name(b"large"), size=5_000_000)
+            while not gone.is_set():
+                yield pb.BlobPart(data=b"x")
+                held.set()
+                await asyncio.sleep(pause_s)
+
+        async with daemon(address), connect_aio(address) as channel:
+            await until_ready(client)
+            slow = CoordinatorStub(channel).PutBlob(trickle(0.01), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+            await held.wait()
+            assert not (await client.put_snapshot(header(0), b"x" * 1_000)).refused
+            assert await client.put_blob(b"small", "job/0") == blob_name(b"small")
+            with pytest.raises(grpc.aio.AioRpcError, match=r"PutBlob: (\d+ bytes came in|nothing more)"):
+                await slow
+            gone.set()
+
+    trial(body, replace(LIMITS, transfers_max=1_000_000, part_s=1.0, least_bytes_per_s=1_000_000))
+
+
 def test_what_delivery_has_left_behind_is_dropped_from_disk(tmp_path: Path) -> None:
     def on_disk() -> list[int]:
         with contextlib.closing(sqlite3.connect(tmp_path / "snapshots.db")) as db:

@@ -15,7 +15,7 @@ from penstock.appliance.journal import Journal, Rows, StateDir
 from penstock.appliance.ledger import Drop, DropAttempt
 from penstock.appliance.store import PIECE, Store
 from penstock.appliance.syncing import Syncing
-from penstock.appliance.writer import COMMIT_BYTES, Inflow, Writer
+from penstock.appliance.writer import COMMIT_BYTES, Inflow, Room, Writer
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -47,7 +47,7 @@ async def turn() -> None:
 
 def test_values_are_let_in_in_order_as_far_as_there_is_room() -> None:
     async def body() -> None:
-        inflow, came = Inflow(100), list[str]()
+        inflow, came = Room(100), list[str]()
         gates = {name: asyncio.Event() for name in "abcd"}
 
         async def one(name: str, size: int) -> None:
@@ -72,9 +72,28 @@ def test_values_are_let_in_in_order_as_far_as_there_is_room() -> None:
     run(body())
 
 
+def test_small_values_pass_large_ones() -> None:
+    async def body() -> None:
+        inflow, go, came = Inflow(1000), asyncio.Event(), list[int]()
+
+        async def one(size: int) -> None:
+            async with inflow.taken(size):
+                came.append(size)
+                await go.wait()
+
+        tasks = [asyncio.create_task(one(size)) for size in (70_000, 600, 125, 125, 125, 125, 1)]
+        await turn()
+        assert came == [70_000, 125, 125, 125, 125]
+        go.set()
+        await asyncio.gather(*tasks)
+        assert sorted(came[5:]) == [1, 600]
+
+    run(body())
+
+
 def test_one_that_gives_up_takes_no_room() -> None:
     async def body() -> None:
-        inflow = Inflow(100)
+        inflow = Room(100)
         async with inflow.taken(100):
 
             async def one() -> None:
@@ -95,7 +114,7 @@ def test_one_that_gives_up_takes_no_room() -> None:
 
 def test_one_that_gives_up_as_its_turn_comes_gives_nothing_back() -> None:
     async def body() -> None:
-        inflow, go = Inflow(100), asyncio.Event()
+        inflow, go = Room(100), asyncio.Event()
 
         async def one(size: int) -> None:
             async with inflow.taken(size):

@@ -94,9 +94,12 @@ class Limits:
     value_max: int = 900_000_000
     """A single snapshot, blob or state. SQLite's own cap on a value is 1,000,000,000."""
     transfers_max: int = 64 * MIB
-    """Bytes of snapshots and blobs in memory on their way to the disk; one that is larger comes alone."""
+    """Bytes of snapshots, and as many of blobs, in memory on their way to the disk: half for small ones."""
     part_s: float = 30.0
     """Between two parts of such a value, of 512 KiB at most."""
+    least_bytes_per_s: int = MIB
+    """Of such a value on average, beyond `part_s`. One that is slower holds up those that wait for its room: 70 MB at a
+    byte in 10 s kept every job from its start."""
     blob_idle_s: float = 3600.0
     """A blob that no open attempt names is dropped so long after it came: boxes send it before they open."""
     snapshot_bytes_per_s: float = 32 * MIB

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import time
 from collections import Counter
@@ -38,6 +37,7 @@ from penstock.appliance.registry import Registry
 from penstock.appliance.states import BoxState, Gathering
 from penstock.appliance.store import Store
 from penstock.appliance.syncing import Syncing
+from penstock.appliance.transfers import Paced, Transfer
 from penstock.appliance.writer import Inflow, Writer
 from penstock.proto.calls import blob_name, pieces
 from penstock.proto.channel import CHUNK, detail_of, error_of
@@ -56,7 +56,6 @@ from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
 log = logging.getLogger("penstock.appliance")
 
 _Result = TypeVar("_Result")
-_Part = TypeVar("_Part")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -86,25 +85,6 @@ class Signals:
             events.pop(event, None)
             if not events and self._waiting.get(topic) is events:
                 del self._waiting[topic]
-
-
-class Transfer:
-    """The data parts that follow a header: never more than was declared, and in the end exactly that."""
-
-    def __init__(self, what: str, size: int) -> None:
-        self._what = what
-        self._size = size
-        self._data = io.BytesIO()  # a list would take more for pieces than for what is in them, if they are short
-
-    def add(self, piece: bytes) -> None:
-        if self._data.tell() + len(piece) > self._size:
-            raise ProtocolError(f"{self._what}: more than the {self._size} bytes declared")
-        self._data.write(piece)
-
-    def all(self) -> bytes:
-        if self._data.tell() != self._size:
-            raise ProtocolError(f"{self._what}: {self._size} bytes declared, {self._data.tell()} came")
-        return self._data.getvalue()
 
 
 def _in_json(state: BoxState, limit: int) -> BoxState:
@@ -167,7 +147,7 @@ class Service(CoordinatorServicer):
         self._admission = Admission(limits.admissions, time.monotonic)
         self._journal = Syncing(registry.books.journal)
         self._disk = Writer(store)
-        self._inflow = Inflow(limits.transfers_max)
+        self._snapshots_in, self._blobs_in = Inflow(limits.transfers_max), Inflow(limits.transfers_max)
         self._drops: list[Drop] = []
         self._beating: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
@@ -254,18 +234,6 @@ class Service(CoordinatorServicer):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
                         await event.wait()
-
-    async def _coming(self, what: str, parts: AsyncIterator[_Part]) -> AsyncIterator[_Part]:
-        """The parts of a value that is let in. A sender that stops in the middle keeps room from the others."""
-        while True:
-            try:
-                async with asyncio.timeout(self._limits.part_s):
-                    part = await anext(parts, None)
-            except TimeoutError as error:
-                raise DeadlineError(f"{what}: nothing more came for {self._limits.part_s:g} s") from error
-            if part is None:
-                return
-            yield part
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -395,21 +363,23 @@ class Service(CoordinatorServicer):
             return self._registry.drain_worker(request)
 
     async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
+        coming = Paced("PutSnapshot", parts, self._limits)
         async with self._journal.synced():
-            first = await anext(parts, pb.SnapshotPart())
+            first = await anext(coming, pb.SnapshotPart())
             header = first.header
             check_counts(epoch=header.epoch, total=header.total, delivered=header.delivered)
             check_counts(samples=header.samples, step=header.step)
             key = SlotKey(header.run, header.attempt, header.box, header.slot)
             self._registry.slot_of_generation(key, header.generation)
-            refused = self._ledger.why_refused(key, header.size)
-            if refused:
+            if refused := self._ledger.why_refused(key, header.size):
                 return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
             transfer = Transfer("PutSnapshot", header.size)
-            with self._ledger.expecting(header.size):
-                async with self._inflow.taken(header.size):
+            async with self._snapshots_in.taken(header.size):
+                if refused := self._ledger.why_refused(key, header.size):  # by now
+                    return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
+                with self._ledger.expecting(header.size):
                     transfer.add(first.data)
-                    async for part in self._coming("PutSnapshot", parts):
+                    async for part in coming:
                         transfer.add(part.data)
                     self._registry.slot_of_generation(key, header.generation)
                     await self._disk.put_snapshot(header, transfer.all())
@@ -430,7 +400,8 @@ class Service(CoordinatorServicer):
                 yield pb.SnapshotPart(data=piece)
 
     async def PutState(self, parts: AsyncIterator[pb.AnswerPart], context: _Context) -> pb.PutStateReply:
-        first = await anext(parts, pb.AnswerPart())
+        coming = Paced("PutState", parts, self._limits)
+        first = await anext(coming, pb.AnswerPart())
         answer = first.answer
         if answer.state_bytes > self._limits.value_max:
             raise InvalidArgumentError(
@@ -444,7 +415,7 @@ class Service(CoordinatorServicer):
         transfer = Transfer("PutState", answer.state_bytes)
         try:
             transfer.add(first.data)
-            async for part in self._coming("PutState", parts):
+            async for part in coming:
                 if not self._registry.answer_wanted(answer):
                     return pb.PutStateReply()
                 transfer.add(part.data)
@@ -472,24 +443,34 @@ class Service(CoordinatorServicer):
     # ---------------------------------------------------------------------------------------------- blobs, operators
 
     async def PutBlob(self, parts: AsyncIterator[pb.BlobPart], context: _Context) -> pb.PutBlobReply:
-        first = await anext(parts, pb.BlobPart())
+        coming = Paced("PutBlob", parts, self._limits)
+        first = await anext(coming, pb.BlobPart())
         name, size = first.blob, first.size
         if not self._ledger.has_blob(name):
-            refused = self._ledger.why_blob_refused(size)
-            if refused:
-                raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
-            transfer = Transfer("PutBlob", size)
-            with self._ledger.expecting(size):
-                async with self._inflow.taken(size):
-                    async for part in self._coming("PutBlob", parts):
-                        transfer.add(part.data)
-                    data = transfer.all()
-                    if await self._disk.run(blob_name, data) != name:
-                        raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
-                    self._spare(DropBlob(name))
-                    await self._disk.run(self._store.put_blob, name, data)
+            self._check_blob(first)
+            async with self._blobs_in.taken(size):
+                if not self._ledger.has_blob(name):  # another box has sent it meanwhile
+                    await self._take_blob(first, coming)
         self._registry.blob_stored(name, size)
         return pb.PutBlobReply(blob=name)
+
+    def _check_blob(self, first: pb.BlobPart) -> None:
+        refused = self._ledger.why_blob_refused(first.size)
+        if refused:
+            raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
+
+    async def _take_blob(self, first: pb.BlobPart, coming: Paced[pb.BlobPart]) -> None:
+        self._check_blob(first)
+        name, size = first.blob, first.size
+        transfer = Transfer("PutBlob", size)
+        with self._ledger.expecting(size):
+            async for part in coming:
+                transfer.add(part.data)
+            data = transfer.all()
+            if await self._disk.run(blob_name, data) != name:
+                raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
+            self._spare(DropBlob(name))
+            await self._disk.run(self._store.put_blob, name, data)
 
     async def GetBlob(self, request: pb.GetBlobRequest, context: _Context) -> AsyncIterator[pb.BlobPart]:
         data = await self._disk.run(self._store.blob, request.blob)

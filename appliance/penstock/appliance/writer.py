@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from penstock.appliance.ledger import Drop
@@ -26,7 +26,24 @@ COMMIT_BYTES = 8 * MIB
 _Result = TypeVar("_Result")
 
 
+SMALL_SHARE = 8
+"""A value of up to this part of the bound is a small one."""
+
+
 class Inflow:
+    """Room for small values, and room for large ones: a small one never waits for a large one, however slow its sender
+    is."""
+
+    def __init__(self, limit: int) -> None:
+        self._small_size = limit // SMALL_SHARE
+        self._small, self._large = Room(limit // 2), Room(limit // 2)
+
+    def taken(self, size: int) -> AbstractAsyncContextManager[None]:
+        """Waits until there is room for `size` bytes."""
+        return (self._small if size <= self._small_size else self._large).taken(size)
+
+
+class Room:
     """A bound on bytes in memory. Values are let in one after the other, in the order in which they came."""
 
     def __init__(self, limit: int) -> None:
