@@ -124,6 +124,26 @@ def test_a_pass_left_by_break_is_followed_by_the_next(two: Any, loader: DataLoad
     assert run.progress.cuts == ((0, 1),)
 
 
+def test_a_pass_left_by_break_is_gone_on_with_if_the_executor_is_persistent(two: Any, loader: DataLoader) -> None:
+    executor, taken = DataExecutor(loader, appliance=two, persistent=True), []
+    for _ in range(3):
+        taken += tuples(islice(executor, 3))
+    assert taken == one_pass(0)[:9], "loops go on where the last one was left"
+    assert tuples(executor) == one_pass(0)[9:]
+    assert tuples(executor) == one_pass(1)
+    assert two.runs[0].progress.cuts == ()
+
+
+def test_that_the_rest_of_a_pass_is_not_delivered_is_said_once(
+    two: Any, loader: DataLoader, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        tuples(islice(DataExecutor(loader, appliance=two), 1))
+    told = [record.getMessage() for record in caplog.records if "persistent=True" in record.getMessage()]
+    assert len(told) == 1
+    assert "left at step 1, within its pass, and the next loop begins the next pass" in told[0]
+
+
 def test_steps_left_by_break_go_on_with_the_next_batch(two: Any, loader: DataLoader) -> None:
     taken = []
     for batch in DataExecutor(loader, num_steps=100, appliance=two):

@@ -21,6 +21,7 @@ NAMES = {
         "DataLoaderCheckpoint",
         "Lookahead",
         "RestartableDataLoader",
+        "SampleLog",
         "checkpoint_closure",
         "compute_num_steps",
         "get_streaming_batch_size",
@@ -67,6 +68,12 @@ SIGNATURES = {
     "penstock.client:DataLoader.state_at": "(self, step)",
     "penstock.client:DataLoader.load_state_dict": "(self, sd, strict=True)",
     "penstock.client:DataLoader.__len__": "(self)",
+    "penstock.client:DataLoader.config": "(self)",
+    "penstock.client:DataLoader.can_restore_sample": "(self)",
+    "penstock.client:DataLoader.restore_sample": "(self, key)",
+    "penstock.client:SampleLog": "(path, *, field='key')",
+    "penstock.client:SampleLog.write": "(self, step, batch)",
+    "penstock.client:SampleLog.close": "(self)",
     "penstock.client:DataLoader.checkpoints": "(self, step=None)",
     "penstock.client:compute_num_steps": (
         "(dataloader, initial_step=0, num_steps=None, max_steps=None, num_epochs=None, steps_per_epoch=None, "
@@ -75,7 +82,9 @@ SIGNATURES = {
     "penstock.client:get_streaming_batch_size": "(effective_batch_size, global_rank=None)",
     "penstock.client:infer_batch_size": "(data, batch_size=None)",
     "penstock.client:DataLoader.__iter__": "(self)",
-    "penstock.client:DataExecutor": "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None)",
+    "penstock.client:DataExecutor": (
+        "(loader, num_steps=None, checkpoint_steps=None, *, appliance=None, persistent=False)"
+    ),
     "penstock.client:DataExecutor.__iter__": "(self)",
     "penstock.client:Lookahead": "(loader, *, depth=1, checkpoint_steps=None, appliance=None)",
     "penstock.client:Lookahead.took": "(self)",
@@ -143,16 +152,16 @@ KEYWORDS = {
     "penstock.client.checkpoint:AsyncFileSystemWriter": (
         "path thread_count separation_hint sync_files overwrite transforms"
     ),
-    "penstock.worker.datasets:Chunked": "source length bos eos longest",
+    "penstock.worker.datasets:Chunked": "source length bos eos longest strip_tokens min_length",
     "penstock.worker.datasets:Filtered": "source predicate random name",
     "penstock.worker.datasets:Grouped": "source key size window drop_rest name",
     "penstock.worker.datasets:Mapped": "source fn random name skip_failures",
-    "penstock.worker.datasets:Mixture": "sources weights stop",
-    "penstock.worker.datasets:Packed": "source length pad",
+    "penstock.worker.datasets:Mixture": "sources weights stop by",
+    "penstock.worker.datasets:Packed": "source length pad bos eos",
     "penstock.worker.datasets:Repeated": "source",
     "penstock.worker.datasets:ShardedSource.open": "shard epoch seed token place",
     "penstock.worker.datasets:ShardLoader": (
-        "source batch_size global_batch_size seed partitions tail keys rank collate_fn unbatched"
+        "source batch_size global_batch_size seed partitions block tail keys rank collate_fn unbatched"
     ),
     "penstock.worker.datasets:MapLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip fetch_threads "

@@ -62,6 +62,8 @@ def train(
                 if executor.step == kill_at:
                     for victim in runners(cluster.workers[0].pid):
                         os.kill(victim, signal.SIGKILL)
+            sample, key = rows[-1][0]
+            assert loader.restore_sample(key) == sample
             return rows, loader.state_dict(), executor.stats.recoveries
 
     with ThreadPoolExecutor(boxes) as pool:

@@ -7,6 +7,7 @@ from penstock.client.executor import DataExecutor
 from penstock.client.loader import DataLoader
 from penstock.client.lookahead import Lookahead
 from penstock.client.num_steps import compute_num_steps
+from penstock.client.sample_log import SampleLog
 from penstock.proto.assignment import get_streaming_batch_size
 from penstock.proto.restartable import DataLoaderCheckpoint, RestartableDataLoader, get_worker_state
 
@@ -17,6 +18,7 @@ __all__ = [
     "DataLoaderCheckpoint",
     "Lookahead",
     "RestartableDataLoader",
+    "SampleLog",
     "checkpoint_closure",
     "compute_num_steps",
     "get_streaming_batch_size",

@@ -6,6 +6,7 @@ by dropping it) runs its `finally`.
 
 A pass that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that
 of the last step, in the middle of the pass. One that was left at its last batch, by its length, is not cut: it is over.
+Nor is one that a persistent executor left: the next executor goes on with it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class DataExecutor:
             states for steps that are known ahead; a state can be asked for at any other step too.
         appliance: where it runs. None: where the loader runs already, else the innermost Appliance that is open in a
             `with`, else a default one.
+        persistent: a loop that is left by `break` does not leave its pass: the next executor goes on with the next
+            batch, as one with num_steps always does. Where each loop over a loader shall go on with the stream, as
+            over Megatron Energon's loaders.
 
     Raises:
         TypeError: the loader is none of ours.
@@ -61,6 +65,7 @@ class DataExecutor:
         checkpoint_steps: CheckpointSteps = None,
         *,
         appliance: Appliance | None = None,
+        persistent: bool = False,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise TypeError(
@@ -70,7 +75,7 @@ class DataExecutor:
         self._loader = loader
         self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
         self._schedule = Schedule.of(checkpoint_steps)
-        self._appliance = appliance
+        self._appliance, self._persistent = appliance, persistent
         if appliance is not None:
             loader.expect(appliance)
         self._session: Session | None = None
@@ -205,7 +210,7 @@ class DataExecutor:
                     line.update(step)
                 if session.run.ended_boxes:
                     session.warn_of_ended(step)
-                left_early = stop is None
+                left_early = stop is None and not self._persistent
                 yield batch
                 left_early = False
                 del batch  # or it would stay alive while the next one is waited for

@@ -121,6 +121,36 @@ class DataLoader:
         layout = self._session.feed.layout if self._session is not None else None
         return None if layout is None else batch_size_of(*layout)
 
+    def config(self) -> dict[str, Any]:
+        """What decides which samples come in which order: {"input_fn": its name, "loader": what the loader's own
+        config() says; None if it has none}. Loaders that take each other's states have the same."""
+        return self._local.config(self._seed_of_keys)
+
+    def can_restore_sample(self) -> bool:
+        """Whether restore_sample() works: the loader has a method of this name, and does not say that it cannot."""
+        return self._local.can_restore_sample(self._seed_of_keys)
+
+    def restore_sample(self, key: Any) -> Any:
+        """Return the sample that a restore key names, read again in this process; the stream stays where it is.
+
+        The seed is that of the run, or of the loaded state, or of Appliance(seed=); a key of another is refused.
+
+        Raises NotRestartableError for a loader without restore_sample, InputFnError where input_fn fails here, and what
+        the loader's own method raises.
+        """
+        return self._local.restore_sample(self._seed_of_keys, key)
+
+    @property
+    def _seed_of_keys(self) -> int:
+        loaded = self._loaded.seed if self._loaded is not None else None
+        given = [
+            self._session.run.seed if self._session is not None else None,
+            loaded,
+            self._settings.seed,
+            self._drawn,
+        ]
+        return next((seed for seed in given if seed is not None), 0)
+
     # ---- what executors need
 
     @property

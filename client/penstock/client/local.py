@@ -1,5 +1,5 @@
 """A loader built in the training process, for the methods that need an instance: aggregate, the state before the first
-step, and len(). It is never iterated.
+step, len(), and samples by their keys. It is never iterated.
 
 Built only when needed, once. Building it must leave no trace in the training: the random generators are put back to
 where they were, for an input_fn may seed or draw.
@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils import data as torch_data
 
 from penstock.proto.assignment import NEUTRAL, Assignment, assigned
-from penstock.proto.errors import InputFnError
+from penstock.proto.errors import InputFnError, NotRestartableError
 from penstock.proto.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
 from penstock.proto.rng import capture_rng, restore_rng
 
@@ -32,6 +32,7 @@ class LocalLoader:
         self._args = args
         self._kwargs = kwargs
         self._instance: Any = None
+        self._seeded: tuple[int, Any] | None = None
 
     @property
     def input_fn(self) -> Callable[..., Any]:
@@ -87,6 +88,33 @@ class LocalLoader:
             with _undisturbed():
                 total += len(self._build(assignment, "len()"))
         return total
+
+    def config(self, seed: int) -> dict[str, Any]:
+        """What decides which samples come in which order."""
+        own = getattr(self._of_seed(seed, "config()"), "config", None)
+        return {"input_fn": self._name, "loader": own() if callable(own) else None}
+
+    def can_restore_sample(self, seed: int) -> bool:
+        """Whether the loader has restore_sample, and does not say that it cannot."""
+        loader = self._of_seed(seed, "can_restore_sample()")
+        own = getattr(loader, "can_restore_sample", None)
+        return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
+
+    def restore_sample(self, seed: int, key: Any) -> Any:
+        """The sample of a key. Raises NotRestartableError if the loader cannot."""
+        if not self.can_restore_sample(seed):
+            raise NotRestartableError(
+                f"the loader that {self._name} returned cannot restore samples, for it has no restore_sample(key), or "
+                "says so: use a loader of penstock.worker.datasets with keys=, or give yours the method"
+            )
+        with _undisturbed():
+            return self._of_seed(seed, "restore_sample()").restore_sample(key)
+
+    def _of_seed(self, seed: int, purpose: str) -> Any:
+        """The loader as a run with this seed has it."""
+        if self._seeded is None or self._seeded[0] != seed:
+            self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
+        return self._seeded[1]
 
     def _get(self, purpose: str) -> Any:
         if self._instance is None:

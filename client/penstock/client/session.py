@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +12,8 @@ from penstock.client.run import Run
 from penstock.proto.errors import EmptyInputError
 
 __all__ = ["Session"]
+
+_log = logging.getLogger("penstock.client")
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Session:
     """The pass under way was begun at its beginning, and not somewhere by a restored state."""
     told_ended: set[tuple[int, int]] = field(default_factory=set)
     """Ends of other boxes that the loop was warned of."""
+    told_cut: bool = False
     cut_due: bool = False
     """The pass was left by `break`; the next executor cuts it."""
 
@@ -53,6 +57,17 @@ class Session:
         self.pass_began_at, self.whole_pass = step, True
 
     def cut(self) -> None:
+        """Leave the pass where its loop was left; says once that the next loop does not go on there, for other systems'
+        iterators do."""
+        if not self.told_cut:
+            self.told_cut = True
+            _log.warning(
+                "%s: a loop was left at step %d, within its pass, and the next loop begins the next pass: the rest of "
+                "this one is not delivered, and an endless source begins again. To go on with the next batch in each "
+                "loop, use DataExecutor(loader, persistent=True), or num_steps=",
+                self.name,
+                self.feed.position.step,
+            )
         self.feed.cut()
         self.cut_due = False
         self.pass_began_at, self.whole_pass = self.feed.position.step, True

@@ -7,6 +7,7 @@ What a loader of its own adds is how the samples of a batch are read.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, get_args
@@ -212,6 +213,14 @@ class PositionLoader(torch.utils.data.IterableDataset[Any], ABC):
             raise InvalidArgumentError(f"batches={batches}: it must be at least 0")
         epoch, start = self._course(*self._counted).place(batches)
         return state_of(Progress(epoch, start, 0, self._shape()), self._described, self._epochs.skip)
+
+    def config(self) -> dict[str, Any]:
+        """What decides which sample is where in the order, as values of JSON: a state with another one is refused."""
+        return {"kind": type(self).__name__, **copy.deepcopy(self._described)}
+
+    def can_restore_sample(self) -> bool:
+        """Any sample can be had again by its key."""
+        return True
 
     def restore_sample(self, key: str) -> Any:
         """The sample that a restore key (see `keys`) names, read again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -149,6 +150,16 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         epoch = number
         if not self._stands or epoch != self._begun.progress.epoch:
             self._go_to_epoch(epoch)
+
+    def config(self) -> dict[str, Any]:
+        """What decides which sample is where in the order, as values of JSON: a state with another one is refused."""
+        grid = self._begun.grid
+        return {"kind": "ShardLoader", **copy.deepcopy(self._order), "block": None if grid is None else grid.block}
+
+    def can_restore_sample(self) -> bool:
+        """Any sample can be had again by its key; of functions that draw from the process's generators, not what they
+        drew."""
+        return True
 
     def restore_sample(self, key: str) -> Any:
         """The sample that had this restore key, read again.

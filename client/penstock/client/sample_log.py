@@ -1,0 +1,98 @@
+"""A record of which samples a training step had: the restore keys of each batch, one line of JSON for each step.
+
+What a job trained on is a function of its state, so a log is not needed to find out. It is for looking: which samples
+did the step have at which the loss rose? `DataLoader.restore_sample(key)` reads one of them again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["SampleLog"]
+
+
+class SampleLog:
+    """A file of lines {"step": 7, "keys": ["0.3.12...", ...]}, one for each step, in order.
+
+    A job that is resumed writes on in the same file: lines of the steps that it takes again are replaced, and so is
+    one that was cut off by a crash. Each box writes a file of its own.
+
+        with SampleLog("keys/box0.jsonl") as log:
+            for batch in executor:
+                log.write(executor.step, batch)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, field: str = "key") -> None:
+        """
+        Args:
+            path: of the file; folders are made. Nothing is opened before the first step.
+            field: name under which each batch carries its restore keys, as the loader was told by `keys=`.
+        """
+        self.path, self._field = Path(path), field
+        self._file: BinaryIO | None = None
+        self._last = 0
+
+    def write(self, step: int, batch: Any) -> None:
+        """Write a step's line.
+
+        Raises:
+            InvalidArgumentError: the batch carries no keys, or the step is not behind the last one.
+            OSError: the file cannot be written.
+        """
+        keys = batch.get(self._field) if isinstance(batch, Mapping) else None
+        if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+            raise InvalidArgumentError(
+                f"the batch must have the restore keys of its rows in {self._field!r}, got a {type(batch).__name__} "
+                f"with {type(keys).__name__}: make the loader with keys={self._field!r}"
+            )
+        if self._file is None:
+            self._file = self._open(step)
+        elif step <= self._last:
+            raise InvalidArgumentError(f"step must be behind the last one, {self._last}, got {step}")
+        self._file.write(json.dumps({"step": step, "keys": list(keys)}).encode() + b"\n")
+        self._file.flush()
+        self._last = step
+
+    def close(self) -> None:
+        """Close the file; the next `write` opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> SampleLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, step: int) -> BinaryIO:
+        """Keep what comes before the step, and write behind it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+b")
+        file.seek(0)
+        kept = 0
+        for line in file:
+            written = _step_of(line)
+            if written is None or written >= step:
+                break
+            kept += len(line)
+        file.truncate(kept)
+        return file
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
