@@ -136,8 +136,10 @@ class Agreement:
 
     def _replan(self, collected: Collected) -> GlobalPlan:
         self._plan = None
-        described = self._ranks.exchange(encode_items(self._items, collected.paths))
-        everybody = [decode_items(value) for value in described]
+        everybody = [(self._items, collected.paths)]
+        if self._ranks.size > 1:
+            described = self._ranks.exchange(encode_items(self._items, collected.paths))
+            everybody = [decode_items(value) for value in described]
         self._plan = agree(everybody, self._threads, self._hint)
         self._everybody = [items for items, _ in everybody]
         return self._plan

@@ -33,7 +33,6 @@ from penstock.client.checkpoint.process import Pending, WriterProcess, wait_all
 from penstock.client.checkpoint.ranks import Ranks
 from penstock.client.checkpoint.restoring import TRIES, Loaded, chosen, load
 from penstock.client.checkpoint.staging import Buffer, Staged
-from penstock.client.checkpoint.torch_private import find_state_dict_object
 from penstock.proto.checkpoints import checkpoints, newest, step_name
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
 from penstock.proto.forks import Owner
@@ -248,12 +247,11 @@ class AsyncCheckpointer:
 
     def _stage(self, agreed: Agreed, buffer: Buffer) -> Staged:
         layout = agreed.plan.layouts[self._ranks.rank]
-        values = agreed.collected.values
         return buffer.stage(
             layout,
             {one.key: agreed.objects[one.key] for file in layout.files for one in file.others},
             agreed.plan.pickled(agreed.lengths) if self._ranks.rank == 0 else b"",
-            lambda index: find_state_dict_object(values, index),
+            agreed.collected.tensor,
         )
 
     def _make_room(self) -> None:

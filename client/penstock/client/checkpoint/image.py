@@ -11,6 +11,7 @@ when it is made, for a page fault for each would double the time of the first co
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 
@@ -61,12 +62,11 @@ class Image:
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A contiguous tensor there; `offset` is a multiple of the dtype's size."""
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        if not nbytes:
+        count = math.prod(shape)
+        if not count:
             return torch.empty(shape, dtype=dtype, device="cpu")  # which may stand anywhere, also where no number could
-        return self.tensor[offset : offset + nbytes].view(dtype).view(shape)
+        values = torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)
+        return values if len(shape) == 1 else values.view(shape)
 
     def close(self) -> None:
         """Give up the memfd; the mapping goes with the last view of it."""

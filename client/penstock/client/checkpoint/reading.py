@@ -10,6 +10,7 @@ more, as a save does. What goes into new tensors (an optimizer's states) is copi
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,10 @@ __all__ = ["Fill", "read", "read_file"]
 
 RUN = 16 << 20
 """Bytes that neighbouring archives are read in at a time, unless one is larger."""
+SMALL = 8 << 20
+"""Bytes up to which a checkpoint is read without threads: more time goes into what Python does for each entry."""
+WASTE = 4 << 10
+"""Bytes for each tensor to be filled that may be kept beside its values: the rest of what was read with them."""
 GAP = 64 << 10
 """Bytes that are read for nothing rather than that another read is made."""
 
@@ -50,10 +55,11 @@ class Fill:
     def check(fills: list[Fill]) -> None:
         """Raise CheckpointError where one tensor would get the values of two that differ: it could keep one of them."""
         seen: dict[tuple[Any, ...], Fill] = {}
+        fills = [fill for fill in fills if fill.target.numel()]
+        if len({fill.target.data_ptr() for fill in fills}) == len(fills):
+            return
         for fill in fills:
             target = fill.target
-            if not target.numel():
-                continue
             place = target.device, target.data_ptr(), target.dtype, target.shape, target.stride()
             other = seen.setdefault(place, fill)
             if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
@@ -77,6 +83,11 @@ class _Piece:
     target: torch.Tensor
     own: bool
     item: ReadItem | None
+
+    @property
+    def is_new(self) -> bool:
+        """Filled at once: nobody has it, and it takes no copy to a device."""
+        return self.own and self.target.device.type == "cpu"
 
 
 @dataclass
@@ -130,9 +141,13 @@ def read(
                 _check_whole(handles[-1], file)
             reader = _Reader(handles[-1], file, fills, objects)
             tasks += [(reader, run) for run in _runs(archives)]
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(lambda task: task[0].read(task[1]), tasks):
-                pass
+        if sum(archive.length for archives in by_file.values() for archive in archives) <= SMALL:
+            for reader, run in tasks:
+                reader.read(run)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                for _ in pool.map(lambda task: task[0].read(task[1]), tasks):
+                    pass
     finally:
         for handle in handles:
             os.close(handle)
@@ -153,23 +168,27 @@ def read_file(folder: int, file: File) -> bytes:
 
 def _archives(metadata: Metadata, wanted: dict[str, Wanted]) -> Iterator[tuple[str, _Archive]]:
     """(file, archive)"""
+    stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # of those with one part
     pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
     for name, want in wanted.items():
         saved = metadata.state_dict_metadata[name]
         if want.tensor is None or not isinstance(saved, TensorStorageMetadata):
-            pieces[MetadataIndex(name)] = []
+            info = stored[name]
+            yield info.relative_path, _Archive(name, info.offset, info.length, None, [])
         elif type(want.tensor) in (torch.Tensor, torch.nn.Parameter) and len(saved.chunks) == 1:
-            pieces[MetadataIndex(name, saved.chunks[0].offsets)].append(_Piece(want.tensor, want.own, None))
+            info, shape = stored[name], (saved.properties.dtype, tuple(saved.chunks[0].sizes))
+            piece = _Piece(want.tensor, want.own, None)
+            yield info.relative_path, _Archive(name, info.offset, info.length, shape, [piece])
         else:
             plan = create_default_local_load_plan({name: want.tensor}, metadata)
             for item in plan.items:
                 target = find_state_dict_object({name: want.tensor}, item.dest_index)
                 pieces[item.storage_index].append(_Piece(target, want.own, item))
     for index, own in pieces.items():
-        saved, info, shape = metadata.state_dict_metadata[index.fqn], metadata.storage_data[index], None
-        if isinstance(saved, TensorStorageMetadata):
-            sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset)
-            shape = saved.properties.dtype, tuple(sizes)
+        saved, info = metadata.state_dict_metadata[index.fqn], metadata.storage_data[index]
+        assert isinstance(saved, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset)
+        shape = saved.properties.dtype, tuple(sizes)
         yield info.relative_path, _Archive(index.fqn, info.offset, info.length, shape, own)
 
 
@@ -201,15 +220,16 @@ class _Reader:
         end = self._end(run[-1])
         data = _read(self._handle, begin, end - begin, self._file.name)
         view = _bytes_of(data)
+        keep = _is_kept(run, end - begin)
         for archive in run:
             start = archive.offset - begin
             self._check(archive, view[start : self._end(archive) - begin])
             if archive.shape is None:
                 self._objects[archive.name] = bytes(view[start : start + archive.length])
             else:
-                values = _values(data[start : start + archive.length], view[start:], archive.shape)
+                values = _values(view[start : start + archive.length], archive.shape)
                 for piece in archive.pieces:
-                    self._hand_over(archive.name, piece, values, alone=len(run) == 1 and len(archive.pieces) == 1)
+                    self._hand_over(archive.name, piece, values, keep=keep)
 
     def _end(self, archive: _Archive) -> int:
         """Of what is hashed: the archive, and what fills it up to the next."""
@@ -228,27 +248,39 @@ class _Reader:
                 f"{archive.name!r}, have checksum {found} where {written} was written"
             )
 
-    def _hand_over(self, name: str, piece: _Piece, values: torch.Tensor, *, alone: bool) -> None:
+    def _hand_over(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
         target = piece.target.detach()
         if piece.item is not None:
             values = _narrow(values, piece.item.storage_offsets, piece.item.lengths)
             target = _narrow(target, piece.item.dest_offsets, piece.item.lengths)
-        if piece.own and target.device.type == "cpu":
+        if piece.is_new:
             target.copy_(values)
         else:
-            keep = alone and 2 * values.nbytes >= values.untyped_storage().nbytes()  # else most of it for little
             self._fills.append(Fill(name, target, values if keep else values.clone()))
 
 
-def _values(archive: torch.Tensor, view: memoryview, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+def _is_kept(run: list[_Archive], nbytes: int) -> bool:
+    """Whether what was read is kept for the tensors that it is to be filled into; else each is copied out of it."""
+    needed = count = 0
+    for archive in run:
+        dtype, shape = archive.shape or (torch.uint8, ())
+        for piece in archive.pieces:
+            if not piece.is_new:
+                needed += math.prod(piece.item.lengths if piece.item else shape) * dtype.itemsize
+                count += 1
+    return nbytes - needed <= WASTE * count
+
+
+def _values(archive: memoryview, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
     """A tensor, from what torch.save wrote: its values lie in one piece, between bytes that are known."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
-    if archive.numel() == frame.length and view[:before] == frame.before:
+    if len(archive) == frame.length and archive[:before] == frame.before:
         if not frame.nbytes:
             return torch.empty(sizes, dtype=dtype, device="cpu")
-        return archive[before : before + frame.nbytes].view(dtype).view(sizes)
-    return load_tensor(bytes(archive.numpy()))  # written by another version of torch, or not a plain one
+        values = torch.frombuffer(archive, dtype=dtype, count=math.prod(sizes), offset=before)
+        return values if len(sizes) == 1 else values.view(sizes)
+    return load_tensor(bytes(archive))  # written by another version of torch, or not a plain one
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -100,11 +100,11 @@ class Buffer:
         self._targets = []
         for file, start in zip(layout.files, self._starts, strict=False):
             for one, offset in file.framed:
-                frame, (dtype, shape) = frame_of(*one.chunk), one.chunk
-                begin = start + offset
+                frame, begin = frame_of(*one.chunk), start + offset
+                values = begin + len(frame.before)
                 image.put(begin, frame.before)
-                image.put(begin + len(frame.before) + frame.nbytes, frame.behind)
-                self._targets.append(image.view(begin + len(frame.before), dtype, shape))
+                image.put(values + frame.nbytes, frame.behind)
+                self._targets.append(image.view(values, *one.chunk))
         self._layout = layout
 
     def close(self) -> None:
