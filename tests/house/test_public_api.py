@@ -157,7 +157,7 @@ KEYWORDS = {
     "penstock.worker.datasets:Grouped": "source key size window drop_rest name",
     "penstock.worker.datasets:Mapped": "source fn random name skip_failures",
     "penstock.worker.datasets:Mixture": "sources weights stop by",
-    "penstock.worker.datasets:Packed": "source length pad bos eos",
+    "penstock.worker.datasets:Packed": "source length pad bos eos split",
     "penstock.worker.datasets:Repeated": "source",
     "penstock.worker.datasets:ShardedSource.open": "shard epoch seed token place",
     "penstock.worker.datasets:ShardLoader": (

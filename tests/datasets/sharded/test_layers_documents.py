@@ -79,11 +79,43 @@ def test_documents_in_lines(
     cut_everywhere(Packed(Given([documents]), length=length, pad=pad, bos=bos, eos=eos), lines, skipped)
 
 
+def whole_documents_by_hand(
+    documents: list[list[int]], length: int, bos: int | None, eos: int | None
+) -> list[list[int]]:
+    def closed(tokens: list[int]) -> list[int]:
+        return tokens if eos is None or tokens[-1] == eos else [*tokens, eos]
+
+    lines, waiting = [], [document for document in documents if document]
+    while waiting:
+        line = [] if bos is None or waiting[0][0] == bos else [bos]
+        room = length - len(line)
+        if len(closed(waiting[0])) > room:
+            closing = len(closed(waiting[0][:room])) > room
+            taken = room - closing
+            line = line + waiting[0][:taken] + [eos or 0] * closing
+            waiting[0] = waiting[0][taken:]
+        else:
+            while waiting and len(closed(line + waiting[0])) <= length:
+                line = line + waiting.pop(0)
+        lines.append(closed(line) + [7] * (length - len(closed(line))))
+    return lines
+
+
+@given(DOCUMENTS, st.integers(3, 30), SEPARATORS, SEPARATORS, st.integers(0, 5))
+def test_whole_documents_in_lines(
+    documents: list[list[int]], length: int, bos: int | None, eos: int | None, skipped: int
+) -> None:
+    lines = whole_documents_by_hand(documents, length, bos, eos)
+    cut_everywhere(Packed(Given([documents]), length=length, pad=7, bos=bos, eos=eos, split=False), lines, skipped)
+
+
 def test_a_line_has_one_bos_and_one_eos() -> None:
     source = Packed(Given([[[0, 5, 6, 9], [0, 7, 8, 9]]]), length=4, bos=0, eos=9)
     assert lists(whole(source)) == [[0, 5, 6, 9], [0, 7, 8, 9]]
     source = Packed(Given([[[5, 6, 7, 8, 9]]]), length=4, bos=0, eos=9, pad=-1)
     assert lists(whole(source)) == [[0, 5, 6, 9], [0, 7, 8, 9]]
+    with pytest.raises(InvalidArgumentError, match="split=False: a line that has room left must be filled up"):
+        Packed(Given([[[1]]]), length=4, split=False)
     with pytest.raises(InvalidArgumentError, match="length=2: a line must hold a token beside its BOS and EOS"):
         Packed(Given([[[1]]]), length=2, bos=0, eos=9)
 

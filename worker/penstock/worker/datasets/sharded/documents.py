@@ -92,6 +92,7 @@ class Packed(Layer):
         pad: int | None = None,
         bos: int | None = None,
         eos: int | None = None,
+        split: bool = True,
     ) -> None:
         """
         Args:
@@ -101,6 +102,8 @@ class Packed(Layer):
                 Repeated source no line is the last one: it goes on with the next epoch.
             bos: token that each line begins with; put there where the documents do not have it anyway.
             eos: token that each line ends with, in the same way; before the `pad` of a line that is filled up.
+            split: False: a line ends before a document that would not fit, and is filled up with `pad`; only one that
+                is longer than a line is split.
         """
         super().__init__(source)
         self._length, self._pad = at_least_one("length", length), _token("pad", pad)
@@ -109,15 +112,20 @@ class Packed(Layer):
             raise InvalidArgumentError(
                 f"length={length}: a line must hold a token beside its BOS and EOS; make it longer"
             )
+        if not split and pad is None:
+            raise InvalidArgumentError("split=False: a line that has room left must be filled up; give its pad token")
+        self._split = bool(split)
 
     def settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {"length": self._length, "pad": self._pad}
+        if not self._split:
+            settings["split"] = False
         return settings | {n: t for n, t in (("bos", self._bos), ("eos", self._eos)) if t is not None}
 
     def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
         (index, offset), inner = entered(token, "Packed", "index", "offset")
         documents = _Documents(self, self.source.open(shard, epoch, seed, inner), shard, epoch, index)
-        return _PackedCursor(documents, self._length, self._pad, self._bos, self._eos, offset)
+        return _PackedCursor(documents, self._length, self._pad, self._bos, self._eos, self._split, offset)
 
 
 class _Documents:
@@ -277,9 +285,17 @@ class _PackedCursor:
     the last, where the next line may begin, it must be known from where to read them again."""
 
     def __init__(
-        self, documents: _Documents, length: int, pad: int | None, bos: int | None, eos: int | None, offset: int
+        self,
+        documents: _Documents,
+        length: int,
+        pad: int | None,
+        bos: int | None,
+        eos: int | None,
+        split: bool,
+        offset: int,
     ) -> None:
-        self._documents, self._length, self._pad, self._bos, self._eos = documents, length, pad, bos, eos
+        self._documents, self._length, self._pad, self._split = documents, length, pad, split
+        self._bos, self._eos = bos, eos
         self._parts: list[Ints] = []
         """Tokens that were read from the open line's beginning on."""
         self._have = 0
@@ -332,12 +348,17 @@ class _PackedCursor:
             self._have += len(document)
         if not self._have:
             return False
-        room = self._room()
+        room, before = self._room(), self._have - len(self._parts[-1])
         taken = min(self._have, room)
-        last = self._parts[-1][len(self._parts[-1]) - (self._have - taken) - 1]
-        self._closing = self._eos is not None and int(last) != self._eos
+        self._closing = self._needs_eos(self._parts[-1][taken - before - 1])
+        if before and not self._split and (self._have > room or (self._closing and taken == room)):
+            taken, self._closing = before, self._needs_eos(self._parts[-2][-1])
         self._take = taken - (self._closing and taken == room)
         return self._take + self._closing == room or self._pad is not None
+
+    def _needs_eos(self, last: Any) -> bool:
+        """A line whose last token of documents is this one gets an EOS behind it."""
+        return self._eos is not None and int(last) != self._eos
 
     def _room(self) -> int:
         """Tokens of documents that the open line has at most: without a BOS that is put before them."""
