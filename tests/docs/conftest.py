@@ -183,3 +183,19 @@ def lookahead(appliance: None) -> Iterator[Names]:
     yield names
     assert names["ahead"].step == 3
     assert names["state"]["__penstock__"]
+
+
+@pytest.fixture
+def keyed(appliance: None) -> Iterator[Names]:
+    """An input_fn whose batches carry the restore keys of their rows, without an end."""
+
+    import dealt
+
+    names: Names = {"input_fn": functools.partial(dealt.numbers, batch_size=4)}
+    yield names
+    lines = [json.loads(line) for line in Path("keys/box0.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["keys"] == names["batch"]["key"]
+    assert names["sample"] == names["batch"]["batch"][0]
+    assert names["config"]["loader"]["kind"] == "ShardLoader"
+    names["loader"].close()

@@ -6,7 +6,7 @@ from typing import Any
 
 from listed import Counting, Listed
 
-from penstock.worker.datasets import ShardLoader
+from penstock.worker.datasets import LogicalShards, Repeated, ShardLoader
 
 
 def listed(lengths: list[int], **options: Any) -> ShardLoader:
@@ -16,3 +16,9 @@ def listed(lengths: list[int], **options: Any) -> ShardLoader:
 
 def counting(shards: int, **options: Any) -> ShardLoader:
     return ShardLoader(Counting(shards), keys="keys", **options)
+
+
+def numbers(batch_size: int) -> ShardLoader:
+    """Endless, of whole numbers."""
+    source = LogicalShards([range(1000)], shards=4, shuffle=True)
+    return ShardLoader(Repeated(source), batch_size=batch_size, keys="key")
