@@ -8,10 +8,14 @@ import pytest
 from queries import ask, respond, values
 
 from penstock.appliance.desk import ROOM
+from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import Limits
-from penstock.appliance.model import Attempt
+from penstock.appliance.model import Attempt, SlotKey
 from penstock.appliance.testing import FakeBox, FakeWorker, World
+from penstock.proto.errors import OverloadedError
+from penstock.proto.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
 
 
 def fleet(limits: Limits, boxes: int) -> tuple[World, list[FakeBox], FakeWorker]:
@@ -190,3 +194,38 @@ def test_room_that_a_lost_slot_s_answer_took_is_announced() -> None:
     assert gathering.held == 0
     assert ROOM in world.topics
     assert world.registry.admit_state(late) is None
+
+
+def test_so_many_steps_of_a_run_are_asked_for_at_a_time() -> None:
+    world, (box,), _ = fleet(replace(Limits(), queries_max=1), 1)
+    asked = [ask(box, step) for step in (1, 2, 3)]
+    assert ask(box, 3) is asked[2]
+    with pytest.raises(OverloadedError, match="3 state queries of run job/0 are open"):
+        ask(box, 4)
+    world.registry.end_state(asked[0])
+    ask(box, 4)
+
+
+def test_blobs_leave_room_for_snapshots() -> None:
+    """Blobs that nobody names filled the budget, and no run could start: each slot has a first snapshot."""
+    ledger = Ledger(replace(Limits(), budget=1000))
+    ledger.add_blob("large", 880, 0.0)
+    assert "880 of 900 bytes of the coordinator's budget for blobs" in ledger.why_blob_refused(21)
+    assert not ledger.why_blob_refused(20)
+    assert not ledger.why_refused(SlotKey("job/0", 1, 0, 0), 120)
+
+
+def test_a_workers_slots_of_one_box_share_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has an entry for each worker of the box: made for each slot, a heartbeat took their square."""
+    world = World()
+    world.open(num_workers_per_box=50)
+    worker, made = world.worker("w", 50), list[int]()
+    whole = Position.to_proto
+
+    def to_proto(position: Position) -> records_pb2.BoxPosition:
+        made.append(1)
+        return whole(position)
+
+    monkeypatch.setattr(Position, "to_proto", to_proto)
+    assert [len(a.base.slots) for a in worker.beat().assignments] == [50] * 50
+    assert len(made) == 1

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from penstock.appliance.limits import Limits
 from penstock.appliance.model import client_of, shown
 from penstock.appliance.testing import World
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     BoxTakenError,
     InvalidArgumentError,
+    OverloadedError,
     RunShapeError,
     StateMismatchError,
     SupersededError,
@@ -172,6 +175,39 @@ def test_openings_that_cannot_be_meant(
     with pytest.raises(error, match=words):
         world.open(**fields)
     assert world.registry.books.runs == {}
+
+
+def test_an_opening_is_as_large_as_the_loop_can_take(world: World) -> None:
+    """Six of 65,536 workers stopped a coordinator for minutes, and arguments of 4 MB were in no budget."""
+    with pytest.raises(InvalidArgumentError, match="num_workers_per_box must be at most 1024, got 1025"):
+        world.open(num_workers_per_box=1025)
+    large = records_pb2.LoaderSpec(arguments=b"x" * 300_000)
+    with pytest.raises(InvalidArgumentError, match=r"at most 262144 bytes, got 3000\d\d: send large arguments with"):
+        world.open(loader=large)
+    assert world.registry.books.runs == {}
+
+
+def test_workers_of_open_runs_are_counted_by_token_and_in_all() -> None:
+    world = World(replace(Limits(), slots_max=10, slots_open_max=16))
+
+    def opened(job: str, count: int, token: str, client: str = "c") -> str:
+        request = pb.OpenRunRequest(job=job, client_id=client, num_boxes=1, num_workers_per_box=count)
+        request.loader.input_fn = "m:f"
+        request.has_seed, request.seed = True, 1
+        try:
+            return world.registry.open_run(request, token).run
+        except OverloadedError as error:
+            return error.message.partition(":")[2].partition(" may")[0].strip()
+
+    assert opened("a", 6, "one") == "a/0"
+    assert opened("b", 5, "one") == "6 of the 10 that one token"
+    assert opened("b", 4, "one") == "b/0"
+    assert opened("b", 4, "one", "again") == "b/0"  # it ends its predecessor
+    assert opened("c", 7, "two") == "10 of the 16 that all tokens"
+    assert opened("c", 6, "two") == "c/0"
+    close = pb.CloseRunRequest(run="a/0", attempt=1, client_id="c")
+    world.registry.close_run(close)
+    assert opened("d", 6, "one") == "d/0"
 
 
 def test_members_of_one_attempt_must_agree(world: World) -> None:

@@ -7,6 +7,7 @@ one, and when, is in registry.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from penstock.appliance import history, quarantine
@@ -30,7 +31,7 @@ from penstock.appliance.model import (
 from penstock.appliance.pace import Pace, Share, of_boxes, of_workers, share
 from penstock.appliance.placement import Room
 from penstock.proto.channel import detail_of, error_of
-from penstock.proto.errors import SupersededError, UnknownRunError
+from penstock.proto.errors import OverloadedError, SupersededError, UnknownRunError
 from penstock.proto.position import Position
 from penstock.proto.tickets import lane_key, make_ticket
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -57,6 +58,8 @@ class Books:
         self.strain = 1.0
         """See pace.strained."""
         self.live_boxes = 0
+        self.slots_held: Counter[str] = Counter()
+        """Slots of open attempts, by the token that opened them."""
         """As counted by the last tick, and those opened since."""
         self.placed = 0
         """Slots that workers have."""
@@ -199,11 +202,37 @@ class Books:
 
     # ---------------------------------------------------------------------------------------------------- attempts
 
-    def add_box(self, attempt: Attempt, client: str, request: pb.OpenRunRequest, base: Position, now: float) -> Box:
+    def check_room(self, request: pb.OpenRunRequest, credential: str, superseded: Attempt | None) -> None:
+        """Raises OverloadedError if another box would be more than the coordinator has room for. `superseded`: an
+        attempt that ends first."""
+        count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
+        for box in superseded.boxes.values() if superseded is not None else ():
+            all_held -= len(box.slots)
+            held -= len(box.slots) * (box.credential == credential)
+        for what, there, limit in (
+            ("one token", held, self.limits.slots_max),
+            ("all tokens", all_held, self.limits.slots_open_max),
+        ):
+            if there + count > limit:
+                raise OverloadedError(
+                    f"{count} more workers: {there} of the {limit} that {what} may have in open runs are there; close "
+                    "runs that are over"
+                )
+
+    def add_box(
+        self,
+        attempt: Attempt,
+        client: str,
+        request: pb.OpenRunRequest,
+        base: Position,
+        now: float,
+        credential: str = "",
+    ) -> Box:
         run = self.runs[attempt.run]
         self.live_boxes += 1
         lease = now + self.box_pace().lease_s
-        box = Box(request.box, client, request, base, Place.LIVE, lease, 0, reported_at=now)
+        box = Box(request.box, client, request, base, Place.LIVE, lease, 0, credential=credential, reported_at=now)
+        self.slots_held[credential] += attempt.num_workers
         box.history.append(base)
         attempt.boxes[box.number] = box
         for number in range(attempt.num_workers):
@@ -224,6 +253,7 @@ class Books:
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
         for box in attempt.boxes.values():
+            self.slots_held[box.credential] -= len(box.slots)
             for slot in box.slots:
                 self.dismiss(slot)
                 self._detach(slot)
@@ -398,6 +428,8 @@ class Books:
             self.save_slot(slot)
             self.bump_worker(worker)
             self.bump_box(attempt, box)
+            if self.room.is_full:
+                return
 
     def drop_silent(self, now: float) -> None:
         """Workers whose lease has ended are gone."""

@@ -17,7 +17,7 @@ from penstock.appliance.aggregation import Aggregation
 from penstock.appliance.books import Books
 from penstock.appliance.model import Attempt
 from penstock.appliance.states import Gathering, Want
-from penstock.proto.errors import StateUnavailableError, SupersededError, UnknownRunError
+from penstock.proto.errors import OverloadedError, StateUnavailableError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 _Key = tuple[str, int, int, str]
@@ -82,6 +82,8 @@ class Desk:
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
     def _ask(self, gathering: Gathering, deadline: float) -> Gathering:
+        if gathering.serial not in self._open:
+            self._check_room(gathering)
         gathering.askers += 1
         gathering.deadline = max(gathering.deadline, deadline)
         self._open[gathering.serial] = gathering
@@ -89,6 +91,11 @@ class Desk:
             self._joinable[gathering.key] = gathering
             self._replan(gathering)  # from then on, what is touched is planned again: see `settle`
         return gathering
+
+    def _check_room(self, gathering: Gathering) -> None:
+        there = sum(one.run == gathering.run for one in self._open.values())
+        if there >= self._books.limits.queries_max + 2 * self._books.runs[gathering.run].num_boxes:
+            raise OverloadedError(f"{there} state queries of run {gathering.run} are open, which is the limit")
 
     def sent(self, gathering: Gathering, box: int) -> None:
         """One of the askers has been sent the box's records."""

@@ -170,6 +170,12 @@ class Ledger:
         if self.used + self.coming + size > self._limits.budget:
             used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
             return f"{size} bytes: {used}; {_MORE}"
+        blobs, limit = (
+            sum(blob.size for blob in self._blobs.values()),
+            int(self._limits.budget * self._limits.blob_share),
+        )
+        if blobs + size > limit:
+            return f"{size} bytes: {blobs} of {limit} bytes of the coordinator's budget for blobs are in use; {_MORE}"
         return ""
 
     def spare(self, drop: Drop) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -100,6 +101,8 @@ class Limits:
     least_bytes_per_s: int = MIB
     """Of such a value on average, beyond `part_s`. One that is slower holds up those that wait for its room: 70 MB at a
     byte in 10 s kept every job from its start."""
+    blob_share: float = 0.9
+    """Blobs may fill this share of the budget: without a snapshot nothing can start."""
     blob_idle_s: float = 3600.0
     """A blob that no open attempt names is dropped so long after it came: boxes send it before they open."""
     snapshot_bytes_per_s: float = 32 * MIB
@@ -141,7 +144,18 @@ class Limits:
     admissions: Admissions = field(default_factory=lambda: Admissions())
     """How fast workers may register and runs be opened."""
     slots_max: int = 65_536
-    """Boxes times workers of a run: a mistyped number should be an error, not a coordinator without memory."""
+    """Boxes times workers of a run, and of all runs that one token has open: a mistyped number should be an error, not
+    a coordinator without memory."""
+    slots_open_max: int = 131_072
+    """Of all runs that are open. Each takes some 5 KB."""
+    box_slots_max: int = 1024
+    """Workers of a box: to open it, and to tell its view, takes 20 us for each, in which heartbeats wait."""
+    opening_max: int = 256 * KIB
+    """Bytes of an opening, which is kept in memory and in the journal. Large arguments go ahead as a blob, and count in
+    the budget."""
+    queries_max: int = 64
+    """State queries of a run that are open at a time, and two more for each of its boxes: every one is a question to
+    all workers of the run."""
     cuts_max: int = 1 << 19
     """Passes that a box may leave by `break` in one attempt: as many as a report of them can hold."""
     ends_max: int = 1 << 20

@@ -151,6 +151,8 @@ class Box:
     lease_until: float
     version: int
     slots: list[Slot] = field(default_factory=list)
+    credential: str = ""
+    """Digest of the token that opened it; "" = the coordinator has been started again since."""
 
     delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
     """The newest report; empty before the first one."""
@@ -404,6 +406,8 @@ def client_of(client_id: str) -> str:
 
 def client_in(row: str) -> str:
     """The client of a row of the journal, which may hold the secret itself, as releases before this one wrote it."""
+    if type(row) is not str:
+        raise TypeError(f"client_id must be a text, got {type(row).__name__}")
     return row if row.startswith(_DIGEST) else client_of(row)
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.appliance.ledger import Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, client_of, shape
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     BoxTakenError,
     InvalidArgumentError,
+    OverloadedError,
     RunShapeError,
     StateMismatchError,
     SupersededError,
@@ -92,6 +94,26 @@ def told(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
     kept.CopyFrom(request)
     kept.ClearField("client_id")
     return client_of(request.client_id), kept
+
+
+def check_room(request: pb.OpenRunRequest, run: Run | None, runs: int, ledger: Ledger, limits: Limits) -> None:
+    """Refuse what there is no room for, and what would keep the coordinator from everybody else's calls. What the
+    journal has is not asked: another release may have let it in. `runs`: how many it knows."""
+    if run is None and runs >= limits.runs_max:
+        raise OverloadedError(f"the journal knows {runs} runs, which is the limit: go on with another state directory")
+    for what, blob in (("resume from", request.resume.blob), ("make the loader of", request.loader.arguments_blob)):
+        if blob and not ledger.has_blob(blob):
+            raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
+    if request.num_workers_per_box > limits.box_slots_max:
+        raise InvalidArgumentError(
+            f"num_workers_per_box must be at most {limits.box_slots_max}, got {request.num_workers_per_box}: spread "
+            "the workers over more boxes"
+        )
+    size = request.ByteSize() - request.base.ByteSize()
+    if size > limits.opening_max:
+        raise InvalidArgumentError(
+            f"an opening must have at most {limits.opening_max} bytes, got {size}: send large arguments with PutBlob"
+        )
 
 
 def decide(run: Run | None, request: pb.OpenRunRequest, client: str, now: float) -> Same | Join | Next:

@@ -105,28 +105,25 @@ class Registry:
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
+    def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
+        """`credential`: which token the caller showed, by its digest."""
         now, books = self._clock(), self.books
         base = opening.validate(request, self.limits)
         client, request = opening.told(request)
-        for what, blob in (("resume from", request.resume.blob), ("make the loader of", request.loader.arguments_blob)):
-            if blob and not books.ledger.has_blob(blob):
-                raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
         name = opening.run_name(request)
         run = books.runs.get(name)
-        if run is None and len(books.runs) >= self.limits.runs_max:
-            raise OverloadedError(
-                f"the journal knows {len(books.runs)} runs, which is the limit: go on with another state directory"
-            )
+        opening.check_room(request, run, len(books.runs), books.ledger, self.limits)
         match opening.decide(run, request, client, now):
             case opening.Same(box):
                 attempt = books.attempt(name, run.attempt if run is not None else 0)
                 self._renew(attempt, box, now)
             case opening.Join(attempt):
-                books.add_box(attempt, client, request, base, now)
+                books.check_room(request, credential, None)
+                books.add_box(attempt, client, request, base, now, credential)
             case opening.Next():
+                books.check_room(request, credential, run.current if run is not None else None)
                 attempt = self._next_attempt(name, run, client, request, now)
-                books.add_box(attempt, client, request, base, now)
+                books.add_box(attempt, client, request, base, now, credential)
         pace = books.box_pace()
         self._to_boxes.keep(pace.lease_s, now)
         self._settle()
@@ -574,19 +571,18 @@ class Registry:
     def _fail_what_nobody_may_run(self, now: float) -> None:
         """Slots that never ran and that no worker which is there may run. One that did run waits for its worker to come
         back; and a coordinator that has just started waits for all of them, for as long as their leases."""
-        if now < self._found_by:
+        books = self.books
+        if now < self._found_by or not books.waiting:
             return
         asked: dict[str, str] = {}
-        for key, slot in list(self.books.waiting.items()):
-            if slot.restarts:
-                continue
-            _, box = self.books.box_of(slot)
+        for box in [box for attempt in books.open_attempts() for box in attempt.boxes.values()]:
             input_fn = box.opening.loader.input_fn
             if input_fn not in asked:
-                asked[input_fn] = nobody_may(input_fn, self.books.workers.values())
-            if asked[input_fn]:
-                del self.books.waiting[key]
-                self.books.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
+                asked[input_fn] = nobody_may(input_fn, books.workers.values())
+            for slot in box.slots if asked[input_fn] else ():
+                if slot.key in books.waiting and not slot.restarts:
+                    del books.waiting[slot.key]
+                    books.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
 
     def status(self) -> pb.StatusReply:
         reply = pb.StatusReply()

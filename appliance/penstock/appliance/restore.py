@@ -96,6 +96,7 @@ def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> 
     if box.place is Place.CLOSED:
         box.lingers_until = now + books.limits.linger_s
     attempt.boxes[box.number] = box
+    books.slots_held[box.credential] += attempt.num_workers
 
 
 def _slot(books: Books, row: Mapping[str, Any], now: float) -> None:

@@ -60,8 +60,11 @@ def watch_reply(
     )
 
 
-def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot, worker: Worker) -> records_pb2.WorkerAssignment:
-    """What the worker is told of the slot: it has it, or is to get ready for it."""
+def assignment(
+    books: Books, attempt: Attempt, box: Box, slot: Slot, worker: Worker, base: records_pb2.BoxPosition
+) -> records_pb2.WorkerAssignment:
+    """What the worker is told of the slot: it has it, or is to get ready for it. `base`: of the box, which is made once
+    for all of its slots."""
     successor = slot.successor if slot.worker != worker.name else None
     generation = slot.generation if successor is None else successor.generation
     return records_pb2.WorkerAssignment(
@@ -73,7 +76,7 @@ def assignment(books: Books, attempt: Attempt, box: Box, slot: Slot, worker: Wor
         loader=box.opening.loader,
         lane_key=books.lane_key(slot.key, generation),
         resume=box.opening.resume,
-        base=box.base.to_proto(),
+        base=base,
         recovery=slot.recovery or successor is not None,
         successor=successor is not None,
         hand_over=slot.successor is not None and successor is None and slot.successor.ready_at > 0,
@@ -106,11 +109,15 @@ def heartbeat_reply(
     if worker.version == request.seen_version:
         reply.unchanged = True
         return reply
+    bases: dict[tuple[str, int], records_pb2.BoxPosition] = {}
     for key in sorted(worker.slots):
         slot = books.slot(key)
         assert slot is not None
         attempt, box = books.box_of(slot)
-        reply.assignments.append(assignment(books, attempt, box, slot, worker))
+        of_box = key.run, key.box
+        if of_box not in bases:
+            bases[of_box] = box.base.to_proto()
+        reply.assignments.append(assignment(books, attempt, box, slot, worker, bases[of_box]))
     reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
     reply.taken.extend(_taken(books, worker, request.slots))
     return reply
