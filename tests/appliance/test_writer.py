@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 
 from penstock.appliance.journal import Journal, Rows, StateDir
 from penstock.appliance.ledger import Drop, DropAttempt
+from penstock.appliance.limits import Limits
 from penstock.appliance.store import PIECE, Store
 from penstock.appliance.syncing import Syncing
+from penstock.appliance.transfers import Paced
 from penstock.appliance.writer import COMMIT_BYTES, Inflow, Room, Writer
-from penstock.proto.errors import JournalError
+from penstock.proto.errors import DeadlineError, JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 DEADLINE_S = 10.0
@@ -128,6 +131,29 @@ def test_one_that_gives_up_as_its_turn_comes_gives_nothing_back() -> None:
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         assert inflow._used == 0
+
+    run(body())
+
+
+# ---- pace
+
+
+def test_a_sender_is_waited_for_as_long_as_it_keeps_its_rate() -> None:
+    """However often something comes."""
+
+    async def bytes_in(pause_s: float, count: int) -> AsyncIterator[pb.BlobPart]:
+        for _ in range(count):
+            await asyncio.sleep(pause_s)
+            yield pb.BlobPart(data=b"x")
+
+    async def body() -> None:
+        limits = replace(Limits(), part_s=0.2, least_bytes_per_s=1_000_000)
+        with pytest.raises(DeadlineError, match=r"^blob: (\d+ bytes came|nothing more)"):
+            async for _ in Paced("blob", bytes_in(0.01, 10_000), limits):
+                pass
+        with pytest.raises(DeadlineError, match="blob: nothing more came for 0.2 s"):
+            async for _ in Paced("blob", bytes_in(100.0, 1), limits):
+                pass
 
     run(body())
 
