@@ -42,9 +42,9 @@ def assign(items: Sequence[Item], prefix: str, buckets: int, hint: str | None = 
     Args:
         prefix: the file names' beginning, which differs from rank to rank: "__0_".
         buckets: files at most, for each side of the hint.
-        hint: what has this in its name goes into files of its own.
+        hint: what has a name that begins with this goes into files of its own.
     """
-    matching = [place for place, item in enumerate(items) if hint and hint in item.name]
+    matching = [place for place, item in enumerate(items) if hint and item.name.startswith(hint)]
     others = sorted(set(range(len(items))) - set(matching))
     own = re.sub(r"[^A-Za-z0-9_-]", "_", hint or "")[:100]  # names of files have an end
     return _split(items, others, prefix, buckets) + _split(items, matching, f"{own}{prefix}", buckets)

@@ -68,7 +68,7 @@ class AsyncCheckpointer:
         keep_last: delete all but so many of the newest checkpoints; None: keep all.
         keep_every: but keep those whose step is a multiple of it.
         threads: that write at a time on each rank; as many files.
-        separation_hint: what has this in its name is saved in files of its own.
+        separation_hint: what has a name that begins with this is saved in files of its own.
         fsync: False: a checkpoint may be lost or torn if the machine stops, and not only the process.
         buffers: 1: a save waits until the one before is written; 2: until the one before that is, for twice the memory.
         timeout_s: seconds after which a save that is not on the disk has failed, and that ranks wait for each other.

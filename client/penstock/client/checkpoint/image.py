@@ -14,6 +14,7 @@ import itertools
 import math
 import mmap
 import os
+from typing import Self
 
 import torch
 
@@ -47,13 +48,24 @@ class Image:
         try:
             # Allocated here: later a lack of memory would be a SIGBUS in whoever touches the page.
             os.posix_fallocate(self.fd, 0, self.nbytes)
-            self.map = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            self._map(getattr(mmap, "MAP_POPULATE", 0))
         except OSError as error:
             os.close(self.fd)
             raise CheckpointError(
                 f"no memory to stage a checkpoint of {self.nbytes:,} bytes in: {error.strerror}; it takes as much as "
                 "this rank saves"
             ) from error
+
+    @classmethod
+    def received(cls, fd: int, nbytes: int) -> Self:
+        """One that another process has made; `fd` is from now on this one's."""
+        image = cls.__new__(cls)
+        image.number, image.nbytes, image.fd = next(_numbers), nbytes, fd
+        image._map(0)
+        return image
+
+    def _map(self, flags: int) -> None:
+        self.map = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | flags)
         self.tensor = torch.frombuffer(self.map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
 

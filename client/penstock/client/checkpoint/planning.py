@@ -43,6 +43,7 @@ __all__ = [
     "decode_items",
     "encode_items",
     "key_of",
+    "lay_out",
 ]
 
 DCP_VERSION = "1.0.0"
@@ -211,7 +212,7 @@ def agree(
         shared = _compare(everybody)
         saved, metadata = _plan_together(everybody)
     metadata.storage_meta, metadata.version = StorageMeta(), DCP_VERSION
-    layouts = [_lay_out(items, f"__{rank}_", buckets, hint) for rank, items in enumerate(saved)]
+    layouts = [lay_out(items, f"__{rank}_", buckets, hint) for rank, items in enumerate(saved)]
     return GlobalPlan(layouts, metadata, shared)
 
 
@@ -266,7 +267,8 @@ def _compare(everybody: Sequence[tuple[list[LocalItem], Any]]) -> dict[Key, list
     return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
 
 
-def _lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | None) -> RankLayout:
+def lay_out(items: Sequence[LocalItem], prefix: str, buckets: int, hint: str | None) -> RankLayout:
+    """Where in which files the items of one rank lie; arguments as for `assign`."""
     sizes = [Item(one.item.index.fqn, frame_of(*one.chunk).length if one.framed else None) for one in items]
     files = []
     for bucket in assign(sizes, prefix, buckets, hint):

@@ -44,7 +44,7 @@ class AsyncFileSystemWriter(FileSystemWriter):
     Args:
         path: the folder; made if it is not there.
         thread_count: that write at a time on each rank; as many files.
-        separation_hint: what has this in its name goes into files of its own.
+        separation_hint: what has a name that begins with this goes into files of its own.
         sync_files: have everything on the disk before the save is done.
         overwrite: False: a folder that holds a checkpoint is an error.
         transforms: torch's stream extensions, such as ZStandard, for everything that is written.

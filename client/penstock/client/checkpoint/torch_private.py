@@ -12,18 +12,22 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import _wrap_exception as wrap_exception
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.filesystem import _write_item as write_item
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.utils.serialization import config
 
 __all__ = [
     "StorageInfo",
+    "StoragePrefix",
     "copy_all",
     "find_state_dict_object",
     "flatten_state_dict",
     "set_element",
     "without_crc32",
+    "wrap_exception",
     "write_item",
 ]
 

@@ -196,22 +196,18 @@ class Save:
                 self.cancelled = True
 
     def _write_one(self, name: str, region: memoryview, size: int, parts: list[int]) -> File:
-        path, hasher, durable = self.temporary / name, PartHasher(parts), self.request["fsync"]
-        handle = _open(path, direct=durable)
-        try:
-            for start in range(0, size, CHUNK):
-                if self.cancelled:
-                    raise InterruptedError(errno.EINTR, "given up")
-                end = min(start + CHUNK, size)
-                hasher.update(region[start:end])
-                # Whole pages: the region is padded to them, and the file is cut to its length below.
-                _write_all(handle, region[start : -(-end // mmap.PAGESIZE) * mmap.PAGESIZE], start)
-                self.written += end - start
-            os.ftruncate(handle, size)
-            if durable:
-                os.fsync(handle)
-        finally:
-            os.close(handle)
+        hasher, before = PartHasher(parts), 0
+
+        def passing(data: memoryview) -> None:
+            nonlocal before
+            if self.cancelled:
+                raise InterruptedError(errno.EINTR, "given up")
+            self.written += before
+            hasher.update(data)
+            before = len(data)
+
+        write_file(self.temporary / name, region, size, durable=self.request["fsync"], passing=passing)
+        self.written += before
         return File(name, size, *hasher.digests())
 
     # ---- rank 0: all ranks' files become a checkpoint
@@ -418,6 +414,27 @@ class Save:
 def _saved(value: dict[str, Any]) -> Any:
     inner = value.get("checkpoint")
     return inner.get("save") if isinstance(inner, dict) else None
+
+
+def write_file(
+    path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
+) -> None:
+    """Make a file of the first `size` bytes of a region that is padded to whole pages.
+
+    passing: called with each piece before it is written; what it raises ends the file.
+    """
+    handle = _open(path, direct=durable)
+    try:
+        for start in range(0, size, CHUNK):
+            end = min(start + CHUNK, size)
+            passing(region[start:end])
+            # Whole pages; the file is cut to its length below.
+            _write_all(handle, region[start : -(-end // mmap.PAGESIZE) * mmap.PAGESIZE], start)
+        os.ftruncate(handle, size)
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _open(path: Path, *, direct: bool) -> int:

@@ -1,0 +1,311 @@
+"""Megatron-core's and NVRx's asynchronous saves, written by Penstock: `FileSystemWriterAsync` in the place of theirs.
+
+Their schedulers save in phases, and call a storage writer in each:
+
+    plan:      `prepare_local_plan`, then `prepare_global_plan` or, without rank 0, `prepare_decentralized_global_plan`
+    stage:     `prepare_write_data`, on the thread that trains
+    write:     what `get_save_function_and_args` returned, in a process of the scheduler's, forked or spawned
+    finalize:  `retrieve_write_results` on each rank, gathered, and `finish` on rank 0
+
+Staging copies everything, from whatever device, to shared memory as it will lie in the files (staging.py); so when it
+returns, the training may change every tensor, and the process that writes needs neither CUDA nor the training's memory.
+What that process says of its end stands in the same memory. There is no queue, and so nothing of an earlier save in it,
+and nobody waits for a process that was killed: it has said nothing, which is a failure.
+
+This module imports nothing of theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from penstock.client.checkpoint.frames import frame_of, is_plain, saved_bytes
+from penstock.client.checkpoint.image import Image
+from penstock.client.checkpoint.planning import Key, LocalItem, RankLayout, lay_out
+from penstock.client.checkpoint.staging import Buffer
+from penstock.client.checkpoint.storage import AsyncFileSystemWriter
+from penstock.client.checkpoint.torch_private import StorageInfo, StoragePrefix, wrap_exception
+from penstock.client.checkpoint.writer import write_file
+from penstock.proto.checkpoints import METADATA
+from penstock.proto.errors import CheckpointError, InvalidArgumentError
+
+__all__ = ["FileSystemWriterAsync"]
+
+VERDICT = 8192
+"""Bytes of shared memory in which the process that writes says how it ended."""
+LENGTH = 8
+
+
+class FileSystemWriterAsync(AsyncFileSystemWriter):
+    """A storage writer for Megatron-core's and NVRx's schedulers, with the methods of theirs.
+
+    One for each save::
+
+        writer = FileSystemWriterAsync(folder, thread_count=2)
+        planned = save_state_dict_async_plan(state, writer, planner=planner)
+        save_fn, preload_fn, save_args = writer.get_save_function_and_args()
+        request = AsyncRequest(save_fn, save_args, [finalize], preload_fn=preload_fn)
+        queue.schedule_async_request(request)
+
+    Args:
+        path: the folder of this checkpoint.
+        single_file_per_rank: True; files are `thread_count` for each rank, as theirs.
+        sync_files: have everything on the disk before a save is done.
+        thread_count: files of each rank, and threads that write them.
+        separation_hint: what has a name that begins with this goes into files of its own, as many again.
+        use_msc: False; NVIDIA's multi-storage client is not supported.
+        overwrite: False: a folder that holds a checkpoint is an error.
+
+    Attributes:
+        write_buckets: what was staged; None before `prepare_write_data`. Its length is the number of files.
+        results_queue: None.
+    """
+
+    can_run_decentralized_global_plan = True
+    results_queue = None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        *,
+        separation_hint: str | None = None,
+        use_msc: bool = False,
+        overwrite: bool = True,
+    ) -> None:
+        if use_msc or not single_file_per_rank:
+            wrong = "use_msc=True" if use_msc else "single_file_per_rank=False"
+            raise InvalidArgumentError(f"FileSystemWriterAsync({wrong}) is not supported: leave it out")
+        super().__init__(
+            path,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            separation_hint=separation_hint,
+            overwrite=overwrite,
+        )
+        self.checkpoint_dir = path
+        self.write_buckets: StagedFiles | None = None
+        self._buffer: Buffer | None = None
+        self._places: list[tuple[MetadataIndex, StorageInfo]] = []
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """This rank's part of the global plan, made without the others: files are named by rank."""
+        return dataclasses.replace(local_plan, storage_data=StoragePrefix(f"__{_rank()}_"))
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Copy all that the plan has to shared memory. When this returns nothing refers to live values."""
+        Path(self.path, METADATA).unlink(missing_ok=True)  # of a checkpoint that is overwritten: it ends here
+        self.write_buckets, self._places = StagedFiles(None, [], 0, str(self.path), self.sync_files), []
+        if not plan.items:
+            return
+        values: dict[MetadataIndex, torch.Tensor] = {}
+        objects: dict[Key, bytes] = {}
+        items = [_resolved(item, planner, values, objects) for item in plan.items]
+        layout = lay_out(items, plan.storage_data.prefix, self.thread_count, self.separation_hint)
+        self._buffer = _buffers.take()
+        files, (verdict, _) = self._buffer.stage(layout, objects, b"\0" * VERDICT, values.__getitem__)
+        sizes = [(name, start, size) for name, start, size, _ in files]
+        self._places = _places(layout, {key: len(data) for key, data in objects.items()})
+        self.write_buckets = StagedFiles(self._buffer.image, sizes, verdict, str(self.path), self.sync_files)
+
+    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Any] | None, list[Any]]:
+        """What writes the files, None, and its arguments; (None, None, []) where this rank has nothing to write.
+
+        The function may be called in another process, forked or spawned. Nothing is left to be preloaded.
+        """
+        if not self.write_buckets:
+            return None, None, []
+        return write_staged, None, [_rank(), self.write_buckets, None]
+
+    @staticmethod
+    def preload_tensors(write_buckets: StagedFiles, non_blocking: bool = True) -> StagedFiles:
+        """No-op: `prepare_write_data` has copied all of them."""
+        return write_buckets
+
+    def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
+        """What this rank has written, or why it has not, as torch wraps an exception for other ranks.
+
+        Called when the function of `get_save_function_and_args` has returned, or its process has ended.
+        """
+        if self.write_buckets is None:
+            raise CheckpointError("retrieve_write_results() before prepare_write_data(): nothing was staged")
+        try:
+            written = self._verdict()
+        except CheckpointError as error:
+            return cast(tuple[BaseException, Any], wrap_exception(error))
+        return [WriteResult(index, info.length, info) for index, info in self._places if info.relative_path in written]
+
+    def _verdict(self) -> set[str]:
+        """The names of the files that were written."""
+        staged, buffer, self._buffer = self.write_buckets, self._buffer, None
+        assert staged is not None
+        if not staged:
+            return set()
+        said = staged.heard()
+        if said is None:
+            # The process may still be at work: its memory is nobody else's.
+            raise CheckpointError(
+                f"rank {_rank()}: the process that writes {self.path} ended before it had written everything, or is "
+                "not done yet"
+            )
+        if buffer is not None:
+            _buffers.put(buffer)
+        if said["error"]:
+            raise CheckpointError(f"rank {_rank()}: {self.path} was not written: {said['error']}")
+        return {name for name, _, _ in staged.files}
+
+
+class StagedFiles:
+    """Files in shared memory, on their way to another process.
+
+    Args:
+        image: where they lie; None if there are none.
+        files: name, offset and bytes of each.
+        verdict: offset of what is said of them.
+    """
+
+    def __init__(
+        self, image: Image | None, files: list[tuple[str, int, int]], verdict: int, folder: str, durable: bool
+    ) -> None:
+        self._image = image
+        self.files = files
+        self._verdict = verdict
+        self._folder = folder
+        self._durable = durable
+        self._received = False
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For a process that was spawned: the descriptor travels, and not what is in it."""
+        assert self._image is not None
+        handle = reduction.DupFd(self._image.fd)
+        return _received, (handle, self._image.nbytes, self.files, self._verdict, self._folder, self._durable)
+
+    def write(self) -> None:
+        """Make the files, and say so."""
+        assert self._image is not None
+        region = memoryview(self._image.map)
+        error = ""
+        try:
+            with ThreadPoolExecutor(len(self.files), thread_name_prefix="penstock-write") as pool:
+                tasks = [pool.submit(self._write_one, region[start:], name, size) for name, start, size in self.files]
+                for task in tasks:
+                    task.result()
+        except Exception as failed:
+            error = f"{type(failed).__name__}: {failed}"
+        self._say({"error": error})
+
+    def _write_one(self, region: memoryview, name: str, size: int) -> None:
+        path = Path(self._folder, name)
+        path.unlink(missing_ok=True)
+        write_file(path, region, size, durable=self._durable, passing=lambda _: None)
+
+    def close(self) -> None:
+        """Give up the descriptor, in a process that has received it."""
+        if self._received and self._image is not None:
+            self._image.close()
+
+    def _say(self, what: dict[str, Any]) -> None:
+        """Its length comes last: what is half written is not heard."""
+        assert self._image is not None
+        data = json.dumps(what).encode()
+        if len(data) > VERDICT - LENGTH:
+            data = json.dumps({"error": what["error"][: VERDICT // 16]}).encode()
+        self._image.put(self._verdict + LENGTH, data)
+        self._image.put(self._verdict, len(data).to_bytes(LENGTH))
+
+    def heard(self) -> dict[str, Any] | None:
+        """What was said; None if nothing was."""
+        assert self._image is not None
+        begin = self._verdict + LENGTH
+        length = int.from_bytes(self._image.map[self._verdict : begin])
+        return json.loads(self._image.map[begin : begin + length]) if length else None
+
+
+def write_staged(rank: int, staged: StagedFiles, results_queue: None) -> None:
+    """What the scheduler calls, in whatever process. Raises nothing: `retrieve_write_results` tells how it ended."""
+    staged.write()
+    staged.close()
+
+
+def _received(handle: Any, nbytes: int, *rest: Any) -> StagedFiles:
+    staged = StagedFiles(Image.received(handle.detach(), nbytes), *rest)
+    staged._received = True
+    return staged
+
+
+class _Buffers:
+    """Shared memory that is not in use, for the next writer: making it anew takes longer than all the rest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Buffer] = []
+
+    def take(self) -> Buffer:
+        with self._lock:
+            return self._free.pop() if self._free else Buffer()
+
+    def put(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+
+_buffers = _Buffers()
+
+
+def _resolved(
+    item: WriteItem, planner: SavePlanner, values: dict[MetadataIndex, torch.Tensor], objects: dict[Key, bytes]
+) -> LocalItem:
+    """An item, its value among `values` if it is a plain tensor, else as bytes among `objects`."""
+    data = planner.resolve_data(item)
+    framed = isinstance(data, torch.Tensor) and is_plain(data) and _fits(item, data)
+    local = LocalItem(item, framed)
+    if item.type is WriteItemType.BYTE_IO:
+        objects[local.key] = cast(Any, data).getvalue()
+    elif framed:
+        values[item.index] = cast(torch.Tensor, data)
+    else:
+        tensor = cast(torch.Tensor, data).detach().cpu()
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # a view: torch.save would write all of what it is a view of
+        objects[local.key] = saved_bytes(tensor)
+    return local
+
+
+def _fits(item: WriteItem, data: torch.Tensor) -> bool:
+    planned = item.tensor_data
+    return planned is not None and data.dtype == planned.properties.dtype and data.shape == planned.chunk.sizes
+
+
+def _places(layout: RankLayout, lengths: dict[Key, int]) -> list[tuple[MetadataIndex, StorageInfo]]:
+    found = []
+    for file in layout.files:
+        found += [
+            (one.item.index, StorageInfo(file.name, offset, frame_of(*one.chunk).length)) for one, offset in file.framed
+        ]
+        found += [
+            (one.item.index, StorageInfo(file.name, offset, length)) for one, offset, length in file.places(lengths)[0]
+        ]
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

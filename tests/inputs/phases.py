@@ -1,0 +1,164 @@
+"""A scheduler of asynchronous saves in phases, as Megatron-core and NVRx have them: plan, stage, write, finalize."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
+
+from penstock.client.integrations.megatron import FileSystemWriterAsync
+
+
+def gathered(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def plan(state: dict[str, Any], writer: FileSystemWriterAsync, *, decentralized: bool = False) -> Metadata:
+    """All of a save that comes before it is written."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=rank == 0)
+    writer.set_up_storage_writer(rank == 0)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan(gathered(local))
+    if decentralized:
+        assert writer.can_run_decentralized_global_plan
+        mine = writer.prepare_decentralized_global_plan(plans[rank])
+    else:
+        mine = writer.prepare_global_plan(plans)[rank]
+    writer.prepare_write_data(planner.finish_plan(mine), planner)
+    return metadata
+
+
+class Request:
+    def __init__(self, writer: FileSystemWriterAsync, metadata: Metadata) -> None:
+        self._writer, self._metadata = writer, metadata
+        self.function: Callable[..., None] | None
+        self.function, preload, self.arguments = writer.get_save_function_and_args()
+        assert preload is None
+
+    def write(self) -> None:
+        if self.function is not None:
+            self.function(*self.arguments)
+
+    def write_in(self, method: str, *, kill: bool) -> None:
+        function = _stop if kill else self.function
+        process = multiprocessing.get_context(method).Process(target=function, args=self.arguments)  # type: ignore[attr-defined]
+        process.start()
+        process.join()
+
+    def finalize(self) -> None:
+        """Raises, on all ranks, what one of them raised in its process."""
+        results = gathered(self._writer.retrieve_write_results())
+        for result in results:
+            if isinstance(result, tuple):
+                raise result[0]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._writer.finish(self._metadata, results)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def written(writer: FileSystemWriterAsync) -> list[WriteResult]:
+    found = writer.retrieve_write_results()
+    assert isinstance(found, list)
+    return found
+
+
+def _stop(*arguments: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def values(rank: int, mark: float) -> dict[str, Any]:
+    return {f"rank-{rank}": torch.full((1000,), mark + rank), "shared": torch.full((5,), mark), f"step-{rank}": mark}
+
+
+def check(folder: Path, mark: float) -> None:
+    for rank in range(2):
+        found = values(rank, 0.0)
+        load(found, storage_reader=FileSystemReader(folder), no_dist=True)
+        expected = values(rank, mark)
+        assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(expected[name])) for name in expected)
+
+
+def ranks_save(folder: str) -> list[str]:
+    rank, said = dist.get_rank(), []
+    for step, kill in ((1, False), (2, True), (3, False)):
+        writer = FileSystemWriterAsync(Path(folder) / str(step), thread_count=2)
+        state = values(rank, step)
+        request = Request(writer, plan(state, writer, decentralized=bool(step % 2)))
+        for name in state:
+            state[name] = None
+        request.write_in("spawn" if (rank, step) == (1, 1) else "fork", kill=kill and rank == 1)
+        try:
+            request.finalize()
+            check(Path(folder) / str(step), step)
+            said.append("saved")
+        except Exception as error:
+            said.append(str(error)[: len("rank 1: the process that writes")])
+        dist.barrier()
+    return said
+
+
+def ranks_save_by(package: str, persistent: bool, folder: str) -> str:
+    """With the scheduler of a package that wants CUDA: here it gets the CPU for it."""
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    core = importlib.import_module(package)
+    saver = importlib.import_module(f"{package.rpartition('.')[0]}.state_dict_saver")
+    core.PersistentAsyncCaller.async_loop = staticmethod(_Loop(package))
+    queue = core.AsyncCallsQueue(persistent=persistent)
+    for step in (1, 2, 3):
+        state = values(dist.get_rank(), step)
+        writer = FileSystemWriterAsync(Path(folder) / str(step), thread_count=2, separation_hint="rank")
+        planned = saver.save_state_dict_async_plan(state, writer, None, 0, planner=DefaultSavePlanner())
+        planned = planned[0] if isinstance(planned[0], tuple) else planned
+        function, preload, arguments = writer.get_save_function_and_args()
+        request = core.AsyncRequest(
+            function,
+            arguments,
+            [lambda planned=planned: saver.save_state_dict_async_finalize(*planned)],
+            preload_fn=preload,
+        )
+        queue.schedule_async_request(request)
+        state["shared"].zero_()
+        if step > 1:
+            queue.maybe_finalize_async_calls(blocking=True)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    dist.barrier()
+    for step in (1, 2, 3):
+        check(Path(folder) / str(step), step)
+    return "saved"
+
+
+class _Loop:
+    """A spawned scheduler's loop, with what it wants of CUDA."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._loop = importlib.import_module(package).PersistentAsyncCaller.async_loop
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Loop, (self._package,)
+
+    def __call__(self, *arguments: Any) -> None:
+        torch.cuda.set_device = lambda *_: None
+        torch.cuda.device_count = lambda: 1
+        self._loop(*arguments)
