@@ -97,6 +97,13 @@ def test_place_in_the_queue_of_starts_is_told(world: World) -> None:
     seen = box.watch().version
     worker.beat(report)
     assert box.watch().version == seen
+    world.topics.clear()
+    report.start_place = 2
+    worker.beat(report)
+    assert not [topic for topic in world.topics if topic[0] == "box"], (
+        "each start would wake the boxes of all that wait"
+    )
+    assert box.watch().slots[0].start_place == 2
     worker.lose(worker.of(0))
     assert box.watch().slots[0].start_place == 0
 

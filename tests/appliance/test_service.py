@@ -7,6 +7,7 @@ import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from served import (
     watching,
 )
 
-from penstock.appliance.service import _packed, _parts
+from penstock.appliance.sending import Turns, packed, parts
 from penstock.appliance.states import BoxState
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, _StateGather, blob_name
 from penstock.proto.channel import CHUNK, connect_aio, metadata
@@ -416,18 +417,45 @@ def test_small_parts_go_together_and_mean_the_same() -> None:
         )
         for box, size in enumerate(sizes)
     ]
-    apart, together = list(_parts(states)), list(_packed(states))
+    apart, together = list(parts(states)), [pb.StatePart.FromString(message) for message in packed(states)]
     assert len(together) < len(apart)
     assert max(part.ByteSize() for part in together) < 2 * CHUNK
     gathers = []
-    for parts in (apart, together):
+    for said in (apart, together):
         gather = _StateGather()
-        for part in parts:
+        for part in said:
             gather.add(part)
         gathers.append(gather.all())
     assert gathers[0] == gathers[1]
     assert [len(data) for _, data in gathers[1].records] == sizes
     assert not any(part.parts for part in apart)
+    assert [part for one in together for part in (one.parts or [one])] == apart
+
+
+def test_a_turn_of_the_event_loop_is_given_to_one_at_a_time() -> None:
+    """In their order, and past one that was cancelled: heartbeats are heard between large messages."""
+    got: list[int] = []
+
+    def note(number: int, _: asyncio.Task[None]) -> None:
+        got.append(number)
+
+    async def body() -> None:
+        turns, loop = Turns(), asyncio.get_running_loop()
+        asks = [loop.create_task(turns.next()) for _ in range(5)]
+        for number, ask in enumerate(asks):
+            ask.add_done_callback(partial(note, number))
+        await asyncio.sleep(0)
+        asks[2].cancel()
+        at_once = []
+        while len(got) < len(asks):
+            before = len(got)
+            await asyncio.sleep(0)
+            at_once.append(len(set(got[before:]) - {2}))
+        assert max(at_once) == 1
+        await turns.next()
+
+    asyncio.run(body())
+    assert [number for number in got if number != 2] == [0, 1, 3, 4]
 
 
 def test_workers_whose_passes_ended_earlier_are_asked_again() -> None:

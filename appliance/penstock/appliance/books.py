@@ -388,11 +388,13 @@ class Books:
         """How fast its runner is, and how far ahead; or how many start before it."""
         slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
         slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
-        attempt, box = self.box_of(slot)
+        _, box = self.box_of(slot)
         start_place = report.start_place, report.start_queue
         if start_place != slot.start_place:
             slot.start_place = start_place
-            self.bump_box(attempt, box)
+            # Told with the next answer, which is a beat away at most. Each start changes the place of all that wait: to
+            # wake their boxes each time would be a call for each pair of them.
+            box.version = self.next_version()
         slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
         if slot.gauge.lost_at and not slot.gauge.behind:
             lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0

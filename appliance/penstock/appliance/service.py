@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from penstock.appliance.limits import Limits
 from penstock.appliance.metrics import Vitals
 from penstock.appliance.model import Attempt, SlotKey
 from penstock.appliance.registry import Registry
+from penstock.appliance.sending import Turns, packed, parts
 from penstock.appliance.states import BoxState, Gathering
 from penstock.appliance.store import Store
 from penstock.appliance.syncing import Syncing
@@ -103,33 +104,6 @@ def _in_json(state: BoxState, limit: int) -> BoxState:
     return replace(state, records=records)
 
 
-def _parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
-    for state in states:
-        for index, (record, data) in enumerate(state.records):
-            first, *more = pieces(data) if data else [b""]
-            yield pb.StatePart(record=record, data=first, position=None if index else state.position)
-            for piece in more:
-                yield pb.StatePart(data=piece)
-
-
-def _packed(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
-    """The same, small ones together: with hundreds of boxes that ask for each other's records at once, a message for
-    each would keep the coordinator from its heartbeats."""
-    pack, size = pb.StatePart(), 0
-    for part in _parts(states):
-        nbytes = part.ByteSize()
-        if pack.parts and (size + nbytes > CHUNK or nbytes > CHUNK // 2):
-            yield pack
-            pack, size = pb.StatePart(), 0
-        if nbytes > CHUNK // 2:
-            yield part
-        else:
-            pack.parts.append(part)
-            size += nbytes
-    if pack.parts:
-        yield pack
-
-
 class Service(CoordinatorServicer):
     """
     Args:
@@ -148,6 +122,7 @@ class Service(CoordinatorServicer):
         self._journal = Syncing(registry.books.journal)
         self._disk = Writer(store)
         self._snapshots_in, self._blobs_in = Inflow(limits.transfers_max), Inflow(limits.transfers_max)
+        self._turns = Turns()
         self._drops: list[Drop] = []
         self._beating: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
@@ -258,7 +233,8 @@ class Service(CoordinatorServicer):
         await self._keep_closed()
         return pb.CloseRunReply()
 
-    async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[pb.StatePart]:
+    async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
+        """Yields StateParts; to an asker that packs, serialised ones."""
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
         gathering: Gathering | None = None
@@ -268,7 +244,8 @@ class Service(CoordinatorServicer):
                 noted.attempt, noted.step = closed.attempt, closed.step
                 for state in boxes_of(await self._disk.run(self._store.closed_parts, closed.run)):
                     noted.bytes += state.size
-                    for part in _parts([await self._written(state, request)]):
+                    for part in parts([await self._written(state, request)]):
+                        await self._turns.next()
                         yield part
                 return
             try:
@@ -277,14 +254,13 @@ class Service(CoordinatorServicer):
                 noted.of(gathering)
                 while sent < gathering.num_boxes:
                     async with self._journal.synced():
-                        states = [await self._complete(gathering, sent, until, request.deadline_s)]
-                    if request.packs:
-                        states += gathering.complete_from(sent + 1, CHUNK - states[0].size)
+                        states = await self._message(gathering, sent, until, request)
                     before = loop.time()
                     noted.bytes += sum(state.size for state in states)
                     written = [await self._written(state, request) for state in states]
-                    for part in _packed(written) if request.packs else _parts(written):
-                        yield part
+                    for message in packed(written) if request.packs else parts(written):
+                        await self._turns.next()
+                        yield message
                         # A reader that is slow takes its own time, not the workers'.
                         until, before = until + loop.time() - before, loop.time()
                         gathering.deadline = max(gathering.deadline, until)
@@ -306,6 +282,24 @@ class Service(CoordinatorServicer):
         if request.format != pb.STATE_JSON or request.aggregate_blob:
             return state
         return await asyncio.to_thread(_in_json, state, self._limits.json_max)
+
+    async def _message(
+        self, gathering: Gathering, number: int, until: float, request: pb.FetchStateRequest
+    ) -> list[BoxState]:
+        """The records of this box, once it is complete. For an asker that packs, also of the next ones, as many as go
+        into one message: hundreds of boxes that become complete one by one are else as many messages to each asker."""
+        states: list[BoxState] = []
+        room = CHUNK
+        while number < gathering.num_boxes:
+            state = await self._complete(gathering, number, until, request.deadline_s)
+            if states and state.message_size > room:
+                break
+            states.append(state)
+            room -= state.message_size
+            number += 1
+            if not request.packs or room <= 0:
+                break
+        return states
 
     async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
         """The records of one box, once it is complete."""
@@ -397,6 +391,7 @@ class Service(CoordinatorServicer):
             header, data = found
             yield pb.SnapshotPart(header=header)
             for piece in pieces(data):
+                await self._turns.next()
                 yield pb.SnapshotPart(data=piece)
 
     async def PutState(self, parts: AsyncIterator[pb.AnswerPart], context: _Context) -> pb.PutStateReply:
@@ -477,6 +472,7 @@ class Service(CoordinatorServicer):
         if data is None:
             raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
         for piece in pieces(data):
+            await self._turns.next()
             yield pb.BlobPart(data=piece)
 
     async def FetchHistory(self, request: pb.FetchHistoryRequest, context: _Context) -> AsyncIterator[pb.HistoryPart]:
@@ -491,6 +487,7 @@ class Service(CoordinatorServicer):
                     "any more: a newer one has taken its place; ask again"
                 )
             for piece in pieces(found[1]):
+                await self._turns.next()
                 yield pb.HistoryPart(data=piece)
             return
         books = self._registry.books

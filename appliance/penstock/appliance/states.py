@@ -25,6 +25,7 @@ fleet is never in memory whole. An error may therefore come after the records of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from penstock.appliance.model import Attempt, Box, Place, SlotKey
@@ -122,6 +123,19 @@ class BoxState:
     def size(self) -> int:
         return sum(len(data) for _, data in self.records)
 
+    @cached_property
+    def heads(self) -> list[bytes]:
+        """Each record as a serialised StatePart without its data; the first one with the position."""
+        return [
+            pb.StatePart(record=record, position=None if index else self.position).SerializeToString()
+            for index, (record, _) in enumerate(self.records)
+        ]
+
+    @property
+    def message_size(self) -> int:
+        """Bytes of its serialised parts, at most, as long as each is one message."""
+        return self.size + sum(len(head) + 8 for head in self.heads)
+
 
 @dataclass
 class Gathered:
@@ -205,15 +219,6 @@ class Gathering:
             {number: state.position for number, state in states if state.position is not None},
             self.finals,
         )
-
-    def complete_from(self, number: int, room: int) -> list[BoxState]:
-        """Return the states of the boxes from this one on that are complete, as far as `room` bytes of data go."""
-        found: list[BoxState] = []
-        while self.failure is None and number in self.boxes and self.boxes[number].size <= room:
-            found.append(self.boxes[number])
-            room -= found[-1].size
-            number += 1
-        return found
 
     @property
     def finals(self) -> dict[int, int]:

@@ -147,6 +147,11 @@ def _reading(name: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]
     return read
 
 
+def _serialised(serialise: Callable[[Any], bytes], said: Any) -> bytes:
+    """What a handler yields may be serialised already: once, for many callers."""
+    return said if isinstance(said, bytes) else serialise(said)
+
+
 class _Call:
     """One that is being answered."""
 
@@ -177,7 +182,7 @@ def _translated(
     # the caller, and a traceback in our log.
     codecs = {
         "request_deserializer": read if handler.request_streaming else None,
-        "response_serializer": handler.response_serializer,
+        "response_serializer": partial(_serialised, handler.response_serializer),
     }
     if handler.response_streaming:
         behave_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
