@@ -232,10 +232,16 @@ def test_a_worker_of_an_endless_source_opens_only_its_own_shards() -> None:
     assert {index for _, index in again} == {10}, "each was opened where it was left"
 
 
-def test_a_pass_that_is_begun_after_an_endless_one_is_another_order_of_it() -> None:
+def test_a_pass_that_is_begun_after_an_endless_one_is_another_order_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """And the log says so once: other systems' iterators would go on."""
     loader = loader_of(Counting(4), batch_size=2)
     first = next(iter(loader))
+    assert not caplog.records
     second = next(iter(loader))
+    next(iter(loader))
+    assert [record.getMessage()[:63] for record in caplog.records] == [
+        "a ShardLoader's pass over an endless source was left, and anoth"
+    ]
     assert (first[0][:3], second[0][:3]) == ((0, 0, 0), (0, 0, 0))
     assert first[0][3] == 3
     assert second[0][3] != 3

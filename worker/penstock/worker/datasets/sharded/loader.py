@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,8 @@ from penstock.worker.datasets.sharded.share import Plan, Share
 from penstock.worker.datasets.sharded.states import Ground, Standing, check_order
 
 __all__ = ["ShardLoader"]
+
+_log = logging.getLogger(__name__)
 
 
 class ShardLoader(torch.utils.data.IterableDataset[Any]):
@@ -118,6 +121,8 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
         """Where the pass began, or will."""
         self._stands = True
         """The next pass begins where the loader stands; else in the next epoch."""
+        self._told_again = False
+        """The log says what a pass behind an endless one is."""
         self._share: Share | None = None
         """Of the pass that goes on; an iterator of an earlier one yields nothing more."""
         lengths = None if source.endless else source.lengths(0)
@@ -138,6 +143,12 @@ class ShardLoader(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """The next pass, or the rest of the one that a loaded state is in."""
         if not self._stands:
+            if self.source.endless and not self._told_again:
+                self._told_again = True
+                _log.warning(
+                    "a ShardLoader's pass over an endless source was left, and another one begins: all of the source "
+                    "again, in another order. To go on with the next batch, keep the iterator, or load its state_dict()"
+                )
             self._go_to_epoch(self._begun.progress.epoch + 1)
         self._stands = False
         return _Pass(self)
