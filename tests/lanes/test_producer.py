@@ -20,7 +20,7 @@ from tests.lanes.conftest import count_rings
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
 from penstock.proto.frames import BATCH, END, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
 from penstock.proto.lane import MAX_FRAME, Consumer, Producer, Slab
-from penstock.proto.ring import PAGE, Ring
+from penstock.proto.ring import PAGE, Ring, RingBudget
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 pytestmark = pytest.mark.usefixtures("_nothing_is_left")
@@ -509,6 +509,21 @@ def test_a_ring_that_there_is_no_memory_for_is_an_error_with_its_size(monkeypatc
     monkeypatch.setattr("os.posix_fallocate", short)
     with pytest.raises(OSError, match=r"a ring of 4,194,304 bytes cannot be made: No space left on device"):
         Ring.create(1 << 20, 4)
+
+
+def test_the_rings_of_all_lanes_share_a_budget() -> None:
+    """Each was as large as its sender said: 64 bytes took 4 GiB for every lane."""
+    budget = RingBudget(10 * PAGE)
+    first, second = (Producer(1 << 20, 4 * PAGE, budget) for _ in range(2))
+    assert first.reserve(PAGE) is not None  # four slots
+    assert second.reserve(PAGE) is not None
+    with pytest.raises(OSError, match=r"all lanes of this process must have at most 40,960 bytes, and have 32,768"):
+        second.reserve(2 * PAGE)
+    first.close(say_so=False)
+    del first
+    gc.collect()
+    assert second.reserve(2 * PAGE) is not None
+    second.close(say_so=False)
 
 
 def test_the_producers_socket_tells_of_acks(producer: Producer) -> None:

@@ -67,7 +67,7 @@ from penstock.proto.frames import (
 )
 from penstock.proto.lane_tls import TlsSocket, check_damage, connect_tls
 from penstock.proto.producer import Producer, Slab
-from penstock.proto.ring import PAGE
+from penstock.proto.ring import BOX_BYTES, PAGE, RingBudget
 from penstock.proto.tls import Tls, explain, host_of, load_tls
 from penstock.proto.v1 import lane_pb2, records_pb2
 
@@ -111,7 +111,8 @@ class Lane:
         self._address = ""  # of the daemon
         self._heard = False  # something has come over TCP
         self._silent: PenstockError | None = None  # why it ended: the other host acknowledges nothing
-        self._producer = Producer((max_batch_bytes + PAGE - 1) // PAGE * PAGE)  # as the sender's slots are rounded
+        most = (max_batch_bytes + PAGE - 1) // PAGE * PAGE  # as the sender's slots are rounded
+        self._producer = Producer(most, budget=loop.rings)
         self._producer.on_ack = self._relay
         self._greeted = False
         self._ended = False  # nothing more will be read from TCP
@@ -307,7 +308,7 @@ class Lane:
                 self._waiting = True
             elif kind == RING:
                 self._slot_bytes[frame.ring] = frame.slot_bytes
-                producer.ring_bytes = frame.slot_bytes * frame.slots  # this end's ring is as large as the sender's
+                producer.ring_bytes = min(frame.slot_bytes * frame.slots, BOX_BYTES)  # a ring as large as the sender's
                 if len(self._slot_bytes) > MAX_RINGS:
                     del self._slot_bytes[min(self._slot_bytes)]
             elif kind == STRUCTURE:
@@ -448,6 +449,7 @@ class Loop:
         self.again: set[Lane] = set()
         """Lanes that have something to read which epoll does not know of."""
         self.dialer = Dialer()
+        self.rings = RingBudget()
         self._tls = tls
         self._max_batch_bytes = max_batch_bytes
         self._epoll = select.epoll()

@@ -49,7 +49,7 @@ from penstock.proto.frames import (
     read_frame,
 )
 from penstock.proto.outbox import Outbox
-from penstock.proto.ring import BOX_BYTES, Ring, grown, slots_for
+from penstock.proto.ring import BOX_BYTES, Ring, RingBudget, grown, slots_for
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 __all__ = ["Producer", "Slab"]
@@ -110,10 +110,12 @@ class _Kept:
 class Producer:
     """The end that owns the rings. One for each slot and generation, whatever consumers come and go.
 
-    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.slots_for).
+    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.slots_for), `budget`
+    what they and those of others may take together.
     """
 
-    def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES) -> None:
+    def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
+        self._create_ring = Ring.create if budget is None else budget.create
         self.max_batch_bytes = max_batch_bytes
         self.ring_bytes = ring_bytes
         self.open_epochs = 0
@@ -434,7 +436,7 @@ class Producer:
 
     def _start_ring(self, nbytes: int, previous: int) -> Ring:
         size = grown(nbytes, previous, self.max_batch_bytes)
-        ring = Ring.create(size, slots_for(size, self.ring_bytes))
+        ring = self._create_ring(size, slots_for(size, self.ring_bytes))
         old = self._current
         self._current = self._next_ring
         self._group = max(1, ring.slots // GROUPS)

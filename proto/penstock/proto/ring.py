@@ -20,12 +20,13 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 
 from penstock.proto.errors import LaneLostError, ProtocolError
 from penstock.proto.forks import silence, unshare
 from penstock.proto.free_memory import free_memory
 
-__all__ = ["MAX_SLOTS", "Ring", "grown", "ring_bytes", "slots_for"]
+__all__ = ["MAX_SLOTS", "Ring", "RingBudget", "grown", "ring_bytes", "slots_for"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
@@ -161,3 +162,32 @@ class Ring:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class RingBudget:
+    """Bytes that all rings of a process may take together, as long as anything looks at them. For rings whose sizes are
+    a peer's word: each would fit into the memory that is free, and the last one into none.
+
+    limit: by default, a part of the memory that is free now.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit or int(MOST_OF_FREE * free_memory())
+        self._used = 0
+
+    def create(self, slot_bytes: int, slots: int) -> Ring:
+        """As Ring.create. Raises OSError above the budget too."""
+        size = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE) * slots
+        if self._used + size > self._limit:
+            raise OSError(
+                errno.ENOMEM,
+                f"a ring of {size:,} bytes cannot be made: the rings of all lanes of this process must have at most "
+                f"{self._limit:,} bytes, and have {self._used:,}; make batches smaller, or give it more memory",
+            )
+        ring = Ring.create(slot_bytes, slots)
+        self._used += size
+        weakref.finalize(ring.map, self._give_back, size)
+        return ring
+
+    def _give_back(self, size: int) -> None:
+        self._used -= size

@@ -37,7 +37,7 @@ from penstock.proto.frames import (
     pack_shapes,
 )
 from penstock.proto.producer import MOST_WANTED, Producer
-from penstock.proto.ring import PAGE, Ring
+from penstock.proto.ring import PAGE, Ring, RingBudget
 from penstock.proto.structure import MAX_LEAVES, MAX_RANK
 from penstock.proto.tcp import read_hello, sealed
 from penstock.proto.tensors import Flattener
@@ -321,6 +321,7 @@ class _Loop:
     def __init__(self) -> None:
         self.watched: dict[int, int] = {}
         self.address = "nobody:0"
+        self.rings = RingBudget()
 
     def watch(self, lane: object, fd: int, mask: int) -> None:
         self.watched[fd] = mask
