@@ -57,10 +57,14 @@ class Request:
         if self.function is not None:
             self.function(*self.arguments)
 
-    def write_in(self, method: str, *, kill: bool) -> None:
-        function = _stop if kill else self.function
-        process = multiprocessing.get_context(method).Process(target=function, args=self.arguments)  # type: ignore[attr-defined]
+    def write_elsewhere(self, *, sent: bool, kill: bool) -> None:
+        """In a process. sent: all that it needs is pickled and sent to it, as to one that was spawned."""
+        context = multiprocessing.get_context("fork")
+        queue: Any = context.SimpleQueue()
+        process = context.Process(target=_stop if kill else _receive if sent else self.write, args=(queue,) * sent)
         process.start()
+        if sent:
+            queue.put((self.function, self.arguments))
         process.join()
 
     def finalize(self) -> None:
@@ -79,6 +83,11 @@ def written(writer: FileSystemWriterAsync) -> list[WriteResult]:
     found = writer.retrieve_write_results()
     assert isinstance(found, list)
     return found
+
+
+def _receive(queue: Any) -> None:
+    function, arguments = queue.get()
+    function(*arguments)
 
 
 def _stop(*arguments: Any) -> None:
@@ -105,7 +114,7 @@ def ranks_save(folder: str) -> list[str]:
         request = Request(writer, plan(state, writer, decentralized=bool(step % 2)))
         for name in state:
             state[name] = None
-        request.write_in("spawn" if (rank, step) == (1, 1) else "fork", kill=kill and rank == 1)
+        request.write_elsewhere(sent=step == 1, kill=kill and rank == 1)
         try:
             request.finalize()
             check(Path(folder) / str(step), step)

@@ -102,6 +102,8 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         self.checkpoint_dir = path
         self.write_buckets: StagedFiles | None = None
         self._buffer: Buffer | None = None
+        """In use by a process, until its end is known."""
+        self._failure = ""
         self._places: list[tuple[MetadataIndex, StorageInfo]] = []
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
@@ -145,30 +147,19 @@ class FileSystemWriterAsync(AsyncFileSystemWriter):
         """
         if self.write_buckets is None:
             raise CheckpointError("retrieve_write_results() before prepare_write_data(): nothing was staged")
-        try:
-            written = self._verdict()
-        except CheckpointError as error:
+        if self._buffer is not None:
+            said = self.write_buckets.heard()
+            if said is None:  # the process may still be at work: its memory is nobody else's
+                self._failure = "ended before it had written everything, or is not done yet"
+                self._buffer.close()
+            else:
+                self._failure = said["error"] and f"failed: {said['error']}"
+                _buffers.put(self._buffer)
+            self._buffer = None
+        if self._failure:
+            error = CheckpointError(f"rank {_rank()}: the process that writes {self.path} {self._failure}")
             return cast(tuple[BaseException, Any], wrap_exception(error))
-        return [WriteResult(index, info.length, info) for index, info in self._places if info.relative_path in written]
-
-    def _verdict(self) -> set[str]:
-        """The names of the files that were written."""
-        staged, buffer, self._buffer = self.write_buckets, self._buffer, None
-        assert staged is not None
-        if not staged:
-            return set()
-        said = staged.heard()
-        if said is None:
-            # The process may still be at work: its memory is nobody else's.
-            raise CheckpointError(
-                f"rank {_rank()}: the process that writes {self.path} ended before it had written everything, or is "
-                "not done yet"
-            )
-        if buffer is not None:
-            _buffers.put(buffer)
-        if said["error"]:
-            raise CheckpointError(f"rank {_rank()}: {self.path} was not written: {said['error']}")
-        return {name for name, _, _ in staged.files}
+        return [WriteResult(index, info.length, info) for index, info in self._places]
 
 
 class StagedFiles:
