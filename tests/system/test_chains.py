@@ -30,6 +30,7 @@ STEPS = 64
         (third_party.nodes_weighted, Chain(OVER)),  # restored, its next epoch has another length
         (third_party.begins_where_it_was, Chain(OVER, lost=True)),
         (third_party.raises_once_restored, Chain(OVER, lost=True)),
+        (third_party.never_the_same, Chain(OVER, lost=True)),
         (four_methods.summed, Chain(OVER, lost=True)),  # adds what former launches streamed
         (four_methods.shard_per_worker, Chain(ENDS, announced=True, lost=True)),  # restored at an end, it ends no epoch
     ],
