@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import importlib
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
@@ -20,6 +24,7 @@ from penstock.proto.calls import AsyncCoordinatorClient
 from penstock.proto.channel import connect_aio
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError, NotPermittedError, PenstockError
 from penstock.proto.roles import METHODS, ROLES, Role
+from penstock.proto.secrecy import keep_memory_private
 from penstock.proto.tokens import Tokens, read_token, read_tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -115,6 +120,62 @@ def read_as(uid: int, gid: int, file: Path) -> str:
         said = answer.read()
     os.waitpid(pid, 0)
     return said
+
+
+def in_another_process(work: Callable[[], bool]) -> bool:
+    """What `work` says in a forked child."""
+    pid = os.fork()
+    if not pid:
+        code = 2
+        with contextlib.suppress(BaseException):
+            code = int(not work())
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code < 2
+    return not code
+
+
+def as_a_daemon() -> bool:
+    """Whether a sibling, as runners are, could read this process's environment before and not after it became private,
+    and this process itself still can look at its descriptors."""
+    if os.geteuid() == 0:
+        os.setgid(10001)
+        os.setuid(10001)
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: giving up root has cleared it
+    pid = os.getpid()
+
+    def read() -> bool:
+        try:
+            Path(f"/proc/{pid}/environ").read_bytes()
+        except PermissionError:
+            return False
+        return True
+
+    before = in_another_process(read)
+    keep_memory_private()
+    own = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:1]]
+    return before and not in_another_process(read) and bool(own)
+
+
+def test_what_runs_beside_a_daemon_cannot_read_its_token() -> None:
+    assert in_another_process(as_a_daemon)
+
+
+@pytest.mark.parametrize("module", ["penstock.appliance.__main__", "penstock.worker.__main__"])
+def test_daemons_keep_their_memory_private(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def private() -> None:
+        called.append(module)
+        raise SystemExit
+
+    monkeypatch.setattr(f"{module}.keep_memory_private", private)
+    monkeypatch.setattr(
+        sys, "argv", [module, *(["--coordinator", "c:1", "--slots", "1"] if "worker" in module else [])]
+    )
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main()
+    assert called == [module]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")

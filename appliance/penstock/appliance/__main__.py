@@ -25,6 +25,7 @@ from penstock.appliance.server import IN_MEMORY, announcer, serve
 from penstock.proto.channel import load_tls, read_tokens
 from penstock.proto.errors import PenstockError, UnsafeBindError
 from penstock.proto.own_folders import OwnFolder
+from penstock.proto.secrecy import keep_memory_private
 from penstock.proto.sizes import bytes_of
 
 UNSAFE_BIND = 16
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--balance-after-s", type=float, default=defaults.balance_after_s)
     parser.add_argument("--budget", default=os.environ.get("PENSTOCK_COORDINATOR_BUDGET", ""), help="as 4GiB")
     given = parser.parse_args()
+    keep_memory_private()
     faulthandler.enable()
     logging.basicConfig(format="penstock coordinator: %(message)s")
     if given.lifeline_pid is not None:  # embedded: the training job warns of what its slots meet

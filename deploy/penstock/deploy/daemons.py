@@ -32,6 +32,7 @@ from penstock.proto.addresses import refuse_unsafe
 from penstock.proto.channel import VERSION, is_local
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.logs import JsonLines, TextLines
+from penstock.proto.secrecy import keep_memory_private
 from penstock.proto.tokens import admin_tokens
 
 __all__ = ["run_coordinator", "run_worker"]
@@ -56,7 +57,7 @@ def run_coordinator(
     settings = resolve(CoordinatorSettings, **flags)
     tls_settings = resolve(TlsSettings, **tls_flags)
     telemetry = resolve(TelemetrySettings, **telemetry_flags)
-    _start_log(debug, telemetry, process="coordinator")
+    _begin(debug, telemetry, process="coordinator")
     tls = tls_settings.load()
     refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
     if settings.http:
@@ -118,7 +119,7 @@ def run_worker(
     tls_settings = resolve(TlsSettings, **tls_flags)
     telemetry = resolve(TelemetrySettings, **telemetry_flags)
     name = settings.name or own_name()
-    _start_log(debug, telemetry, process="worker", worker=name)
+    _begin(debug, telemetry, process="worker", worker=name)
     tls = tls_settings.load()
     refuse_unsafe(settings.listen, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
     about = [
@@ -168,8 +169,9 @@ def run_worker(
     _log.info("ended as told")
 
 
-def _start_log(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
+def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
     """`always`: what stands in each line of JSON."""
+    keep_memory_private()
     faulthandler.enable()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())

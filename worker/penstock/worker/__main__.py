@@ -13,6 +13,7 @@ import sys
 
 from penstock.proto.channel import load_tls, read_token
 from penstock.proto.errors import PenstockError, UnsafeBindError
+from penstock.proto.secrecy import keep_memory_private
 from penstock.worker.children import START_DEADLINE_S
 from penstock.worker.daemon import Settings, serve
 
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--ready-fd", type=int)
     options = parser.parse_args()
+    keep_memory_private()
     logging.basicConfig(level=logging.INFO if not options.embedded else logging.WARNING, format="penstock: %(message)s")
     logging.getLogger("penstock.user").setLevel(logging.INFO)
 

@@ -1,0 +1,17 @@
+"""A daemon's memory and environment hold tokens, and user code runs beside it as the same user."""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["keep_memory_private"]
+
+_PR_SET_DUMPABLE = 4
+
+
+def keep_memory_private() -> None:
+    """Let no other process of this user read this one's memory, environment or descriptors, or trace it; root can.
+
+    A process that is started from here by exec is as open as any. There are no core dumps either.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
