@@ -134,5 +134,5 @@ def test_ranks_write_in_processes(tmp_path: Path) -> None:
 def test_their_schedulers_drive_it(tmp_path: Path, package: str, persistent: bool) -> None:
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip("not installed")
-    for outcome in run(2, "phases:ranks_save_by", package, persistent, str(tmp_path)):
+    for outcome in run(2, "phases:ranks_save_by", package, persistent, str(tmp_path), timeout_s=300):
         assert outcome.value == "saved", outcome
