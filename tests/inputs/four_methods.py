@@ -90,6 +90,7 @@ class ShardPerWorker:
         self.previous = self.seen = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        torch.empty((), dtype=torch.int64).random_()  # as torch's DataLoader draws a seed for its workers
         start = self.seen % self.rows
         for at in range(start, self.rows, 4):
             yield {"row": torch.arange(at, at + 4) + 1000 * self.shard}
@@ -115,8 +116,8 @@ class ShardPerWorker:
         return dict(states[(self.shard + behind) % len(states)])
 
 
-def shard_per_worker() -> Any:
-    return ShardPerWorker()
+def shard_per_worker(rows: int = ROWS) -> Any:
+    return ShardPerWorker(rows)
 
 
 class Resuming(ShardPerWorker):

@@ -100,3 +100,18 @@ def test_a_state_that_was_edited_goes_where_it_says(appliance: Appliance) -> Non
     alone = four_methods.summed()
     expected = [plain(batch) for _ in range(2) for batch in alone][2:26]
     assert [plain(batch) for batch in DataExecutor(again, num_steps=24, appliance=appliance)] == expected
+
+
+def test_a_launch_over_many_ends_of_epochs_is_saved(appliance: Appliance) -> None:
+    """Each end is got over once: what is made twice at each would be made 2 ** 20 times in all."""
+    expected = whole(appliance, four_methods.shard_per_worker, 84, rows=8)
+    loader, start = DataLoader(four_methods.shard_per_worker, rows=8), 0
+    for stop in (8, 16, 84):
+        if start:
+            state = loader.state_dict()
+            loader = DataLoader(four_methods.shard_per_worker, rows=8)
+            loader.load_state_dict(state)
+        executor = DataExecutor(loader, num_steps=stop - start, appliance=appliance)
+        assert [plain(batch) for batch in executor] == expected[start:stop]
+        start = stop
+    loader.state_dict()

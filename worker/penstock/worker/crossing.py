@@ -119,15 +119,18 @@ def _cross_as_resumed(source: Source, step: int) -> Base:
 
 
 def _as_resumed(source: Source, start: Base, goal: Place, past: Past, take: Callable[[Any], tuple[int, int]]) -> None:
-    """Bring a loader that is resumed as its launch was back to where it stood, between two epochs."""
+    """Bring a loader that is resumed as its launch was back to where it stood, between two epochs. It got over the ends
+    on the way by itself, and does again: they are not looked at once more."""
 
     def seen(batch: Any) -> None:
         source.digest, samples = take(batch)
         source.place.samples += samples
 
     source.restore(start)
+    source.restored = False
     travel(source, dict(past.left), goal.total, goal.epoch, lambda total, epoch: source.seek(total, epoch, seen))
     catch_up(source, goal.epoch)
+    source.restored = True
 
 
 @dataclass(frozen=True)

@@ -439,7 +439,9 @@ class Source:
         if base.rng_before is None or not self.traits.is_iterator:
             self._restore_rng(base.rng if base.rng_before is None else base.rng_before)
         self._iterate()
-        self.strays = base.is_origin and not as_made and self.past.whole and self.rng() != base.rng
+        self.strays = (
+            base.is_origin and not (as_made or self.by_own_methods) and self.past.whole and self.rng() != base.rng
+        )
         self._restore_rng(base.rng)
         self.place, self.digest = base.place.copy(), base.digest
         if not as_made and self.traits.state_methods:
