@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import streams
-from census import runners
 from cluster import TOKEN, Cluster, running
 from described import described
+from family import runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
