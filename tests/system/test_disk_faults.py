@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import traps
-from census import runners
 from cluster import TOKEN, Cluster, running
+from family import runners
 from small_disk import small_disk_at
 
 from penstock.client import Appliance, DataExecutor, DataLoader
