@@ -62,10 +62,15 @@ class FakeRunner:
         return producer.free_slots > 0 or producer.ring_slots == 0
 
     def send(self, batch: Any) -> bool:
-        """Produce one batch. False if there is no room in the ring."""
+        """Produce one batch. False if there is no room in the ring, or the pass was just heard to be left.
+
+        What is sent after that would pass for a batch of the next one.
+        """
         producer = self.producer
         producer.take_acks()
         producer.flush()
+        if producer.abandoned:
+            return False
         flat = self._flattener.flatten(batch)
         slab = producer.reserve(flat.nbytes, len(flat.shapes))
         if slab is None:
@@ -79,7 +84,6 @@ class FakeRunner:
         return True
 
     def end(self) -> None:
-        self.producer.take_acks()
         self.producer.end(self.epoch, self.total)
         self.epoch += 1
 
