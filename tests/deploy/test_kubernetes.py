@@ -20,6 +20,7 @@ import yaml
 from jobset import JobSet
 from manifests import KUBERNETES, OVERLAYS, Pod, pods, rendered, settings_of
 from pki import Pki
+from pod_monitor import PodMonitor
 from typer.main import get_command
 
 from penstock.deploy.cli import app
@@ -59,6 +60,8 @@ def test_every_document_is_strictly_valid(overlay: str, version: str) -> None:
         if document["kind"] == "JobSet":
             for job in JobSet.model_validate(document).jobs():
                 kubernetes_validate.validate(job, version, strict=True)
+        elif document["kind"] == "PodMonitor":
+            PodMonitor.model_validate(document)
         else:
             kubernetes_validate.validate(document, version, strict=True)
 
@@ -94,7 +97,7 @@ def _selectors(kind: str, spec: dict[str, Any]) -> list[dict[str, str]]:
     match kind:
         case "Service":
             return [spec["selector"]]
-        case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
+        case "Deployment" | "StatefulSet" | "PodDisruptionBudget" | "PodMonitor":
             return [spec["selector"]["matchLabels"]]
         case "NetworkPolicy":
             return [spec["podSelector"]["matchLabels"]]
@@ -142,6 +145,29 @@ def test_the_network_lets_through_what_the_daemons_listen_on_and_nothing_else(ov
         if document["kind"] == "Service":
             told = {port["targetPort"]: port["port"] for port in document["spec"]["ports"]}
             assert told == {"grpc": ports["coordinator"], **({"http": monitoring} if monitoring is not None else {})}
+
+
+def test_the_prometheus_operator_is_told_the_port_the_certificates_and_the_token_of_each_daemon() -> None:
+    documents = rendered("overlays/monitored-by-operator")
+    monitors = {
+        doc["metadata"]["name"]: PodMonitor.model_validate(doc) for doc in documents if doc["kind"] == "PodMonitor"
+    }
+    assert set(monitors) == {"penstock-coordinator", "penstock-worker"}
+    manual = (KUBERNETES.parents[1] / "docs" / "metrics.md").read_text()
+    for pod in pods(documents):
+        (endpoint,) = monitors[f"penstock-{pod.role}"].spec.podMetricsEndpoints
+        assert endpoint.port in {port["name"] for port in pod.container["ports"]}
+        settings = settings_of(pod, documents, DOWNWARD)
+        assert endpoint.scheme == "https"
+        assert settings["PENSTOCK_TLS_CERT"]
+        tls = endpoint.tlsConfig
+        assert [tls.ca.secret.key, tls.cert.secret.key, tls.keySecret.key] == ["ca.crt", "tls.crt", "tls.key"]
+        assert {tls.ca.secret.name, tls.cert.secret.name, tls.keySecret.name} == {"penstock-tls"}
+        assert tls.serverName == "penstock"
+        token = endpoint.authorization.credentials
+        assert (token.name, token.key) == ("penstock-tokens-monitoring", pod.role)
+        assert f"secret generic {token.name}" in manual
+        assert f"--from-file={token.key}=" in manual
 
 
 def test_workers_and_boxes_look_for_the_coordinator_where_it_is() -> None:
