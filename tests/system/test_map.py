@@ -11,7 +11,7 @@ from cluster import TOKEN, Cluster, running
 from mapped import SAMPLES, mapped
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.errors import InputFnError
+from penstock.proto.errors import InputFnError, NotRestartableError
 
 OPTIONS: dict[str, Any] = {"global_batch_size": 12, "tail": "carry"}
 Row = tuple[int, tuple[float, ...], str]
@@ -108,3 +108,31 @@ def test_a_state_of_step_0_goes_on_with_the_order_of_the_run_s_seed(
         resumed = [rows_of(batch) for batch in DataExecutor(again, num_steps=3, appliance=other)]
     assert resumed == rows
     assert len(resumed) == 3
+
+
+def test_synthetic_input_repeats_the_first_batch_of_each_worker_and_has_no_state(cluster: Cluster) -> None:
+    def open_(synthetic: bool) -> Appliance:
+        return Appliance(
+            cluster.address,
+            num_workers_per_box=2,
+            job=f"synthetic-{synthetic}",
+            token=TOKEN,
+            seed=11,
+            timeout_s=60,
+            synthetic=synthetic,
+        )
+
+    loader = DataLoader(mapped, **OPTIONS)
+    with open_(False) as appliance:
+        real = [rows_of(batch) for batch in DataExecutor(loader, num_steps=3, appliance=appliance)]
+        state = loader.state_dict()
+    loader = DataLoader(mapped, **OPTIONS)
+    with open_(True) as appliance:
+        repeated = [rows_of(batch) for batch in DataExecutor(loader, num_steps=7, appliance=appliance)]
+        with pytest.raises(NotRestartableError, match=r"synthetic=True.* repeats the first batch of each worker"):
+            loader.state_dict()
+        resumed = DataLoader(mapped, **OPTIONS)
+        resumed.load_state_dict(state)
+        with pytest.raises(NotRestartableError, match="load no state, or leave synthetic= and PENSTOCK_SYNTHETIC out"):
+            next(iter(DataExecutor(resumed, appliance=appliance)))
+    assert repeated == [*real[:2] * 3, real[0]]

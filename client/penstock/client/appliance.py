@@ -96,6 +96,9 @@ class Appliance:
             "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). Leaving out needs a loader
             that can pass over a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset
             with num_workers=0, or one that has a method skip_batch().
+        synthetic: deliver each worker's first batch again and again, in place of what its loader would go on with, to
+            measure a job without the cost of its input (False). A pass has as many batches as the loader's length says;
+            without one it never ends, so give the executor num_steps. States can neither be saved nor loaded.
         progress: show a line with steps/s and the share of time waited (False).
         http: "host:port" where this process shows its metrics to Prometheus, at /metrics (none). One server for the
             process; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it wants tls_cert, tls_key, and
@@ -135,6 +138,7 @@ class Appliance:
         retention_steps: int | None = None,
         timeout_s: float | None = None,
         poison: Literal["fail", "skip"] | None = None,
+        synthetic: bool | None = None,
         progress: bool | None = None,
         http: str | None = None,
         otel: bool | None = None,
@@ -330,6 +334,7 @@ class Appliance:
         spec.options.force_tcp = self.force_tcp
         spec.options.timeout_s = settings.timeout_s
         spec.options.skip_poison = settings.poison == "skip"
+        spec.options.synthetic = settings.synthetic
         if self.embedded:
             # The same user on the same machine: what this process can import, the workers shall find too.
             spec.sys_path.extend(search_path())

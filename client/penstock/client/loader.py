@@ -272,6 +272,11 @@ class DataLoader:
         if saved is None:
             seed = self._drawn if seed is None else seed
             start = Start(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
+        elif settings.synthetic:
+            raise NotRestartableError(
+                f"a state of {self.name} was loaded, and Appliance(synthetic=True) repeats the first batch of each "
+                "worker, which has no position: load no state, or leave synthetic= and PENSTOCK_SYNTHETIC out"
+            )
         else:
             start = saved.start(settings.box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
             if saved.methods == 0 and saved.positions and not settings.replay:

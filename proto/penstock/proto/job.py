@@ -116,6 +116,11 @@ class JobSettings(Section):
         validation_alias=_named("poison"),
         description="What becomes of a batch that kills its runner again and again: fail or skip.",
     )
+    synthetic: bool = Field(
+        False,
+        validation_alias=_named("synthetic"),
+        description="Repeat each worker's first batch, to measure a job without the cost of its input.",
+    )
     progress: bool = Field(
         False, validation_alias=_named("progress"), description="Show a line of progress while the loop runs."
     )

@@ -42,6 +42,7 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker import generators
 from penstock.worker.control import describe
 from penstock.worker.crossing import cross
+from penstock.worker.first_batch import NOT_SAVED, FirstBatch
 from penstock.worker.restart_points import END, Base, Launch, Past, Place
 from penstock.worker.skipping import CannotSkipError, skip_batch
 from penstock.worker.usercode import load_input_fn, unpacked
@@ -188,6 +189,8 @@ class Source:
                 traits.length = len(loader)
             except (TypeError, NotImplementedError):
                 traits.length = -1
+        if a.loader.options.synthetic:
+            traits.not_restartable = NOT_SAVED
         if self.by_own_methods and self.past.launch.worker is None:
             self.past = self.past.of(replace(self.past.launch, worker=a.slot))
 
@@ -218,7 +221,8 @@ class Source:
             raise InputFnError(
                 f"{self.name} returned {what}; it must return a torch DataLoader or an iterable of batches"
             )
-        self._loader, self._unused = loader, True
+        self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
+        self._unused = True
 
     # ---- passes
 

@@ -193,6 +193,7 @@ class Options(_message.Message):
     FORCE_TCP_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     SKIP_POISON_FIELD_NUMBER: _builtins.int
+    SYNTHETIC_FIELD_NUMBER: _builtins.int
     max_batch_bytes: _builtins.int
     """a batch above is an error"""
     strict_structure: _builtins.bool
@@ -213,6 +214,8 @@ class Options(_message.Message):
     """reported with its stack; 0 = unknown
     a batch that kills its runner again and again is left out, where that is possible
     """
+    synthetic: _builtins.bool
+    """a worker's first batch again and again, instead of its loader's stream"""
     def __init__(
         self,
         *,
@@ -225,10 +228,11 @@ class Options(_message.Message):
         force_tcp: _builtins.bool = ...,
         timeout_s: _builtins.float = ...,
         skip_poison: _builtins.bool = ...,
+        synthetic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "row_digest", b"row_digest", "skip_poison", b"skip_poison", "strict_structure", b"strict_structure", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force_tcp", b"force_tcp", "full_digest", b"full_digest", "max_batch_bytes", b"max_batch_bytes", "replay_without_state", b"replay_without_state", "retention_steps", b"retention_steps", "row_digest", b"row_digest", "skip_poison", b"skip_poison", "strict_structure", b"strict_structure", "synthetic", b"synthetic", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

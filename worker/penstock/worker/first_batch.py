@@ -1,0 +1,44 @@
+"""A loader's first batch in place of its stream: `Appliance(synthetic=True)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from typing import Any
+
+__all__ = ["NOT_SAVED", "FirstBatch"]
+
+NOT_SAVED = (
+    "Appliance(synthetic=True) repeats the first batch of each worker, so there is no position to go on from; measure "
+    "without saving states, or leave synthetic= and PENSTOCK_SYNTHETIC out"
+)
+
+
+class FirstBatch:
+    """Yields the first batch of a loader again and again: as often as its length says in a pass, or for ever.
+
+    The loader makes that one batch and is dropped, and its worker processes with it.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        try:
+            self._length = len(loader)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            self._length = -1
+        self._loader: Iterable[Any] | None = loader
+        self._batches: list[Any] = []
+
+    def __len__(self) -> int:
+        if self._length < 0:
+            raise TypeError("the loader has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._loader is not None:
+            for batch in self._loader:
+                self._batches.append(batch)
+                break
+            self._loader = None
+        for batch in self._batches:
+            return repeat(batch) if self._length < 0 else repeat(batch, self._length)
+        return iter(())
