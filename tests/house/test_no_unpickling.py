@@ -41,7 +41,7 @@ RUNS_CODE = {Path("worker/penstock/worker/usercode.py"): 2}
 """Module -> calls of FORBIDDEN_CALLS in it. The one place is where an embedded worker loads the training script by the
 path that its own user's process named (`check_plain` refuses it from anybody else)."""
 UNPICKLES = {
-    Path("proto/penstock/proto/by_value.py"): ["import marshal", "pickle.Unpickler"],
+    Path("proto/penstock/proto/by_value.py"): ["import cloudpickle", "pickle.Unpickler"],
     Path("worker/penstock/worker/datasets/fetching.py"): ["pickle.loads"],
     Path("worker/penstock/worker/datasets/formats/encodings.py"): ["pickle.loads"],
     Path("client/penstock/client/checkpoint/index.py"): ["pickle.Unpickler"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 import sys
 import types
 from dataclasses import dataclass
@@ -63,15 +62,15 @@ def test_what_has_a_name_goes_by_it() -> None:
 
 def test_a_notebook_s_functions_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = types.ModuleType("__main__")
-    program = "def scale(x): return 2 * x\ndef make(n): return [scale(i) for i in range(n)]\nclass Batch: pass"
+    program = "def scale(x): return 2 * x\ndef make(n): return [scale(i) for i in range(n)]\n"
+    program += "class Batch:\n  def __init__(self): self.made = make(2)"
     exec(program, notebook.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    data = dump(notebook.make)
+    data = dump([notebook.make, notebook.Batch])
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # as in another process
-    assert load(data, no_main)(3) == [0, 2, 4]
-    monkeypatch.setitem(sys.modules, "__main__", notebook)
-    with pytest.raises(pickle.PicklingError, match="class Batch has no name to import: put it into a module"):
-        dump(notebook.Batch())
+    make, batch = load(data, no_main)
+    assert make(3) == [0, 2, 4]
+    assert batch().made == [0, 2]
 
 
 def test_a_script_s_functions_go_by_their_names_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.proto.by_value import dump
 from penstock.proto.errors import InvalidArgumentError, PenstockError, UnsupportedStateError
 from penstock.proto.state import encode_state
 
@@ -84,6 +83,8 @@ def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         reference = reference if reference.only_here else replace(reference, only_here=error)
     assert reference.only_here is not None
     try:
+        from penstock.proto.by_value import dump  # cloudpickle, which few loaders need
+
         data = dump((by_value, args, dict(kwargs)))
     except Exception as error:
         words = f"{reference.only_here.message}. Nor can it go to this machine's own workers: {error}"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.proto.allow import module_of, under
-from penstock.proto.by_value import load
 from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
 from penstock.proto.v1 import records_pb2
 from penstock.worker.control import describe
@@ -123,6 +122,8 @@ def unpacked(
     sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
     if spec.main_path:
         _load_main(spec.main_path)
+    from penstock.proto.by_value import load  # cloudpickle, which few loaders need
+
     given, args, kwargs = load(arguments["by_value"], lambda: _load_main(spec.main_path))
     return fn if given is None else given, args, kwargs
 
