@@ -25,6 +25,7 @@ SEEDS ?= 2000
 BATCHES ?= 200000
 # The fuzzer is made for few versions of Python, so it has an environment of its own.
 FUZZ_VENV := .fuzz-venv
+LOCK_VENV := .lock-venv
 MINUTES ?= 10
 FUZZ_ARGS ?=
 # Of `make pythons`: versions, and --torch for all tests.
@@ -42,7 +43,7 @@ $(BIN)/python -m grpc_tools.protoc \
 	$(PROTOS:proto/%=%)
 endef
 
-.PHONY: help setup proto proto-check proto-baseline lint format format-check types docs collect pytest test simulate chaos fuzz demo
+.PHONY: help setup lock proto proto-check proto-baseline lint format format-check types docs collect pytest test simulate chaos fuzz demo
 .PHONY: soak demo-streaming signals slurm loaders node helm bench bench-peers storm peers pythons clean
 
 help: ## list the targets
@@ -50,11 +51,23 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything that development needs
 
-$(STAMP): pyproject.toml
+# The lock is for Python 3.11 on Linux with x86-64; elsewhere pip finds what pyproject.toml admits.
+LOCKED := import sys, sysconfig; sys.exit(sys.version_info[:2] != (3, 11) or sysconfig.get_platform() != 'linux-x86_64')
+
+$(STAMP): pyproject.toml deploy/locks/development.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "$$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -n 1)"
-	$(BIN)/python -m pip install --editable '.[dev]'
+	if $(BIN)/python -c "$(LOCKED)"; then \
+		$(BIN)/python -m pip install --no-deps --require-hashes --requirement deploy/locks/development.txt \
+		&& $(BIN)/python -m pip install --no-deps --no-build-isolation --editable .; \
+	else \
+		$(BIN)/python -m pip install --editable '.[dev]'; \
+	fi
 	touch $@
+
+lock: ## write deploy/locks anew, with the newest versions that pyproject.toml admits
+	test -x $(LOCK_VENV)/bin/uv || { $(PYTHON) -m venv $(LOCK_VENV) && $(LOCK_VENV)/bin/pip install uv==0.13.9; }
+	$(LOCK_VENV)/bin/python deploy/locks/relock.py $(LOCK_VENV)/bin/uv
 
 proto: $(STAMP) ## regenerate the protobuf code
 	$(call protoc,proto)

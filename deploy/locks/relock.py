@@ -1,0 +1,46 @@
+"""Write the lock files beside this one: `make lock`. They say which files pip may install, by their hashes.
+
+torch is in none of them: which build of it a machine wants, for processors or for accelerators, is not ours to say.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LOCKS = {
+    "development": ("3.11", ("dev",), ("torch",)),
+    "coordinator": ("3.12", ("metrics", "otel"), ("torch", "fsspec")),
+    "worker": ("3.12", ("compression", "http", "metrics", "otel", "s3", "streaming"), ("torch",)),
+}
+"""Lock -> Python, extras, and what is left out. The last two are those of the images: ../docker/Dockerfile."""
+HEADER = "# {name}: what pip may install on Python {python} and Linux, by hash. Written by `make lock`; not by hand.\n"
+
+
+def relock(uv: str, name: str) -> None:
+    """Write one lock with the newest versions that pyproject.toml admits."""
+    python, extras, without = LOCKS[name]
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(d for extra in extras for d in project["optional-dependencies"][extra])]
+    with tempfile.TemporaryDirectory() as folder:
+        excluded = Path(folder, "excluded.txt")
+        excluded.write_text("\n".join(without))
+        command = [uv, "pip", "compile", "-", "--quiet", "--generate-hashes", "--no-header", "--no-annotate"]
+        command += ["--no-config", "--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
+        done = subprocess.run(
+            [*command, "--excludes", str(excluded)],
+            input="\n".join(wanted),
+            text=True,
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    (HERE / f"{name}.txt").write_text(HEADER.format(name=name, python=python) + done.stdout)
+
+
+if __name__ == "__main__":
+    for name in LOCKS:
+        relock(sys.argv[1], name)

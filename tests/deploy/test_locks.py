@@ -1,0 +1,54 @@
+"""deploy/locks: each lock has all that pyproject.toml asks for, pinned and by hash."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPO = Path(__file__).parents[2]
+LOCKS = REPO / "deploy" / "locks"
+KINDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = runpy.run_path(str(LOCKS / "relock.py"))["LOCKS"]
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Package -> version. Every entry must have a hash."""
+    entries = re.split(r"\n(?=\S)", (LOCKS / f"{name}.txt").read_text().strip())
+    found: dict[str, str] = {}
+    for entry in entries:
+        if not entry.startswith("#"):
+            package, version = entry.split()[0].split("==")
+            assert "--hash=sha256:" in entry, package
+            found[canonicalize_name(package)] = version
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_lock_has_what_the_package_asks_for_in_a_version_that_it_admits(name: str) -> None:
+    python, extras, without = KINDS[name]
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(d for extra in extras for d in project["optional-dependencies"][extra])]
+    locked = pinned(name)
+    for requirement in map(Requirement, wanted):
+        environment: Any = {**default_environment(), "python_version": python}
+        if requirement.marker is not None and not requirement.marker.evaluate(environment):
+            continue
+        if requirement.name in without:
+            assert requirement.name not in locked
+        else:
+            where = f"{name}.txt does not fit {requirement}: make lock"
+            assert requirement.specifier.contains(locked.get(canonicalize_name(requirement.name), "0"), True), where
+
+
+def test_the_image_of_workers_has_the_extras_that_are_locked_for_it() -> None:
+    dockerfile = (REPO / "deploy" / "docker" / "Dockerfile").read_text()
+    assert re.findall(r"^ARG EXTRAS=(\S+)$", dockerfile, re.MULTILINE) == [",".join(KINDS["worker"][1])]
+    for name in set(KINDS) - {"development"}:
+        assert f"--require-hashes --requirement deploy/locks/{name}.txt" in dockerfile
