@@ -9,7 +9,7 @@ import pytest
 
 from penstock.appliance.journal import Journal, StateDir
 from penstock.appliance.limits import MIB, Limits
-from penstock.appliance.pace import MOST_STRAIN, Pace, Promise, of_boxes, of_workers, share, strained
+from penstock.appliance.pace import MOST_STRAIN, Pace, Promise, of_boxes, of_workers, patience_s, share, strained
 from penstock.appliance.testing import World
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -52,6 +52,10 @@ def test_strain_rises_with_ticks_that_are_late_and_falls_with_those_that_are_not
     for _ in range(200):
         strain = strained(strain, 0.31, 0.3)
     assert strain == 1.0
+
+
+def test_a_late_coordinator_waits_for_silent_peers_up_to_another_lease() -> None:
+    assert [patience_s(strain, 3.0) for strain in (1.0, 1.5, 2.0, MOST_STRAIN)] == [0.0, 1.5, 3.0, 3.0]
 
 
 def test_polls_of_a_fleet_are_spread_over_the_beat() -> None:
@@ -183,10 +187,12 @@ def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
     for _ in range(4):  # 0.9 s from tick to tick, where 0.3 s was meant: its calls may wait in the queue
         world.now += 0.9
         world.registry.tick()
-    assert "w" in world.registry.books.workers  # after 3.6 s, with a lease of 3 s
-    for _ in range(3):
+    for _ in range(11):
         world.now += 0.3
         world.registry.tick()
+    assert "w" in world.registry.books.workers  # after 6.9 s, with a lease of 3 s: 1.2 s late, and then patient
+    world.now += 0.6
+    world.registry.tick()
     assert "w" not in world.registry.books.workers
 
 

@@ -433,9 +433,9 @@ class Books:
             if self.room.is_full:
                 return
 
-    def drop_silent(self, now: float) -> None:
-        """Workers whose lease has ended are gone."""
-        for worker in [worker for worker in self.workers.values() if worker.lease_until <= now]:
+    def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
+        """Workers whose lease ended so long ago are gone."""
+        for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
             del self.workers[worker.name]
             note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
             if not worker.left:

@@ -62,7 +62,8 @@ class Limits:
     stall_s: float = 1.0
     """A coordinator that was itself stopped for longer extends every lease by the gap: it has heard nobody, and that
     says nothing about them. One that is only late, because there is more to do than it can, extends them by that: what
-    it has not got to yet may be the very call that it waits for."""
+    it has not got to yet may be the very call that it waits for. Nobody is lost to such a one for silence of less than
+    two leases: see pace.patience_s."""
     linger_s: float = 60.0
     """A closed box keeps its workers so long while others are open: a rank that saves after its last step still gets
     the state of those that left before it."""

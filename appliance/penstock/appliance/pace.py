@@ -81,6 +81,15 @@ def strained(strain: float, gap_s: float, tick_s: float) -> float:
     return max(1.0, strain * 0.98)
 
 
+def patience_s(strain: float, lease_s: float) -> float:
+    """Seconds that a silent peer has beyond its lease, up to another lease.
+
+    A coordinator that is late cannot tell silence from its own deafness: what it has not got to yet may be the very
+    call that it waits for, and others of its machine may be as late as it is.
+    """
+    return lease_s * min(1.0, strain - 1.0)
+
+
 class Promise:
     """The longest lease of a kind that a peer may still go by, noted where the next coordinator finds it.
 

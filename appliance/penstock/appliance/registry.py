@@ -28,7 +28,7 @@ from penstock.appliance.journal import Journal
 from penstock.appliance.ledger import Kept, Ledger
 from penstock.appliance.limits import Limits
 from penstock.appliance.model import Attempt, AttemptState, Box, Place, Run, Slot, SlotKey, Worker, client_of, shown
-from penstock.appliance.pace import Promise, strained
+from penstock.appliance.pace import Promise, patience_s, strained
 from penstock.appliance.placement import nobody_may
 from penstock.appliance.restore import restore
 from penstock.appliance.states import Gathering
@@ -529,14 +529,15 @@ class Registry:
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        books.drop_silent(now)
+        books.drop_silent(now, patience_s(books.strain, books.worker_pace().lease_s))
         books.count_fleet(now)
+        overdue = now - patience_s(books.strain, books.box_pace().lease_s)
         named: set[str] = set()
         books.live_boxes = 0
         for attempt in books.open_attempts():
             for box in attempt.boxes.values():
                 named |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
-                if box.place is Place.LIVE and box.lease_until <= now:
+                if box.place is Place.LIVE and box.lease_until <= overdue:
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
                     books.vacate(attempt, box, Place.GONE, note)
