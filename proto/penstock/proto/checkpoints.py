@@ -23,6 +23,7 @@ Imported by a process that has neither torch nor gRPC (client/checkpoint/writer.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -38,6 +39,7 @@ from typing import Any
 import xxhash
 
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, DeadlineError
+from penstock.proto.plain_files import open_plain
 
 __all__ = [
     "ASKED",
@@ -86,6 +88,8 @@ POLL_S = 0.05
 TRIES = 3
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
+_FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
+"""A name within a checkpoint's folder, and never out of it."""
 _STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
 """What write_whole leaves of LATEST when it is stopped, and a rank that looks whether it can write."""
 
@@ -141,7 +145,10 @@ class File:
     @classmethod
     def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> File:
         """Raises ValueError for what `row` did not make."""
-        return cls(str(name), int(nbytes), str(xxh3), str(parts))
+        file = cls(str(name), int(nbytes), str(xxh3), str(parts))
+        if not _FILE.fullmatch(file.name) or file.nbytes < 0:
+            raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is no file of a checkpoint's own folder")
+        return file
 
 
 @dataclass(frozen=True)
@@ -209,7 +216,8 @@ def read_manifest(path: Path) -> Manifest:
     """
     where = path / MANIFEST
     try:
-        return Manifest.decode(where.read_bytes(), where)
+        with open(open_plain(where), "rb") as file:
+            return Manifest.decode(file.read(), where)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is no checkpoint of Penstock's") from None
     except OSError as error:
@@ -330,7 +338,7 @@ def pinned(path: Path) -> Iterator[int]:
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, folder)
-            manifest = os.open(MANIFEST, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+            manifest = open_plain(MANIFEST, folder=folder)
             held.callback(os.close, manifest)
         except OSError as error:
             raise CheckpointNotFoundError(f"{path} cannot be read: {error.strerror}") from error
@@ -346,9 +354,9 @@ def claimed(path: Path) -> Iterator[bool]:
     """Whether a checkpoint can be deleted, for nobody has pinned it; nor does anybody meanwhile."""
     try:
         try:
-            manifest = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+            manifest = open_plain(path / MANIFEST, os.O_RDWR)
         except PermissionError:
-            manifest = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+            manifest = open_plain(path / MANIFEST)
     except OSError:
         yield True  # no checkpoint (any more): nobody reads it
         return
@@ -381,9 +389,14 @@ def locked(folder: Path, timeout_s: float, *, silence_s: float | None = None, be
     Raises DeadlineError, naming who holds it. A file system without locks is used without.
     """
     try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:  # another user's: it can be held all the same
-        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # another user's: it can be held all the same
+            handle = open_plain(folder / LOCK)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise CheckpointError(f"{folder / LOCK} cannot be locked: {error.strerror}") from error
     ended = threading.Event()
     try:
         _take(handle, folder, timeout_s, silence_s)
@@ -424,13 +437,17 @@ def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) 
 def sign_of_life(path: Path) -> None:
     """Leave one, for `last_sign` of anybody who sees the folder. Costs a change of a file's time."""
     with suppress(OSError):
-        path.touch()
+        handle = open_plain(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.utime(handle)
+        finally:
+            os.close(handle)
 
 
 def last_sign(path: Path) -> int:
     """Differs from the last time if there was another sign of life. Times of two machines are never compared."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a network file system asks its server then
+        handle = open_plain(path)  # a network file system asks its server then
     except OSError:
         return 0
     try:
@@ -466,7 +483,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 def _checksum_of(path: Path) -> str:
     hasher = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with open(open_plain(path), "rb", buffering=0) as file:
         while piece := file.read(CHUNK):
             hasher.update(piece)
     return hasher.hexdigest()

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from penstock.client.checkpoint.frames import saved_bytes
+from penstock.client.checkpoint.pickles import bounded
 from penstock.client.checkpoint.torch_private import without_crc32
-from penstock.proto.errors import CheckpointError
+from penstock.proto.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["load_object", "load_tensor", "plain_bytes"]
 
@@ -90,19 +92,38 @@ def load_object(data: bytes, name: str, where: str, *, unsafe: bool) -> Any:
     begin = _pickle_at(data)
     if begin is not None:
         try:
-            return _Plain(io.BytesIO(data[begin:])).load()  # a pickle says where it ends
+            return _Plain(io.BytesIO(bounded(data[begin:]))).load()  # a pickle says where it ends
         except Exception:  # not a plain value; whatever it is is torch's to tell
             pass
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not unsafe)
+        return torch.load(_stored(data), map_location="cpu", weights_only=not unsafe)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{name!r} of {where} is an object of a class that is not loaded unasked: restore(..., "
             f"allow_unsafe_types=True) does, if nobody else can have written this checkpoint ({error})"
         ) from error
+    except Exception as error:  # whatever bytes of any content lead to
+        raise CheckpointError(f"{name!r} of {where} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def load_tensor(data: bytes) -> torch.Tensor:
-    """One that torch.save wrote."""
-    tensor: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+def load_tensor(data: bytes, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    """One that torch.save wrote. Raises CheckpointCorruptError, with the name, for anything but such a one."""
+    try:
+        tensor = torch.load(_stored(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever bytes of any content lead to
+        raise CheckpointCorruptError(f"{name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
+        raise CheckpointCorruptError(f"{name!r} is not the {dtype} tensor of {list(sizes)} that the index says")
     return tensor
+
+
+def _stored(data: bytes) -> io.BytesIO:
+    """A file of what torch.save wrote, which is no longer when it is read. Raises ValueError for an archive whose
+    contents are: torch.save compresses nothing."""
+    file = io.BytesIO(data)
+    if data[:2] == b"PK":
+        with zipfile.ZipFile(file) as archive:
+            if sum(one.file_size for one in archive.infolist()) > len(data):
+                raise ValueError("an archive holds more than its own length")
+        file.seek(0)
+    return file

@@ -30,6 +30,7 @@ from penstock.client.checkpoint.objects import load_tensor
 from penstock.client.checkpoint.torch_private import copy_all, find_state_dict_object
 from penstock.proto.checkpoints import File
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
+from penstock.proto.plain_files import open_plain
 
 __all__ = ["Fill", "read", "read_file"]
 
@@ -136,7 +137,7 @@ def read(
             file = files.get(name)
             if file is None:
                 raise CheckpointCorruptError(f"{name}: the manifest does not have it")
-            handles.append(_open(folder, name))
+            handles.append(_open(folder, file))
             if not file.parts:
                 _check_whole(handles[-1], file)
             reader = _Reader(handles[-1], file, fills, objects)
@@ -159,7 +160,7 @@ def read(
 
 def read_file(folder: int, file: File) -> bytes:
     """All of one, which is short."""
-    handle = _open(folder, file.name)
+    handle = _open(folder, file)
     try:
         return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
     finally:
@@ -227,7 +228,7 @@ class _Reader:
             if archive.shape is None:
                 self._objects[archive.name] = bytes(view[start : start + archive.length])
             else:
-                values = _values(view[start : start + archive.length], archive.shape)
+                values = _values(view[start : start + archive.length], archive.name, archive.shape)
                 for piece in archive.pieces:
                     self._hand_over(archive.name, piece, values, keep=keep)
 
@@ -271,7 +272,7 @@ def _is_kept(run: list[_Archive], nbytes: int) -> bool:
     return nbytes - needed <= WASTE * count
 
 
-def _values(archive: memoryview, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
     """A tensor, from what torch.save wrote: its values lie in one piece, between bytes that are known."""
     frame, (dtype, sizes) = frame_of(*shape), shape
     before = len(frame.before)
@@ -280,7 +281,7 @@ def _values(archive: memoryview, shape: tuple[torch.dtype, tuple[int, ...]]) -> 
             return torch.empty(sizes, dtype=dtype, device="cpu")
         values = torch.frombuffer(archive, dtype=dtype, count=math.prod(sizes), offset=before)
         return values if len(sizes) == 1 else values.view(sizes)
-    return load_tensor(bytes(archive))  # written by another version of torch, or not a plain one
+    return load_tensor(bytes(archive), name, dtype, sizes)  # written by another version of torch, or not a plain one
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -296,11 +297,15 @@ def _narrow(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> t
     return tensor
 
 
-def _open(folder: int, name: str) -> int:
+def _open(folder: int, file: File) -> int:
     try:
-        return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+        handle = open_plain(file.name, folder=folder)
     except OSError as error:
-        raise CheckpointCorruptError(f"{name}: cannot be read: {error.strerror}") from error
+        raise CheckpointCorruptError(f"{file.name}: cannot be read: {error.strerror}") from error
+    if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # before there is memory for it
+        os.close(handle)
+        raise CheckpointCorruptError(f"{file.name}: {nbytes:,} bytes where {file.nbytes:,} were written")
+    return handle
 
 
 def _read(handle: int, begin: int, nbytes: int, name: str) -> torch.Tensor:

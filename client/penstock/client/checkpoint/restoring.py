@@ -187,7 +187,7 @@ def _load(
     if METADATA not in files:
         raise CheckpointCorruptError(f"{METADATA}: the manifest does not have it")
     data = read_file(folder, files[METADATA])
-    metadata = read_index(data, path / METADATA)
+    metadata = read_index(data, path / METADATA, {file.name: file.nbytes for file in manifest.files})
     if (digest := xxhash.xxh3_128_hexdigest(data)) != files[METADATA].xxh3:
         raise CheckpointCorruptError(f"{METADATA}: checksum {digest} where {files[METADATA].xxh3} was written")
     paths: dict[str, tuple[Any, ...]] = dict(metadata.planner_data)

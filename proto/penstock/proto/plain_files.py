@@ -1,0 +1,46 @@
+"""Files in folders that others can write to: opened as files and nothing else.
+
+A name there may be another user's, and lead anywhere: a link to a file of ours, which a lock would cut to nothing; a
+FIFO, which waits for ever; a device, which never ends. What is written is therefore never reached through a link, and
+what is no file is refused before a byte is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["open_plain"]
+
+
+def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
+    """A descriptor of a file. Raises OSError: what has the name is a folder, a FIFO, a socket or a device; or a link,
+    and the file is opened to be written.
+
+    folder: a descriptor of the folder that `path` is relative to.
+    """
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
+    try:
+        handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            why = f"it is a link ({_target(path, folder)}), and is not written through: remove it"
+            raise OSError(errno.ELOOP, why, str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO or a socket
+            raise OSError(errno.ENXIO, "it is no file", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.ENXIO, "it is no file", str(path))
+    os.set_blocking(handle, True)
+    return handle
+
+
+def _target(path: str | Path, folder: int | None) -> str:
+    try:
+        return f"to {os.readlink(path, dir_fd=folder)}"
+    except OSError:
+        return "it leads nowhere"
