@@ -31,7 +31,7 @@ from benchmarks.fleet_peers import JOB, FakeBox, FakeWorker, Payload, Tally
 from benchmarks.processes import cpu_s
 
 from penstock.proto.calls import AsyncCoordinatorClient
-from penstock.proto.channel import connect_aio, metadata
+from penstock.proto.channel import connect_aio
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 
@@ -272,7 +272,7 @@ class Fleet:
         """One box asks for the state of all workers at its newest step."""
         self.payload.state = bytes(size)
         first, last, records, nbytes = [], [], 0, 0
-        token = metadata(os.environ["PENSTOCK_TOKEN"])
+        token = (("authorization", f"Bearer {os.environ['PENSTOCK_TOKEN']}"),)
         async with connect_aio(self.address) as channel, self.measured() as found:
             stub = CoordinatorStub(channel)
             for _ in range(rounds):

@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from penstock.proto import tracing, wire_errors
+from penstock.proto import proven_calls, tracing, wire_errors
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
 from penstock.proto.channel import (
     CHUNK,
@@ -218,16 +218,16 @@ def test_a_wrong_or_missing_token_is_refused_whatever_the_kind_of_call() -> None
     trial(body, token="other")
 
 
-def test_another_protocol_is_refused_with_both_versions_and_the_remedy() -> None:
+def test_another_protocol_is_refused_with_both_versions_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        client._metadata = (client._metadata[0], ("penstock-protocol", "7"), ("penstock-version", "9.9.9"))
+        monkeypatch.setattr(proven_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9")))
         with pytest.raises(VersionSkewError) as caught:
             await client.open_run(pb.OpenRunRequest())
         assert caught.value.message == (
             f"the caller (Penstock 9.9.9) speaks protocol 7, the coordinator (Penstock {VERSION}) protocol {PROTOCOL}: "
             "install the same release on both ends"
         )
-        client._metadata = client._metadata[:1]
+        monkeypatch.setattr(proven_calls, "_RELEASE", ())
         with pytest.raises(VersionSkewError, match="speaks no protocol number"):
             await client.open_run(pb.OpenRunRequest())
 
@@ -409,12 +409,12 @@ def test_a_refusal_is_heard_although_a_write_fails_after_it(monkeypatch: pytest.
 
         def made(_: AsyncIterator[pb.BlobPart], **named: Any) -> Any:
             calls.append(overtaken(put(nothing(), **named)))
-            return calls[0]
+            return calls[-1]
 
         monkeypatch.setattr(client._stub, "PutBlob", made)
         with pytest.raises(AuthenticationError, match=r"the token is wrong"):
             await client.put_blob(b"x")
-        assert await calls[0].code() is grpc.StatusCode.INTERNAL  # what it says itself
+        assert await calls[-1].code() is grpc.StatusCode.INTERNAL  # what it says itself
 
     trial(body, token="other")
 

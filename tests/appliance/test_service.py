@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from bearer import metadata
 from google.protobuf import descriptor_pb2
 from served import (
     DEADLINE_S,
@@ -32,7 +33,7 @@ from served import (
 from penstock.appliance.sending import Turns, packed, parts
 from penstock.appliance.states import BoxState
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, _StateGather, blob_name
-from penstock.proto.channel import CHUNK, connect_aio, metadata
+from penstock.proto.channel import CHUNK, connect_aio
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     DeadlineError,
@@ -333,7 +334,7 @@ def test_parts_that_do_not_add_up_are_a_protocol_error() -> None:
             put = client._stub.PutSnapshot
             for size, words in ((2, "more than the 2 bytes declared"), (9, "9 bytes declared, 4 came")):
                 with pytest.raises(ProtocolError, match=words), client._guarded("PutSnapshot", DEADLINE_S):
-                    await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=client._metadata)
+                    await put(parts(size, b"ab", b"cd"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
             assert await client.get_snapshots(query()) == []
 
     trial(body)
@@ -350,8 +351,8 @@ def test_a_blob_that_is_not_what_it_is_called_is_refused() -> None:
             pytest.raises(ProtocolError, match="4 bytes came that are not those of"),
             client._guarded("PutBlob", DEADLINE_S),
         ):
-            await put(parts(b"evil"), timeout=DEADLINE_S, metadata=client._metadata)
-        await put(parts(b"good"), timeout=DEADLINE_S, metadata=client._metadata)
+            await put(parts(b"evil"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
+        await put(parts(b"good"), timeout=DEADLINE_S, metadata=metadata(TOKEN))
         assert await client.get_blob(blob_name(b"good")) == b"good"
 
     trial(body)

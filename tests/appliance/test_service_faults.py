@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bearer import metadata
 from grpc.aio import EOF
 from served import DEADLINE_S, LIMITS, TOKEN, all_ready, asking, daemon, opening, trial, until_ready
 
@@ -101,7 +102,7 @@ def test_an_answer_whose_askers_have_left_is_not_taken_in(registries: list[Regis
             yield pb.AnswerPart(data=b"x")
             await asyncio.Event().wait()  # the rest is only sent if somebody takes it
 
-        call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=client._metadata)
+        call = client._stub.PutState(parts(), timeout=DEADLINE_S, metadata=metadata(TOKEN))
         gathering = next(iter(registry.desk._open.values()))
         if where == "on the way":
             await until(lambda: gathering.held == 1000)
@@ -127,7 +128,7 @@ def test_the_time_that_a_reader_takes_is_given_back_with_each_part(registries: l
         async with daemon(address, "w", large):
             await until_ready(client)
             (registry,) = registries
-            call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=client._metadata)
+            call = client._stub.FetchState(asking(0, 2), timeout=DEADLINE_S, metadata=metadata(TOKEN))
             await call.read()
             (gathering,) = registry.desk._open.values()
             before = gathering.deadline

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bearer import metadata
 from served import TOKEN, coordinator
 
 from penstock.appliance.journal import Journal, StateDir
@@ -38,8 +39,8 @@ def test_seconds_that_no_clock_has_said_are_refused_and_cost_nothing() -> None:
                 beat = pb.HeartbeatRequest(worker="w", session="s", hold_s=bad)
                 report = pb.SlotReport(run="job/0", attempt=1, generation=1, batches_per_s=bad)
                 calls: list[Any] = [
-                    client._stub.WatchRun(watch, timeout=5, metadata=client._metadata),
-                    client._stub.Heartbeat(beat, timeout=5, metadata=client._metadata),
+                    client._stub.WatchRun(watch, timeout=5, metadata=metadata(TOKEN)),
+                    client._stub.Heartbeat(beat, timeout=5, metadata=metadata(TOKEN)),
                 ]
                 began = time.process_time()
                 for call in calls:
@@ -50,7 +51,7 @@ def test_seconds_that_no_clock_has_said_are_refused_and_cost_nothing() -> None:
                     await client.heartbeat(pb.HeartbeatRequest(worker="w", session="s", slots=[report]))
                 fetch = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=bad)
                 with pytest.raises(Exception, match=r"deadline_s=.*lies between"):
-                    async for _ in client._stub.FetchState(fetch, timeout=5, metadata=client._metadata):
+                    async for _ in client._stub.FetchState(fetch, timeout=5, metadata=metadata(TOKEN)):
                         pass
 
     asyncio.run(run())

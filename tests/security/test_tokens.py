@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,23 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from tests.security.conftest import SECRETS, Starter
 
-from penstock.proto.calls import AsyncCoordinatorClient
-from penstock.proto.channel import connect_aio
-from penstock.proto.errors import AuthenticationError, InvalidArgumentError, NotPermittedError, PenstockError
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.channel import connect_aio, server_aio
+from penstock.proto.errors import (
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    InvalidArgumentError,
+    NotPermittedError,
+    PenstockError,
+    SupersededError,
+)
+from penstock.proto.proof import CHALLENGE_KEY, PROOF_KEY
 from penstock.proto.roles import METHODS, ROLES, Role
 from penstock.proto.secrecy import keep_memory_private
 from penstock.proto.tokens import Tokens, read_token, read_tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from penstock.proto.wire_errors import abort
 
 TEXT = "client:c-token\nworker:w-token\n\n admin:a-token \n"
 
@@ -283,6 +294,113 @@ def test_a_role_may_make_its_calls_and_no_other(address: str, role: Role) -> Non
 
     assert CALLS.keys() == METHODS.keys()
     asyncio.run(run())
+
+
+class Impostor(grpc.GenericRpcHandler):
+    """Answers every call as a coordinator would, and keeps what it was shown."""
+
+    def __init__(self, challenges: bool, refuses: bool) -> None:
+        self.heard: list[str] = []
+        self._challenges, self._refuses = challenges, refuses
+
+    def service(self, details: Any) -> Any:
+        shown = dict(details.invocation_metadata)
+        self.heard += [f"{key}: {value!r}" for key, value in shown.items()]
+
+        async def answer(_: Any, context: Any) -> Any:
+            if self._challenges and " " not in shown["authorization"]:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "", ((CHALLENGE_KEY, "0" * 32),))
+            # All that one can who does not know the token: say back what it was told.
+            context.set_trailing_metadata(((PROOF_KEY, shown["authorization"].rpartition(" ")[2]),))
+            if self._refuses:
+                await abort(context, SupersededError("you are over"))
+            if details.method.endswith("GetBlob"):
+                yield pb.BlobPart(data=b"evil").SerializeToString()
+            else:
+                yield b""
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def socket_address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"unix:{folder}/s"
+
+
+@pytest.mark.parametrize("challenges", [False, True], ids=["says yes", "challenges"])
+@pytest.mark.parametrize("refuses", [False, True], ids=["answers", "fails"])
+@pytest.mark.parametrize("met_before", [False, True], ids=["first", "later"])
+def test_an_impostor_is_told_no_token_and_not_believed(
+    socket_address: str, challenges: bool, refuses: bool, met_before: bool
+) -> None:
+    """Who has taken the coordinator's place while it was down. Who knew the true one waits for it."""
+    wanted = CoordinatorUnavailableError if met_before else AuthenticationError
+    name = hashlib.sha256(b"evil").hexdigest()
+
+    async def run() -> None:
+        impostor = Impostor(challenges, refuses)
+        async with AsyncCoordinatorClient(socket_address, SECRET) as client:
+            blocking = CoordinatorClient(socket_address, SECRET)
+            if met_before:
+                async with true_coordinator(socket_address):
+                    await client.status()
+                    await asyncio.to_thread(blocking.status)
+            server = grpc.aio.server(handlers=(impostor,))
+            server.add_insecure_port(socket_address)
+            await server.start()
+            calls: list[Callable[[], Awaitable[Any]]] = [
+                client.status,
+                lambda: client.get_blob(name),
+                lambda: client.put_blob(b"x"),
+                lambda: asyncio.to_thread(blocking.status),
+                lambda: asyncio.to_thread(blocking.get_blob, name),
+                lambda: asyncio.to_thread(blocking.put_blob, b"x"),
+            ]
+            for call in calls:
+                with pytest.raises(wanted, match="does not prove that it knows the token"):
+                    await reached(call)
+            await server.stop(0)
+            async with true_coordinator(socket_address):
+                for upload in (calls[2], calls[5]):
+                    await reached(upload)  # with what only this start of it takes
+            blocking.close()
+        assert len(impostor.heard) >= len(calls)
+        assert SECRET not in "".join(impostor.heard)
+
+    asyncio.run(run())
+
+
+SECRET = "s" * 64
+
+
+async def reached(call: Callable[[], Awaitable[Any]]) -> Any:
+    """The call's end with a process that listens: of one that has gone the client may not have heard yet."""
+    while True:
+        try:
+            return await call()
+        except CoordinatorUnavailableError as error:
+            if "cannot be reached" not in error.message:
+                raise
+        await asyncio.sleep(0.01)
+
+
+class Coordinator(CoordinatorServicer):
+    async def Status(self, request: Any, context: Any) -> pb.StatusReply:
+        return pb.StatusReply()
+
+    async def PutBlob(self, parts: Any, context: Any) -> pb.PutBlobReply:
+        return pb.PutBlobReply(blob=str(len([part async for part in parts])))
+
+
+@contextlib.asynccontextmanager
+async def true_coordinator(address: str) -> AsyncIterator[None]:
+    def register(server: Any) -> None:
+        add_CoordinatorServicer_to_server(Coordinator(), server)  # type: ignore[abstract]
+
+    served = await server_aio(address, SECRET, register)
+    yield
+    await served.stop(0)
 
 
 def test_nothing_of_a_request_is_read_before_the_token(address: str) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from bearer import metadata
 from cluster import TOKEN, Cluster, running
 
 from penstock.proto.calls import CoordinatorClient
 from penstock.proto.channel import REQUEST_MAX, SERVICE
-from penstock.proto.tokens import metadata
 from penstock.proto.wire_errors import METADATA_MAX
 
 Call = Callable[..., tuple[grpc.StatusCode, str]]

@@ -7,15 +7,14 @@ bucket, for the bucket of all bounds what many peers together can do.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from urllib.parse import unquote
 
 from penstock.appliance.limits import Admissions
 from penstock.proto.errors import OverloadedError
 
-__all__ = ["Admission", "address_of", "credential_of"]
+__all__ = ["Admission", "address_of"]
 
 
 class Bucket:
@@ -66,12 +65,6 @@ class Admission:
         )
         error.retry_after_s = wait_s
         raise error
-
-
-def credential_of(sent: Iterable[tuple[str, str | bytes]]) -> str:
-    """Which token the headers of a call show, by its digest; "" = none."""
-    shown = next((value for name, value in sent if name == "authorization"), "")
-    return hashlib.sha256(shown.encode()).hexdigest() if isinstance(shown, str) and shown else ""
 
 
 def address_of(peer: str) -> str:

@@ -16,23 +16,22 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from penstock.proto import forks
-from penstock.proto.channel import CHUNK, Tls, connect, connect_aio, metadata, translating
+from penstock.proto.channel import CHUNK, Tls, connect, connect_aio
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     ForkedProcessError,
-    OverloadedError,
     ProtocolError,
     StateCorruptError,
-    TlsError,
 )
-from penstock.proto.tls import diagnose
+from penstock.proto.proven_calls import Answer, Base, Call, Metadata, Streams
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -44,8 +43,6 @@ DEADLINE_S = 10.0
 """Seconds that a call may take, beyond any hold: the coordinator answers in milliseconds, or is stopped or far gone."""
 TRANSFER_DEADLINE_S = 120.0
 """Seconds for a call that moves a state or a snapshot: 1 GiB over 10 MB/s."""
-DIAGNOSE_S = 2.0
-"""Seconds for a second look at a coordinator that listens and cannot be talked to: is it TLS?"""
 ARGUMENTS_INLINE = 64 * 1024
 """Bytes of a loader's arguments above which they travel as a blob: the spec is repeated for every slot."""
 
@@ -183,35 +180,11 @@ def _checked_blob(name: str, data: bytes) -> bytes:
 _Part = TypeVar("_Part")
 _Reply = TypeVar("_Reply")
 
-
-class _Base:
-    def __init__(self, address: str, token: str, tls: Tls | None, deadline_s: float) -> None:
-        self.address = address
-        self.deadline_s = deadline_s
-        self._metadata = metadata(token)
-        self._tls = tls
-        self._closed = False
-        self._reached = False
-
-    @contextmanager
-    def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
-        with translating(self.address, method, deadline_s, lambda: self._closed):
-            yield
-        self._reached = True
-
-    def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
-        """Whether TLS is why there was never an answer. A coordinator that did answer once is away, whatever the
-        reason: it may be back with another certificate."""
-        if self._reached or isinstance(error, OverloadedError):
-            return None
-        return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
-
-
 _unusable: ForkedProcessError | None = None
 """Why this process, a forked child of one that was connected, cannot call a coordinator."""
 
 
-class CoordinatorClient(_Base):
+class CoordinatorClient(Base):
     """Blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends pending calls
     with LaneClosedError."""
 
@@ -221,7 +194,8 @@ class CoordinatorClient(_Base):
         super().__init__(address, token, tls, deadline_s)
         self._owner = forks.Owner()
         forks.keep(self)
-        self._channel = connect(address, tls)
+        self._streams = Streams()
+        self._channel = connect(address, tls, self._streams)
         self._stub = CoordinatorStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -243,6 +217,40 @@ class CoordinatorClient(_Base):
             if trouble is not None:
                 raise trouble from error
             raise
+
+    def _made(self, method: str, deadline_s: float, once: Callable[[Metadata], Answer]) -> Any:
+        """What `once`, a call with this metadata, gets, from one who knows the token."""
+        with self._guarded(method, deadline_s):
+            call = Call(self)
+            while True:
+                try:
+                    reply, trailing = once(call.metadata)
+                except grpc.RpcError as error:
+                    if not call.again(error):
+                        raise
+                else:
+                    call.believe(trailing)
+                    return reply
+
+    def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
+        """The reply to a request, or to a stream of parts, which is made anew for each try."""
+
+        def once(metadata: Metadata) -> Answer:
+            make = getattr(self._stub, method).with_call
+            reply, call = make(request(), timeout=deadline_s, metadata=metadata)
+            return reply, call.trailing_metadata()
+
+        return cast(_Reply, self._made(method, deadline_s, once))
+
+    def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
+        """Give `take` the parts of the reply as they come. They are the coordinator's only if this returns."""
+
+        def once(metadata: Metadata) -> Answer:
+            for part in getattr(self._stub, method)(request, timeout=deadline_s, metadata=metadata):
+                take(part)
+            return None, self._streams.trailing()
+
+        self._made(method, deadline_s, once)
 
     def close(self) -> None:
         self._closed = True
@@ -276,86 +284,77 @@ class CoordinatorClient(_Base):
             small.loader.arguments_blob = self.put_blob(arguments, f"{request.job}/{request.ordinal}")
             small.loader.ClearField("arguments")
             request = small
-        with self._guarded("OpenRun", deadline_s):
-            return self._stub.OpenRun(request, timeout=deadline_s, metadata=self._metadata)
+        return self._ask("OpenRun", deadline_s, lambda: request, pb.OpenRunReply)
 
     def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
         deadline_s = request.hold_s + self.deadline_s
-        with self._guarded("WatchRun", deadline_s):
-            return self._stub.WatchRun(request, timeout=deadline_s, metadata=self._metadata)
+        return self._ask("WatchRun", deadline_s, lambda: request, pb.WatchRunReply)
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         deadline_s = request.hold_s + self.deadline_s
-        with self._guarded("Heartbeat", deadline_s):
-            return self._stub.Heartbeat(request, timeout=deadline_s, metadata=self._metadata)
+        return self._ask("Heartbeat", deadline_s, lambda: request, pb.HeartbeatReply)
 
     def close_run(self, request: pb.CloseRunRequest, *, deadline_s: float | None = None) -> None:
         deadline_s = deadline_s or self.deadline_s
-        with self._guarded("CloseRun", deadline_s):
-            self._stub.CloseRun(request, timeout=deadline_s, metadata=self._metadata)
+        self._ask("CloseRun", deadline_s, lambda: request, pb.CloseRunReply)
 
     def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
         deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
         request.packs = True
         gather = _StateGather()
-        with self._guarded("FetchState", deadline_s):
-            for part in self._stub.FetchState(request, timeout=deadline_s, metadata=self._metadata):
-                gather.add(part)
+        self._read("FetchState", deadline_s, request, gather.add)
         return gather.all()
 
     def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
         """Keeps the bytes at the coordinator for the run "job/ordinal"; returns their name (for Resume.blob).
 
         Boxes that put the same bytes send them once, if the first has ended when the others begin."""
-        with self._guarded("PutBlob", deadline_s):
-            parts = blob_parts(data, run_hint)
-            return self._stub.PutBlob(parts, timeout=deadline_s, metadata=self._metadata).blob
+        return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
 
     def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        with self._guarded("GetBlob", deadline_s):
-            parts = self._stub.GetBlob(pb.GetBlobRequest(blob=name), timeout=deadline_s, metadata=self._metadata)
-            data = b"".join(part.data for part in parts)
-        return _checked_blob(name, data)
+        parts: list[bytes] = []
+        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), lambda part: parts.append(part.data))
+        return _checked_blob(name, b"".join(parts))
 
     def get_blob_into(
         self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
         """Give the bytes to `write` as they come. They are the blob's only if this returns."""
         digest = hashlib.sha256()
-        with self._guarded("GetBlob", deadline_s):
-            for part in self._stub.GetBlob(pb.GetBlobRequest(blob=name), timeout=deadline_s, metadata=self._metadata):
-                digest.update(part.data)
-                write(part.data)
+
+        def take(part: pb.BlobPart) -> None:
+            digest.update(part.data)
+            write(part.data)
+
+        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), take)
         if digest.hexdigest() != name:
             raise StateCorruptError(f"blob {name} came with the digest {digest.hexdigest()}")
 
     def status(self, *, deadline_s: float | None = None) -> pb.StatusReply:
         deadline_s = deadline_s or self.deadline_s
-        with self._guarded("Status", deadline_s):
-            return self._stub.Status(pb.StatusRequest(), timeout=deadline_s, metadata=self._metadata)
+        return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
 
     def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
         """Have a worker drained, or take slots again; or only look how far it is."""
         request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
-        with self._guarded("DrainWorker", self.deadline_s):
-            return self._stub.DrainWorker(request, timeout=self.deadline_s, metadata=self._metadata)
+        return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
 
     def fetch_histories(self, run: str, box: int) -> list[pb.History]:
         """Of all attempts that are remembered, oldest first; empty for a run or box that is not known."""
         request = pb.FetchHistoryRequest(run=run, box=box)
-        with self._guarded("FetchHistory", self.deadline_s):
-            parts = self._stub.FetchHistory(request, timeout=self.deadline_s, metadata=self._metadata)
-            return [part.history for part in parts]
+        parts: list[pb.HistoryPart] = []
+        self._read("FetchHistory", self.deadline_s, request, parts.append)
+        return [part.history for part in parts]
 
     def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
         """The bytes of a snapshot that a history named. StateUnavailableError: it is not kept any more."""
         request = pb.FetchHistoryRequest(snapshot=header)
-        with self._guarded("FetchHistory", deadline_s):
-            parts = self._stub.FetchHistory(request, timeout=deadline_s, metadata=self._metadata)
-            return b"".join(part.data for part in parts)
+        parts: list[pb.HistoryPart] = []
+        self._read("FetchHistory", deadline_s, request, parts.append)
+        return b"".join(part.data for part in parts)
 
 
-class AsyncCoordinatorClient(_Base):
+class AsyncCoordinatorClient(Base):
     """Calls for the running event loop, for worker daemons. Make it inside the loop."""
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
@@ -375,45 +374,70 @@ class AsyncCoordinatorClient(_Base):
     ) -> None:
         await self.close()
 
-    async def _wait(self, method: str, deadline_s: float, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
+    async def _wait(self, method: str, deadline_s: float, once: Callable[[Metadata], Awaitable[Answer]]) -> Any:
+        """What `once`, a call with this metadata, gets, from one who knows the token."""
         try:
             with self._guarded(method, deadline_s):
-                return await call()
+                call = Call(self)
+                while True:
+                    try:
+                        reply, trailing = await once(call.metadata)
+                    except grpc.RpcError as error:
+                        if not call.again(error):
+                            raise
+                    else:
+                        call.believe(trailing)
+                        return reply
         except CoordinatorUnavailableError as error:
             trouble = await asyncio.to_thread(self._tls_trouble, error)
             if trouble is not None:
                 raise trouble from error
             raise
 
+    async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
+        """The reply to a request, or to a stream of parts, which is made anew for each try."""
+
+        async def once(metadata: Metadata) -> Answer:
+            call = getattr(self._stub, method)(request(), timeout=deadline_s, metadata=metadata)
+            if not isinstance(call, grpc.aio.StreamUnaryCall):
+                return await call, await call.trailing_metadata()
+            return await answer_of(call), await call.initial_metadata()
+
+        return cast(_Reply, await self._wait(method, deadline_s, once))
+
+    async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
+        """Give `take` the parts of the reply as they come. They are the coordinator's only if this returns."""
+
+        async def once(metadata: Metadata) -> Answer:
+            call = getattr(self._stub, method)(request, timeout=deadline_s, metadata=metadata)
+            async for part in call:
+                take(part)
+            return None, await call.trailing_metadata()
+
+        await self._wait(method, deadline_s, once)
+
     async def register(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
-        limit = self.deadline_s
-        call = self._stub.RegisterWorker
-        return await self._wait("RegisterWorker", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        return await self._ask("RegisterWorker", self.deadline_s, lambda: request, pb.RegisterWorkerReply)
 
     async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        limit = request.hold_s + self.deadline_s
-        call = self._stub.Heartbeat
-        return await self._wait("Heartbeat", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        return await self._ask("Heartbeat", request.hold_s + self.deadline_s, lambda: request, pb.HeartbeatReply)
 
     async def deregister(self, request: pb.DeregisterWorkerRequest) -> None:
-        limit = self.deadline_s
-        call = self._stub.DeregisterWorker
-        await self._wait("DeregisterWorker", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
 
     async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
         """Have a worker drained, or take slots again."""
-        limit = self.deadline_s
-        call, request = self._stub.DrainWorker, pb.DrainWorkerRequest(worker=worker, undo=undo)
-        return await self._wait("DrainWorker", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        return await self._ask(
+            "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
+        )
 
     async def put_snapshot(
         self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> pb.PutSnapshotReply:
         """Returns when the snapshot is on disk, or was refused for want of room (reply.refused says why; the older
         ones stay). Raises SupersededError for one of an old generation."""
-        call, parts = self._stub.PutSnapshot, _async(snapshot_parts(header, data))
-        return await self._wait(
-            "PutSnapshot", deadline_s, lambda: answer_of(call(parts, timeout=deadline_s, metadata=self._metadata))
+        return await self._ask(
+            "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
         )
 
     async def get_snapshots(
@@ -421,66 +445,50 @@ class AsyncCoordinatorClient(_Base):
     ) -> list[tuple[pb.SnapshotHeader, bytes]]:
         """All that are kept of the slot, oldest first."""
         gather = _snapshot_gather()
-        with self._guarded("GetSnapshots", deadline_s):
-            async for part in self._stub.GetSnapshots(request, timeout=deadline_s, metadata=self._metadata):
-                gather.add(part.header if part.HasField("header") else None, part.data)
+
+        def take(part: pb.SnapshotPart) -> None:
+            gather.add(part.header if part.HasField("header") else None, part.data)
+
+        await self._read("GetSnapshots", deadline_s, request, take)
         return gather.all()
 
     async def put_state(
         self, answer: pb.StateAnswer, data: bytes = b"", *, deadline_s: float = TRANSFER_DEADLINE_S
     ) -> None:
-        call, parts = self._stub.PutState, _async(answer_parts(answer, data))
-        await self._wait(
-            "PutState", deadline_s, lambda: answer_of(call(parts, timeout=deadline_s, metadata=self._metadata))
-        )
+        await self._ask("PutState", deadline_s, lambda: _async(answer_parts(answer, data)), pb.PutStateReply)
 
     async def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
-        call, parts = self._stub.PutBlob, _async(blob_parts(data, run_hint))
-        reply = await self._wait(
-            "PutBlob", deadline_s, lambda: answer_of(call(parts, timeout=deadline_s, metadata=self._metadata))
-        )
+        parts = partial(blob_parts, data, run_hint)
+        reply = await self._ask("PutBlob", deadline_s, lambda: _async(parts()), pb.PutBlobReply)
         return reply.blob
 
     async def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
-        request, data = pb.GetBlobRequest(blob=name), []
-        with self._guarded("GetBlob", deadline_s):
-            async for part in self._stub.GetBlob(request, timeout=deadline_s, metadata=self._metadata):
-                data.append(part.data)
-        return _checked_blob(name, b"".join(data))
+        parts: list[bytes] = []
+        await self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), lambda part: parts.append(part.data))
+        return _checked_blob(name, b"".join(parts))
 
     # What a training job calls; the coordinator's tests and asyncio programs use these.
 
     async def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
-        limit = self.deadline_s
-        call = self._stub.OpenRun
-        return await self._wait("OpenRun", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        return await self._ask("OpenRun", self.deadline_s, lambda: request, pb.OpenRunReply)
 
     async def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
-        limit = request.hold_s + self.deadline_s
-        call = self._stub.WatchRun
-        return await self._wait("WatchRun", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        return await self._ask("WatchRun", request.hold_s + self.deadline_s, lambda: request, pb.WatchRunReply)
 
     async def close_run(self, request: pb.CloseRunRequest) -> None:
-        limit = self.deadline_s
-        call = self._stub.CloseRun
-        await self._wait("CloseRun", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        await self._ask("CloseRun", self.deadline_s, lambda: request, pb.CloseRunReply)
 
     async def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
         deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
         request.packs = True
         gather = _StateGather()
-        with self._guarded("FetchState", deadline_s):
-            async for part in self._stub.FetchState(request, timeout=deadline_s, metadata=self._metadata):
-                gather.add(part)
+        await self._read("FetchState", deadline_s, request, gather.add)
         return gather.all()
 
     async def fetch_histories(self, run: str, box: int) -> list[pb.History]:
-        request, limit = pb.FetchHistoryRequest(run=run, box=box), self.deadline_s
-        with self._guarded("FetchHistory", limit):
-            parts = self._stub.FetchHistory(request, timeout=limit, metadata=self._metadata)
-            return [part.history async for part in parts]
+        parts: list[pb.HistoryPart] = []
+        await self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), parts.append)
+        return [part.history for part in parts]
 
     async def status(self) -> pb.StatusReply:
-        limit = self.deadline_s
-        call, request = self._stub.Status, pb.StatusRequest()
-        return await self._wait("Status", limit, lambda: call(request, timeout=limit, metadata=self._metadata))
+        return await self._ask("Status", self.deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)

@@ -33,10 +33,11 @@ from penstock.proto.addresses import (
 from penstock.proto.connections import Connections
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
 from penstock.proto.guard import SERVICE, Guard
+from penstock.proto.proof import Verifier
 from penstock.proto.reflection import add_reflection
 from penstock.proto.tallies import CallTally
 from penstock.proto.tls import Tls, load_tls
-from penstock.proto.tokens import Tokens, metadata, read_token, read_tokens
+from penstock.proto.tokens import Tokens, read_token, read_tokens
 from penstock.proto.version import PROTOCOL, VERSION
 from penstock.proto.wire_errors import METADATA_MAX, detail_of, error_of, translating
 
@@ -54,7 +55,6 @@ __all__ = [
     "host_id",
     "is_local",
     "load_tls",
-    "metadata",
     "read_token",
     "read_tokens",
     "server_aio",
@@ -142,16 +142,20 @@ def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
     return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.name))
 
 
-def connect(address: str, tls: Tls | None = None) -> grpc.Channel:
+def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
     """A blocking channel to the coordinator. Opens no connection yet; use it through calls.CoordinatorClient.
+
+    below: interceptors, nearer to the network than those of traces.
 
     Raises InvalidArgumentError for what is no address, UnsafeBindError for a Unix socket that another user controls.
     """
     check_address(address)
     refuse_strangers(address)
     if tls is None:
-        return tracing.traced(grpc.insecure_channel(address, options=_options(tls)))
-    return tracing.traced(grpc.secure_channel(address, _credentials(tls), options=_options(tls)))
+        channel = grpc.insecure_channel(address, options=_options(tls))
+    else:
+        channel = grpc.secure_channel(address, _credentials(tls), options=_options(tls))
+    return tracing.traced(grpc.intercept_channel(channel, *below))
 
 
 def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
@@ -210,7 +214,7 @@ async def server_aio(
     """
     check_address(listen)
     connections = Connections()
-    guard = Guard(Tokens(tokens), calls if calls is not None else CallTally(), connections)
+    guard = Guard(Verifier(Tokens(tokens)), calls if calls is not None else CallTally(), connections)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):

@@ -1,12 +1,13 @@
 """What stands between the network and the coordinator's handlers: who calls, as what, and in which protocol.
 
-Every call carries "authorization: Bearer TOKEN" and "penstock-protocol: N" as metadata. Both are checked before
-anything of the request is read, so a call without a token costs its caller's headers and nothing else. Calls that only
-read (roles.READ_ONLY) need no protocol number. Health checks need no token: probes have none, and learn nothing but
+Every call carries "authorization" and "penstock-protocol: N" as metadata: a proof that its caller knows a token (see
+penstock.proto.proof), or "Bearer TOKEN" from programs that know no proof. Both are checked before anything of the
+request is read, so a call without a token costs its caller's headers and nothing else. Calls that only read
+(roles.READ_ONLY) need no protocol number. Health checks need no token: probes have none, and learn nothing but
 "serving".
 
-The clients of penstock.proto.calls add the metadata to each call themselves (`tokens.metadata`); interceptors would do
-on sync channels, but on asyncio ones each of them costs a task a call and hides cancellation.
+The clients of penstock.proto.calls add the metadata to each call themselves; interceptors would do on sync channels,
+but on asyncio ones each of them costs a task a call and hides cancellation.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -31,13 +33,13 @@ from penstock.proto.errors import (
     PenstockError,
     VersionSkewError,
 )
-from penstock.proto.roles import METHODS, READ_ONLY, Role
+from penstock.proto.proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, Verifier
+from penstock.proto.roles import METHODS, READ_ONLY
 from penstock.proto.tallies import CallTally
-from penstock.proto.tokens import Tokens
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.wire_errors import abort, status_of
 
-__all__ = ["SERVICE", "Guard"]
+__all__ = ["SERVICE", "Guard", "credential"]
 
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
@@ -45,7 +47,6 @@ _HEALTH = f"/{health.SERVICE_NAME}/Check"
 """Not Watch, a stream that anybody could leave open."""
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 """Served where grpcio-reflection is installed: see reflection.py."""
-_BEARER = "Bearer "
 MAX_SHOWN = 200
 """Characters of what a peer says of itself in an error."""
 
@@ -56,27 +57,25 @@ class Guard(grpc.GenericRpcHandler):
     To services it looks like the server that they are added to; to the server it is the only handler. An interceptor
     would do the same in a task and some awaits for each call, 40 us, a third of what gRPC itself takes.
 
+    door: knows the tokens.
     calls: where answered calls are counted.
     connections: told by which of them calls come, and whether with a token.
     """
 
-    def __init__(self, tokens: Tokens, calls: CallTally, connections: Connections) -> None:
-        self._tokens = tokens
+    def __init__(self, door: Verifier, calls: CallTally, connections: Connections) -> None:
+        self._door = door
         self._calls = calls
         self._connections = connections
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
-    def _roles(self, sent: Mapping[str, Any]) -> frozenset[Role] | AuthenticationError:
+    def _caller(self, sent: Mapping[str, Any]) -> Caller | Challenged | None:
         shown = sent.get("authorization")
-        if shown is None:
-            return AuthenticationError(f"no token was sent{_REMEDY}")
-        roles = self._tokens.roles_of(shown.removeprefix(_BEARER)) if isinstance(shown, str) else None
-        return roles or AuthenticationError(f"the token is wrong{_REMEDY}")
+        return self._door.caller(shown) if isinstance(shown, str) else None
 
-    def _refusal(self, method: str, sent: Mapping[str, Any]) -> PenstockError | None:
-        roles = self._roles(sent)
-        if isinstance(roles, AuthenticationError):
-            return roles
+    def _refusal(self, method: str, sent: Mapping[str, Any], caller: Caller | None) -> PenstockError | None:
+        if caller is None:
+            said = "the token is wrong" if "authorization" in sent else "no token was sent"
+            return AuthenticationError(f"{said}: both ends need the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE")
         if method == REFLECTION:  # what the .proto files say is for all who may call anything
             return None
         protocol = sent.get(PROTOCOL_KEY)
@@ -87,8 +86,8 @@ class Guard(grpc.GenericRpcHandler):
                 f"coordinator (Penstock {VERSION}) protocol {PROTOCOL}: install the same release on both ends"
             )
         allowed = METHODS[method]
-        if not roles & allowed:
-            have, need = " or ".join(sorted(roles)), " or ".join(sorted(allowed))
+        if not caller.roles & allowed:
+            have, need = " or ".join(sorted(caller.roles)), " or ".join(sorted(allowed))
             return NotPermittedError(
                 f"the token is good for the role {have}, and {method} takes a token of the role {need}: see "
                 "docs/security.md"
@@ -102,24 +101,45 @@ class Guard(grpc.GenericRpcHandler):
         """Takes a service's methods in."""
         heard = partial(self._connections.heard, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
-            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, heard)
+            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, partial(self._heard, heard))
+
+    def _heard(self, connection: Callable[[str], None], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Note who makes a call that was let in, and prove this end to them."""
+        connection(context.peer())
+        caller = self._caller(dict(context.invocation_metadata() or ()))
+        if isinstance(caller, Caller):
+            _credential.set(caller.credential)
+            context.set_trailing_metadata(_proof(caller))
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a call; None if it is of another release, whose caller is answered UNIMPLEMENTED."""
         method = handler_call_details.method
         called = method.removeprefix(_OURS)
         if called in METHODS or method == REFLECTION:
-            refusal = self._refusal(called, dict(handler_call_details.invocation_metadata))
+            sent = dict(handler_call_details.invocation_metadata)
+            caller = self._caller(sent)
+            if isinstance(caller, Challenged):  # part of how a caller proves itself: no call yet, and not counted
+                asked = ((CHALLENGE_KEY, caller.challenge),)
+                return _refusing(AuthenticationError("the token must be proven: answer the challenge"), asked)
+            refusal = self._refusal(called, sent, caller)
             if refusal is not None:
                 self._calls.add(called, status_of(refusal), 0.0)
-                # Stream to stream, whatever the method is: this kind reads nothing before it answers.
-                return grpc.stream_stream_rpc_method_handler(_refusing(refusal))
+                return _refusing(refusal, _proof(caller))
         elif method != _HEALTH:
             return None
         return self._handlers.get(method)
 
 
-_REMEDY = ": both ends need the same PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE"
+_credential: ContextVar[str] = ContextVar("penstock-credential", default="")
+
+
+def credential() -> str:
+    """Which token the caller has whose call is being answered, by its digest; "" outside of a call."""
+    return _credential.get()
+
+
+def _proof(caller: Caller | None) -> tuple[tuple[str, str], ...]:
+    return ((PROOF_KEY, caller.proof),) if caller is not None and caller.proof else ()
 
 
 def _short(said: object) -> str:
@@ -127,12 +147,15 @@ def _short(said: object) -> str:
     return ascii(str(said)[:MAX_SHOWN])[1:-1]
 
 
-def _refusing(error: PenstockError) -> Callable[..., AsyncIterator[None]]:
+def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Stream to stream, whatever the method is: this kind reads nothing before it answers."""
+
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+        context.set_trailing_metadata(trailing)
         await abort(context, error)
         yield  # never come to: it makes this what an interceptor takes a handler of streams for
 
-    return refuse
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _reading(name: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -174,9 +197,9 @@ def _counted(calls: CallTally, method: str) -> Iterator[_Call]:
 
 
 def _translated(
-    name: str, handler: Any, calls: CallTally, heard: Callable[[str], None]
+    name: str, handler: Any, calls: CallTally, heard: Callable[[grpc.aio.ServicerContext[Any, Any]], None]
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """`handler` with its errors put into status and trailing metadata. `heard`: told each caller."""
+    """`handler` with its errors put into status and trailing metadata. `heard`: told of each call."""
     read = _reading(name, handler.request_deserializer)
     # A request that is no stream is read here: what a deserializer raises before the handler runs would be UNKNOWN to
     # the caller, and a traceback in our log.
@@ -188,7 +211,7 @@ def _translated(
         behave_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            heard(context.peer())
+            heard(context)
             with _counted(calls, name) as call:
                 try:
                     said = request if handler.request_streaming else read(request)
@@ -210,7 +233,10 @@ def _translated(
     behave = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
     async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        heard(context.peer())
+        heard(context)
+        if handler.request_streaming:
+            # A peer that still sends parts when the answer comes may lose what stands at its end (see `answer_of`).
+            await context.send_initial_metadata(context.trailing_metadata())
         with _counted(calls, name) as call:
             try:
                 said = request if handler.request_streaming else read(request)

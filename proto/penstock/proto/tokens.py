@@ -19,9 +19,8 @@ from typing import cast
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError
 from penstock.proto.roles import ROLES, Role
 from penstock.proto.settings_file import token_file_of_settings
-from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 
-__all__ = ["Tokens", "admin_tokens", "metadata", "read_token", "read_tokens"]
+__all__ = ["Tokens", "admin_tokens", "check_token", "read_token", "read_tokens"]
 
 MAX_FILE = 64 << 10
 """Bytes of a token file: one that is larger is another file by mistake."""
@@ -36,7 +35,8 @@ class Tokens:
     """
 
     def __init__(self, text: str) -> None:
-        self._roles: dict[bytes, frozenset[Role]] = {}
+        self.roles: dict[bytes, frozenset[Role]] = {}
+        """Token -> what it is good for."""
         for line in filter(None, map(str.strip, text.splitlines())):
             role, colon, token = line.rpartition(":")
             if colon and role not in ROLES:
@@ -44,29 +44,29 @@ class Tokens:
                     f"a token of an unknown role: lines are role:token, with one of the roles {_names(ROLES)}, or a "
                     "bare token without a colon"
                 )
-            metadata(token)
+            check_token(token)
             roles = frozenset((cast(Role, role),)) if colon else ROLES
-            self._roles[token.encode()] = self._roles.get(token.encode(), frozenset()) | roles
-        if not self._roles:
+            self.roles[token.encode()] = self.roles.get(token.encode(), frozenset()) | roles
+        if not self.roles:
             raise AuthenticationError("there is no token")
 
     def roles_of(self, shown: str) -> frozenset[Role]:
         """What the token that was shown is good for; nothing if it is unknown. Takes the same time for all."""
         found: frozenset[Role] = frozenset()
-        for token, roles in self._roles.items():
+        for token, roles in self.roles.items():
             if hmac.compare_digest(shown.encode(), token):
                 found = roles
         return found
 
     def of(self, role: Role) -> str | None:
         """The token to show as `role`: one of that role alone before one that is good for more."""
-        fitting = [(len(roles), token) for token, roles in self._roles.items() if role in roles]
+        fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
         return min(fitting)[1].decode() if fitting else None
 
     @property
     def about(self) -> str:
         """The roles that there are tokens for."""
-        return _names(frozenset().union(*self._roles.values()))
+        return _names(frozenset().union(*self.roles.values()))
 
     def __repr__(self) -> str:
         return f"<Tokens for {self.about}>"
@@ -76,11 +76,10 @@ def _names(roles: frozenset[Role]) -> str:
     return ", ".join(sorted(roles))
 
 
-def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """What every call carries. InvalidArgumentError for a token that cannot stand in a header."""
+def check_token(token: str) -> None:
+    """InvalidArgumentError for a token that cannot stand in a header, where programs that know no proof show it."""
     if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
         raise InvalidArgumentError(f"a token is one word of at most {MAX_TOKEN} printable ASCII characters")
-    return (("authorization", f"Bearer {token}"), (PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
 
 
 def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:

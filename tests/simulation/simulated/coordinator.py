@@ -118,9 +118,6 @@ class _Peer:
     def peer(self) -> str:
         return "unix:/simulated"
 
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
 
 _PEER = _Peer()
 
