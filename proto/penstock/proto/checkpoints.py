@@ -216,7 +216,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     where = path / MANIFEST
     try:
-        with open(open_plain(where), "rb") as file:
+        with open(where, "rb", opener=open_plain) as file:
             return Manifest.decode(file.read(), where)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is no checkpoint of Penstock's") from None
@@ -483,7 +483,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 def _checksum_of(path: Path) -> str:
     hasher = xxhash.xxh3_128()
-    with open(open_plain(path), "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_plain) as file:
         while piece := file.read(CHUNK):
             hasher.update(piece)
     return hasher.hexdigest()

@@ -12,12 +12,13 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["open_plain"]
+__all__ = ["is_ours", "open_plain", "read_plain"]
 
 
 def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, folder: int | None = None) -> int:
-    """A descriptor of a file. Raises OSError: what has the name is a folder, a FIFO, a socket or a device; or a link,
-    and the file is opened to be written.
+    """A descriptor of a file; an `opener` of `open`, too.
+
+    Raises OSError: what has the name is a folder, a FIFO, a socket or a device; or a link, and the file is written.
 
     folder: a descriptor of the folder that `path` is relative to.
     """
@@ -37,6 +38,23 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666, *,
         raise OSError(errno.ENXIO, "it is no file", str(path))
     os.set_blocking(handle, True)
     return handle
+
+
+def read_plain(path: str | Path) -> bytes:
+    """All of a file. Raises OSError as `open_plain`."""
+    with open(path, "rb", buffering=0, opener=open_plain) as file:
+        return file.readall()
+
+
+def is_ours(found: os.stat_result, group: int | None = None) -> bool:
+    """Whether nobody but this user can have written what has this status, or to it.
+
+    Root is as good as the user. A group may write if it is the user's own, as is usual where each user has one; or if
+    it is `group`, whose members may own it, too.
+    """
+    mode, shared = stat.S_IMODE(found.st_mode), found.st_gid == group
+    by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid()) and not shared
+    return (shared or found.st_uid in (0, os.getuid())) and not mode & stat.S_IWOTH and not by_group
 
 
 def _target(path: str | Path, folder: int | None) -> str:

@@ -8,8 +8,9 @@ at all, for whoever puts a missing module there would run as this user.
 from __future__ import annotations
 
 import os
-import stat
 import sys
+
+from penstock.proto.plain_files import is_ours
 
 __all__ = ["add_working_directory", "interpreter", "why_not_searched"]
 
@@ -30,20 +31,13 @@ def add_working_directory() -> None:
 
 
 def why_not_searched() -> str:
-    """What is wrong with the working directory; "" for nothing.
-
-    Root's folders are as good as the user's own. A group may write to a folder of the user's own if it is the user's
-    own group, as is usual where each user has one.
-    """
+    """What is wrong with the working directory; "" for nothing."""
     try:
         folder = os.getcwd()
-        found = os.stat(folder)
+        if is_ours(os.stat(folder)):
+            return ""
     except OSError as error:
         return f"the working directory cannot be read: {error.strerror}"
-    mode = stat.S_IMODE(found.st_mode)
-    by_group = mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid())
-    if found.st_uid in (0, os.getuid()) and not mode & stat.S_IWOTH and not by_group:
-        return ""
     return (
         f"the working directory {folder} is not searched, for other users can write to it: start the worker in a "
         "folder of its own, or name the folder in PYTHONPATH"

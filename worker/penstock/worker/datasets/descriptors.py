@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.proto.plain_files import open_plain
+
 __all__ = ["Descriptor"]
 
 
@@ -26,7 +28,7 @@ class Descriptor:
     def __init__(self, path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> None:
         """Raises OSError."""
         self._number = -1
-        self._number = os.open(path, flags | os.O_CLOEXEC, mode)
+        self._number = open_plain(path, flags, mode)
 
     def fileno(self) -> int:
         """The number, for a call that ends before the reference to this object does; -1 once it is closed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import grp
 import hashlib
 import operator
 import os
@@ -82,6 +83,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         keep_zip: bool = False,
         timeout_s: float = 600.0,
         download_threads: int = 4,
+        cache_group: str | int | None = None,
         allow_unsafe_types: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -96,6 +98,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             keep_zip: keep compressed files too.
             timeout_s: seconds to wait for a shard.
             download_threads: shards of a stream that are fetched at a time.
+            cache_group: name or number of a group of users who share the cache folders. None: folders that another user
+                has made, or can write to, are refused.
             allow_unsafe_types: read columns of pickles, which are programs: only from who you trust.
 
         Raises:
@@ -124,6 +128,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 keep_packed=keep_zip,
                 timeout_s=timeout_s,
                 threads=download_threads,
+                group=_group(cache_group),
             )
             for place, folder, _ in places
         ]
@@ -325,6 +330,18 @@ def _bytes(name: str, value: int | None) -> int | None:
     if number is not None and number < 1:
         raise InvalidArgumentError(f"{name}={value!r}: it is a number of bytes, at least 1")
     return number
+
+
+def _group(group: str | int | None) -> int | None:
+    """Its number."""
+    if not isinstance(group, str):
+        return whole("cache_group", group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        raise InvalidArgumentError(
+            f"cache_group={group!r} must be a group of this machine: see getent group"
+        ) from error
 
 
 def _check_weights(streams: Sequence[Stream]) -> None:

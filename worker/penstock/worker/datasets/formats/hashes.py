@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from penstock.proto.errors import DatasetError
+from penstock.proto.plain_files import open_plain
 
 __all__ = ["HASHES", "digest_of", "fastest_of"]
 
@@ -44,7 +45,7 @@ def digest_of(source: Path | bytes | bytearray | memoryview, algorithm: str) -> 
         raise DatasetError(f"unknown hash {algorithm!r}; there are {', '.join(sorted(HASHES))}")
     state = make()
     if isinstance(source, Path):
-        with source.open("rb", buffering=0) as file:
+        with open(source, "rb", buffering=0, opener=open_plain) as file:
             piece = memoryview(bytearray(PIECE))
             while size := file.readinto(piece):
                 state.update(piece[:size])

@@ -15,6 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from penstock.proto.errors import ShardCorruptError
+from penstock.proto.plain_files import read_plain
 from penstock.worker.datasets.descriptors import Descriptor
 from penstock.worker.datasets.formats.shards import StoredFile
 
@@ -96,7 +97,7 @@ class SampleFile:
 def read_checked(path: Path, stored: StoredFile) -> bytes:
     """The whole of a small file, if it has the size that its index says."""
     try:
-        data = path.read_bytes()
+        data = read_plain(path)
     except OSError as error:
         raise ShardCorruptError(f"{stored.name}: {path} cannot be read: {error}") from error
     if len(data) != stored.size:

@@ -28,6 +28,7 @@ from typing import Any, Self, TypedDict, Unpack
 import numpy as np
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.plain_files import open_plain
 from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.arguments import at_least_one, byte_count
 from penstock.worker.datasets.formats.encodings import encoding_of
@@ -237,7 +238,7 @@ class Writer(ABC):
                 content = pack(data, self.compression)
                 packed = self._stored(f"{name}.{extension_of(self.compression)}", content)
             path = self.out / (packed or raw).name
-            with path.open("wb") as file:
+            with open(path, "wb", opener=open_plain) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

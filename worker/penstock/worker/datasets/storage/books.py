@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.proto.errors import DatasetError, ShardUnavailableError
+from penstock.proto.plain_files import is_ours, read_plain
 from penstock.worker.datasets.storage.locks import Lock, take
 from penstock.worker.datasets.storage.places import Place
 
@@ -36,8 +38,10 @@ LONGEST_PAUSE_S = 0.02
 class Books:
     """Of one folder, for one process."""
 
-    def __init__(self, folder: Path, place: Place | None, timeout_s: float) -> None:
+    def __init__(self, folder: Path, place: Place | None, timeout_s: float, group: int | None = None) -> None:
+        """`group`: whose members share the folder; None: it is this user's."""
         self.root = str(folder)
+        self._group = group
         self._place = place
         self._timeout_s = timeout_s
         books = folder / BOOKS
@@ -55,8 +59,7 @@ class Books:
         if self._prepared:
             return
         try:
-            for books in (self.shards, self.ahead, self.fetching_folder):
-                os.makedirs(books, exist_ok=True)
+            self._make_folders()
             self._check_place()
             for books in (self.fetching_folder, self.ahead):
                 self._sweep(books)
@@ -65,6 +68,45 @@ class Books:
                 f"the cache {self.root} cannot be written: {error.strerror}; give a local folder that can be"
             ) from error
         self._prepared = True
+
+    def _make_folders(self) -> None:
+        """Raises DatasetError where they are others', who could put links, and stamps of their own, into them."""
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(self.root)
+            self._share(self.root)
+        # Others may write to the folder itself: in a pod anybody may, and there is nobody else.
+        found = os.stat(self.root)
+        if found.st_uid not in (0, os.getuid()) and found.st_gid != self._group:
+            raise self._foreign(self.root, found)
+        for books in (os.path.dirname(self.shards), self.shards, self.ahead, self.fetching_folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(books, 0o755)
+                self._share(books)
+            found = os.lstat(books)
+            if not stat.S_ISDIR(found.st_mode):
+                raise self._foreign(books, found)
+            if is_ours(found, self._group):
+                continue
+            if found.st_uid != os.getuid():
+                raise self._foreign(books, found)
+            os.chmod(books, 0o755)  # made under a careless umask; or a file system that keeps no modes
+
+    def _share(self, path: str) -> None:
+        """With the group, if there is one; what is made in a folder is the group's too."""
+        if self._group is None:
+            return
+        with contextlib.suppress(PermissionError):  # another member's
+            os.chown(path, -1, self._group)
+            os.chmod(path, 0o2775 if os.path.isdir(path) else 0o664)
+
+    def _foreign(self, path: str, found: os.stat_result) -> DatasetError:
+        what = f"of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}: others can write to it"
+        if stat.S_ISLNK(found.st_mode):
+            what = f"a link to {os.readlink(path)}"
+        return DatasetError(
+            f"the cache {self.root} is not used: {path} is {what}; give a folder of your own, or cache_group=... for "
+            "one that a group shares"
+        )
 
     def _check_place(self) -> None:
         """Two datasets' shards have the same names, and often the same sizes."""
@@ -130,6 +172,7 @@ class Books:
                     f"the cache {self.root} cannot be used: {path}: {error.strerror}"
                 ) from error
             if lock:
+                self._share(path)
                 return lock
             if busy:
                 busy()
@@ -154,7 +197,7 @@ class Books:
 def _holder(path: str) -> str:
     """What the holder of a lock says of itself."""
     try:
-        text = Path(path).read_bytes()
+        text = read_plain(path)
     except OSError:
         return "it has just gone"
     return f"process {text.decode().strip()}" if text.strip().isdigit() else "shared by its users"

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.plain_files import read_plain
 from penstock.worker.datasets.formats.hashes import HASHES
 from penstock.worker.datasets.formats.index import INDEX
 from penstock.worker.datasets.formats.shards import Shard
@@ -92,6 +93,7 @@ class ShardCache:
         timeout_s: float = 600.0,
         threads: int = 4,
         on_pressure: Callable[[], object] | None = None,
+        group: int | None = None,
     ) -> None:
         """`place` None: the folder is the dataset, and nothing of it is ever removed.
 
@@ -100,7 +102,7 @@ class ShardCache:
         that one, also what lies in place, and the index must have it; False verifies nothing. `keep_packed`: compressed
         files stay, and their inflated form is the first to go; else only the inflated one stays. `timeout_s`: seconds
         for one `hold`. `on_pressure`: called when there is no room without exceeding the limit, to release what is held
-        without need.
+        without need. `group`: whose members share the folder.
         """
         if limit is not None and limit <= 0:
             raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, not {limit}")
@@ -122,6 +124,7 @@ class ShardCache:
         self._keep_packed = keep_packed
         self._timeout_s = timeout_s
         self._threads = threads
+        self._group = group
         self._root = str(self.folder)
         self._filling = Filling(place, self.folder, validate=self._validate, keep_packed=keep_packed)
         lies = self.folder if place is None else place.local
@@ -133,7 +136,7 @@ class ShardCache:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # as a place's
         self._held: dict[str, _InUse] = {}
-        self._books = Books(self.folder, self.place, self._timeout_s)
+        self._books = Books(self.folder, self.place, self._timeout_s, self._group)
         self._ahead = Ahead(self._books, self._threads, self._bring)
         self._warned = False
         self._room = Room(self._books, self._limit, self._fetchable) if self._limit else None
@@ -147,6 +150,7 @@ class ShardCache:
             "keep_packed": self._keep_packed,
             "timeout_s": self._timeout_s,
             "threads": self._threads,
+            "group": self._group,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,17 +172,19 @@ class ShardCache:
         """The index file; fetched once for the host. Raises ShardUnavailableError, or DatasetError if it is none."""
         if self._in_place:
             try:
-                return self.index_path.read_bytes()
+                return read_plain(self.index_path)
             except FileNotFoundError:
                 what = f"{self._in_place} is no dataset: it has no {INDEX}{self._remedy()}"
                 raise ShardUnavailableError(what) from None
+            except OSError as error:
+                raise ShardUnavailableError(f"{self.index_path}: {error.strerror}") from error
         assert self.place is not None
         self._books.prepare()
         path = self.index_path
         until = time.monotonic() + self._timeout_s
         while True:
             with contextlib.suppress(FileNotFoundError):
-                return path.read_bytes()
+                return read_plain(path)
             with self._books.fetching(INDEX, until, INDEX) as temporary:
                 if seen(str(path)) is None:
                     self._filling.index_is_fetched()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
+from penstock.proto.plain_files import open_plain, read_plain
 from penstock.worker.datasets.formats.hashes import digest_of, fastest_of
 from penstock.worker.datasets.formats.index import INDEX
 from penstock.worker.datasets.formats.packing import unpack
@@ -35,7 +36,7 @@ ROUNDS = 2
 def put(data: bytes, temporary: Path, path: Path, source: str) -> None:
     """Bytes under a name, whole or not at all."""
     try:
-        with open(temporary, "wb", buffering=0) as file:
+        with open(temporary, "wb", buffering=0, opener=open_plain) as file:
             view = memoryview(data)
             try:
                 while view:
@@ -276,7 +277,7 @@ class Filling:
     def _inflate(self, shard: Shard, file: ShardFile, path: Path, temporary: Path) -> None:
         """Verified packed, and again raw."""
         assert file.packed is not None
-        data = path.read_bytes()
+        data = read_plain(path)
         source = str(path) if self._place is None else f"{self._place.url_of(file.packed.name)} ({self._own(file.raw)})"
         self._verify(data, file.packed, source)
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.proto.errors import DatasetError, PenstockError
+from penstock.proto.plain_files import read_plain
 from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.formats.index import INDEX
 from penstock.worker.datasets.storage.places import Place
@@ -76,7 +77,7 @@ class IndexWatch:
 
     def _is_same(self) -> bool:
         try:
-            return _digest(self.path.read_bytes()) == self.digest
+            return _digest(read_plain(self.path)) == self.digest
         except OSError:
             return False
 

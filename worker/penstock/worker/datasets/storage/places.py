@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.proto.plain_files import open_plain, read_plain
 from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.storage.plain_filesystems import PlainFilesystems
 from penstock.worker.datasets.storage.transfer import (
@@ -211,7 +212,7 @@ class Place:
         """A small file. Raises ShardUnavailableError."""
         if self.local:
             try:
-                return (self.local / name).read_bytes()
+                return read_plain(self.local / name)
             except OSError as error:
                 raise ShardUnavailableError(f"{self.url_of(name)}: {error.strerror}") from error
         buffer = io.BytesIO()
@@ -221,7 +222,7 @@ class Place:
     def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
         """A file of any size into a file of the caller's. Raises ShardUnavailableError, also if the disk is full, and
         ShardCorruptError if its size is another."""
-        with open(to, "wb", buffering=0) as file:
+        with open(to, "wb", buffering=0, opener=open_plain) as file:
             self._fetch(name, file, expected_size, deadline_s)
             file.truncate(expected_size)
 
@@ -279,7 +280,7 @@ class Place:
     def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
         """A file of this machine, whole or not at all. Raises ShardUnavailableError."""
         if self.local:
-            self.write(name, source.read_bytes(), deadline_s=deadline_s)
+            self.write(name, read_plain(source), deadline_s=deadline_s)
             return
         self._again(
             lambda until: self._call(until, "put_file", str(source), self._path_of(name, until), stall_s=math.inf),

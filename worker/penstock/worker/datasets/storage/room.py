@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from penstock.proto.plain_files import read_plain
 from penstock.worker.datasets.storage.books import Books
 from penstock.worker.datasets.storage.locks import Lock, take
 from penstock.worker.datasets.storage.stamps import Stamp
@@ -68,8 +69,7 @@ class Room:
                     time_ns = file.stat().st_mtime_ns
                     entry = known.get(file.name)
                     if entry is None or entry.time_ns != time_ns:
-                        with open(file.path, "rb") as text:
-                            stamp = Stamp.decoded(text.read())
+                        stamp = Stamp.decoded(read_plain(file.path))
                         if stamp is None:
                             continue
                         entry = _Entry(time_ns, stamp)
