@@ -143,6 +143,11 @@ def test_a_certificate_that_runs_out_soon(shell: Any) -> None:
     late = pki.issue("late", days=60)
     found = machine_of(shell.call("doctor", "--json", "--tls-cert", late.cert, "--tls-key", late.key))
     assert (found["TLS"]["level"], "59 days" in found["TLS"]["found"]) == ("ok", True)
+    both = pki.issue("both", "DNS:worker.penstock,DNS:client.penstock", days=60)
+    for pair, level, told in ((both, "ok", "for the role client and worker"), (late, "problem", "names no role")):
+        flags = ("--tls-ca", pki.ca, "--tls-cert", pair.cert, "--tls-key", pair.key, "--tls-name", "*.penstock")
+        found = machine_of(shell.call("doctor", "--json", *flags))
+        assert (found["TLS"]["level"], told in found["TLS"]["found"]) == (level, True)
 
 
 def test_a_low_limit_of_open_files(shell: Any) -> None:

@@ -41,8 +41,8 @@ def main() -> int:
     parser.add_argument("--folder-fd", type=int, help="the parent's own temporary folder, which goes with us")
     parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
-    for what in ("ca", "cert", "key"):
-        parser.add_argument(f"--tls-{what}", default="", help="a file: see penstock.proto.tls")
+    for what in ("ca", "cert", "key", "name"):
+        parser.add_argument(f"--tls-{what}", default="", help="see penstock.proto.tls")
     parser.add_argument("--http", default="", help="host:port of the dashboard (default: none)")
     parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
     parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)
@@ -70,7 +70,7 @@ def main() -> int:
                     given.listen,
                     given.state_dir,
                     read_tokens(),
-                    tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key),
+                    tls=load_tls(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name),
                     insecure=given.insecure,
                     lifeline_pid=given.lifeline_pid,
                     ready=announcer(given.ready_fd),

@@ -39,9 +39,10 @@ from penstock.proto.errors import (
     TlsError,
 )
 from penstock.proto.job import JobSettings
+from penstock.proto.roles import ROLES
 from penstock.proto.settings import Found, Section, find
 from penstock.proto.settings_file import VARIABLE, read_settings_file
-from penstock.proto.tls import expires, host_of, load_tls
+from penstock.proto.tls import expires, host_of, load_tls, own_names
 from penstock.proto.tokens import Tokens, read_tokens
 
 __all__ = ["Asked", "check_import", "check_machine"]
@@ -184,7 +185,8 @@ def _tls(asked: Asked, now: datetime.datetime) -> Iterator[Finding]:
     if tls is None:
         yield ok("TLS", "not set up; without it daemons listen on this machine only")
     elif tls.cert:
-        yield machine.check_tls(tls.cert_file, expires(tls), now)
+        roles = tls.roles_named(own_names(tls), (*ROLES, "coordinator")) if tls.by_role else None
+        yield machine.check_tls(tls.cert_file, expires(tls), now, tls.name, roles)
     else:
         yield ok("TLS", f"{tls.ca_file} can be read; no certificate to show")
 

@@ -197,10 +197,17 @@ def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: flo
     return ok("state directory", found)
 
 
-def check_tls(what: str, until: datetime.datetime, now: datetime.datetime) -> Finding:
-    """A certificate that is valid now."""
+def check_tls(
+    what: str, until: datetime.datetime, now: datetime.datetime, name: str = "", roles: frozenset[str] | None = None
+) -> Finding:
+    """A certificate that is valid now. `roles`: that it is for; None: certificates name none."""
     left = until - now
     found = f"{what} is valid until {until:%Y-%m-%d %H:%M} UTC, {max(0, left.days)} days"
+    if roles is not None:
+        if not roles:
+            made = name.replace("*", "worker")
+            return problem("TLS", f"{what} names no role, and tls_name={name}", f"Make one of the name {made}, say.")
+        found += f", for the role {' and '.join(sorted(roles))}"
     if left < EXPIRES_SOON:
         return warning("TLS", found, "Make a new one (docs/security.md) and start what shows it again.")
     return ok("TLS", found)

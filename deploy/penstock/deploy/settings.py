@@ -123,7 +123,9 @@ class TlsSettings(Section):
     )
     tls_cert: FilePath = Field("", description="File with the certificate to show.")
     tls_key: FilePath = Field("", description="File with its key, readable by its owner.")
-    tls_name: str = Field("", description="Name to expect in the other end's certificate, instead of its address.")
+    tls_name: str = Field(
+        "", description="Name to expect in the other end's certificate, instead of its address; `*` = its role."
+    )
 
     def load(self) -> Tls | None:
         """The files, read and checked. TlsError names the file and the remedy."""

@@ -139,7 +139,7 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials:
 def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
     if tls is None or not tls.name:
         return _CHANNEL_OPTIONS
-    return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.name))
+    return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.expected("coordinator")))
 
 
 def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
@@ -214,7 +214,7 @@ async def server_aio(
     """
     check_address(listen)
     connections = Connections()
-    guard = Guard(Verifier(Tokens(tokens)), calls if calls is not None else CallTally(), connections)
+    guard = Guard(Verifier(Tokens(tokens)), calls if calls is not None else CallTally(), connections, tls)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):
@@ -229,7 +229,7 @@ async def server_aio(
         if tls is None:
             port = server.add_insecure_port(listen)
         else:
-            tls.for_server()
+            tls.for_server().check_own("coordinator")
             shown = [(tls.key, tls.cert)]
             port = server.add_secure_port(
                 listen, grpc.ssl_server_credentials(shown, tls.ca or None, require_client_auth=bool(tls.ca))

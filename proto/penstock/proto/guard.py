@@ -36,6 +36,7 @@ from penstock.proto.errors import (
 from penstock.proto.proof import CHALLENGE_KEY, PROOF_KEY, Caller, Challenged, Verifier
 from penstock.proto.roles import METHODS, READ_ONLY
 from penstock.proto.tallies import CallTally
+from penstock.proto.tls import Tls
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.wire_errors import abort, status_of
 
@@ -47,6 +48,9 @@ _HEALTH = f"/{health.SERVICE_NAME}/Check"
 """Not Watch, a stream that anybody could leave open."""
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 """Served where grpcio-reflection is installed: see reflection.py."""
+_Context = grpc.aio.ServicerContext[Any, Any]
+_SHOWN_NAMES = "x509_subject_alternative_name"
+"""What gRPC calls the names in a caller's certificate."""
 MAX_SHOWN = 200
 """Characters of what a peer says of itself in an error."""
 
@@ -60,12 +64,14 @@ class Guard(grpc.GenericRpcHandler):
     door: knows the tokens.
     calls: where answered calls are counted.
     connections: told by which of them calls come, and whether with a token.
+    tls: says what callers' certificates must be for, if they are asked for any.
     """
 
-    def __init__(self, door: Verifier, calls: CallTally, connections: Connections) -> None:
+    def __init__(self, door: Verifier, calls: CallTally, connections: Connections, tls: Tls | None = None) -> None:
         self._door = door
         self._calls = calls
         self._connections = connections
+        self._tls = tls if tls is not None and tls.ca and tls.by_role else None
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     def _caller(self, sent: Mapping[str, Any]) -> Caller | Challenged | None:
@@ -99,17 +105,33 @@ class Guard(grpc.GenericRpcHandler):
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Takes a service's methods in."""
-        heard = partial(self._connections.heard, proven=service != health.SERVICE_NAME)
+        connection = partial(self._connections.heard, proven=service != health.SERVICE_NAME)
         for name, handler in handlers.items():
-            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, partial(self._heard, heard))
+            heard = partial(self._heard, name, connection)
+            self._handlers[f"/{service}/{name}"] = _translated(name, handler, self._calls, heard)
 
-    def _heard(self, connection: Callable[[str], None], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Note who makes a call that was let in, and prove this end to them."""
+    def _heard(self, name: str, connection: Callable[[str], None], context: _Context) -> None:
+        """Note who makes a call that was let in, and prove this end to them.
+
+        Raises NotPermittedError if their certificate is for another role: gRPC tells of it no earlier.
+        """
         connection(context.peer())
         caller = self._caller(dict(context.invocation_metadata() or ()))
         if isinstance(caller, Caller):
             _credential.set(caller.credential)
             context.set_trailing_metadata(_proof(caller))
+            if self._tls is not None and name in METHODS:
+                self._check_certificate(self._tls, name, caller, context)
+
+    def _check_certificate(self, tls: Tls, name: str, caller: Caller, context: _Context) -> None:
+        shown = [one.decode(errors="replace") for one in context.auth_context().get(_SHOWN_NAMES, ())]
+        roles = caller.roles & METHODS[name]
+        if not tls.roles_named(shown, roles):
+            wanted = " or ".join(sorted(map(tls.expected, roles)))
+            raise NotPermittedError(
+                f"{name} takes a certificate of the name {wanted}, got one of {_short(', '.join(shown))}: see "
+                "docs/security.md"
+            )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a call; None if it is of another release, whose caller is answered UNIMPLEMENTED."""
@@ -150,7 +172,7 @@ def _short(said: object) -> str:
 def _refusing(error: PenstockError, trailing: tuple[tuple[str, str], ...]) -> grpc.RpcMethodHandler[Any, Any]:
     """Stream to stream, whatever the method is: this kind reads nothing before it answers."""
 
-    async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    async def refuse(_: Any, context: _Context) -> AsyncIterator[None]:
         context.set_trailing_metadata(trailing)
         await abort(context, error)
         yield  # never come to: it makes this what an interceptor takes a handler of streams for
@@ -197,7 +219,7 @@ def _counted(calls: CallTally, method: str) -> Iterator[_Call]:
 
 
 def _translated(
-    name: str, handler: Any, calls: CallTally, heard: Callable[[grpc.aio.ServicerContext[Any, Any]], None]
+    name: str, handler: Any, calls: CallTally, heard: Callable[[_Context], None]
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """`handler` with its errors put into status and trailing metadata. `heard`: told of each call."""
     read = _reading(name, handler.request_deserializer)
@@ -210,10 +232,10 @@ def _translated(
     if handler.response_streaming:
         behave_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
-        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            heard(context)
+        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
             with _counted(calls, name) as call:
                 try:
+                    heard(context)
                     said = request if handler.request_streaming else read(request)
                     tracing.note(said)
                     async with aclosing(behave_stream(said, context)) as parts:
@@ -232,13 +254,13 @@ def _translated(
 
     behave = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
-    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        heard(context)
-        if handler.request_streaming:
-            # A peer that still sends parts when the answer comes may lose what stands at its end (see `answer_of`).
-            await context.send_initial_metadata(context.trailing_metadata())
+    async def unary(request: Any, context: _Context) -> Any:
         with _counted(calls, name) as call:
             try:
+                heard(context)
+                if handler.request_streaming:
+                    # A peer that still sends parts when the answer comes may lose what stands at its end: `answer_of`.
+                    await context.send_initial_metadata(context.trailing_metadata())
                 said = request if handler.request_streaming else read(request)
                 tracing.note(said)
                 return await behave(said, context)

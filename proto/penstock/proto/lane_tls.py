@@ -111,7 +111,7 @@ def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
 
     Raises OSError: `tls.explain` says which. The socket is closed then.
     """
-    wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.name or host)
+    wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
     try:
         wrapped.do_handshake()
     except BaseException:

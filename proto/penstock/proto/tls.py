@@ -2,9 +2,12 @@
 
 Three files and a name serve every process: `ca`, what the other end's certificate must be signed by; `cert` and `key`,
 what this end shows; `name`, what to expect in the other end's certificate instead of the address that it was reached
-at. A coordinator needs cert and key, and asks its callers for certificates if it has a ca; a training job or an
-operator's command needs the ca, and a certificate where it is asked for one; a worker, which calls the coordinator and
-is called for lanes, needs all three.
+at. A `*` in the name stands for the other end's role: with *.penstock the coordinator must be coordinator.penstock, a
+worker worker.penstock, and who calls them with a certificate worker.penstock, client.penstock or admin.penstock.
+
+A coordinator needs cert and key, and asks its callers for certificates if it has a ca; a training job or an operator's
+command needs the ca, and a certificate where it is asked for one; a worker, which calls the coordinator and is called
+for lanes, needs all three.
 
 Files are read once, at the start: a process that shall show another certificate is started again. Each is checked then,
 by a handshake of this process with itself, for OpenSSL finds a key that does not fit or a certificate that has run out
@@ -21,14 +24,17 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.proto.addresses import socket_path
 from penstock.proto.errors import TlsError
 
-__all__ = ["Tls", "WrappedSocket", "expires", "explain", "load_tls", "no_tls_here"]
+__all__ = ["Tls", "WrappedSocket", "dns_names", "expires", "explain", "load_tls", "no_tls_here", "own_names"]
+
+_Role = TypeVar("_Role", bound=str)
 
 MAX_FILE = 1 << 20
 """Bytes of a certificate file: a whole bundle of public CAs has a fifth."""
@@ -48,6 +54,30 @@ class Tls:
     ca: bytes = field(default=b"", repr=False)
     cert: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
+
+    @property
+    def by_role(self) -> bool:
+        """Whether certificates name the role of who shows them."""
+        return "*" in self.name
+
+    def expected(self, role: str) -> str:
+        """The name in the certificate of an end in this role; "" = the address that it is reached at."""
+        return self.name.replace("*", role)
+
+    def check_own(self, role: str) -> None:
+        """TlsError if what this end shows does not name the role that it serves in."""
+        if self.by_role and self.expected(role) not in own_names(self):
+            raise TlsError(
+                f"tls_cert={self.cert_file} is not a certificate of the name {self.expected(role)}, which callers of a "
+                f"{role} expect with tls_name={self.name}: make one (docs/security.md)"
+            )
+
+    def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
+        """Those of the roles that a certificate with these names is for; all where certificates name none."""
+        if not self.by_role:
+            return frozenset(roles)
+        shown = set(names)
+        return frozenset(role for role in roles if self.expected(role) in shown)
 
     def for_server(self) -> Tls:
         """Self. TlsError if it cannot be shown to callers."""
@@ -170,6 +200,16 @@ def _show(context: ssl.SSLContext, tls: Tls) -> None:
         raise TlsError(f"tls_cert={tls.cert_file} cannot be read: {error.strerror}") from error
 
 
+def dns_names(certificate: Mapping[str, Any]) -> list[str]:
+    """The names in what `ssl` tells of a certificate."""
+    return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
+
+
+def own_names(tls: Tls) -> list[str]:
+    """The names in our certificate."""
+    return dns_names(_rehearse(tls))
+
+
 def expires(tls: Tls) -> datetime.datetime:
     """Until when our certificate is valid."""
     return datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(_rehearse(tls)["notAfter"])), datetime.UTC)
@@ -239,6 +279,7 @@ def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
             expected = f"tls_name={tls.name}" if tls.name else "the address that it was reached at"
+            expected += " with its role for *" if tls.by_role else ""
             return TlsError(
                 f"{what} shows a certificate of another name than {expected}: make one with that name "
                 "(subjectAltName), or say with --tls-name (PENSTOCK_TLS_NAME) which one it has"
@@ -305,7 +346,7 @@ def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsE
         if tls is None:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         try:
-            name = (tls.name if tls else "") or host
+            name = (tls.expected("coordinator") if tls else "") or host
             with context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False) as wrapped:
                 wrapped.do_handshake()
                 if tls is None:

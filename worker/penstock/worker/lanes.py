@@ -38,9 +38,9 @@ from penstock.proto.errors import (
 )
 from penstock.proto.frames import CLOSE, ERROR, Frame, framed
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, check_peer
-from penstock.proto.lane_tls import PEEKED, accept_tls, looks_like_tls, when_readable
+from penstock.proto.lane_tls import PEEKED, TlsSocket, accept_tls, looks_like_tls, when_readable
 from penstock.proto.logs import Repeated
-from penstock.proto.tls import no_tls_here
+from penstock.proto.tls import dns_names, no_tls_here
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import Pump
 
@@ -51,6 +51,8 @@ HELLO_DEADLINE_S = 10.0
 """For TLS and Hello together."""
 WAITING = 256
 """Connections that may be without a Hello at a time."""
+SHOWN = 200
+"""Characters of a peer's words in an error."""
 PAUSE_S = 0.1
 """After a connection for which there was no descriptor."""
 
@@ -83,7 +85,10 @@ class LaneDoors:
     def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
         self._attach = attach
         # With only a CA this worker checks its coordinator, and has nothing to show to consumers.
-        self._context = tls.server_context() if tls is not None and tls.cert else None
+        self._tls = tls if tls is not None and tls.cert else None
+        if self._tls is not None:
+            self._tls.check_own("worker")
+        self._context = self._tls.server_context() if self._tls is not None else None
         self._insecure = insecure
         self._strangers = Repeated(_log)
         self._sockets: list[socket.socket] = []
@@ -252,19 +257,33 @@ class LaneDoors:
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
         """The connection as lanes use it. Raises TlsError for a peer that speaks the other way."""
         under_tls = looks_like_tls(await _first_bytes(connection))
-        if self._context is None:
+        if self._tls is None or self._context is None:
             if under_tls:
                 raise TlsError("a lane was begun with TLS, which this worker was not told of")
             return connection
         if not under_tls:
             raise no_tls_here("this worker's lane")
-        return await accept_tls(connection, self._context)
+        lane = await accept_tls(connection, self._context)
+        try:
+            _check_certificate(lane, self._tls)
+        except TlsError:
+            lane.close()
+            raise
+        return lane
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
+    """Raise TlsError if a consumer's certificate is for another role. `penstock doctor` may say Hello as an admin."""
+    names = dns_names(lane.getpeercert() or {})
+    if tls.ca and not tls.roles_named(names, ("client", "admin")):
+        shown = ascii(", ".join(names)[:SHOWN])
+        raise TlsError(f"a lane takes a certificate of the name {tls.expected('client')}, got one of {shown}")
 
 
 async def _first_bytes(connection: socket.socket) -> bytes:

@@ -20,6 +20,7 @@ from penstock.deploy.options import (
     TlsCa,
     TlsCert,
     TlsKey,
+    TlsName,
     TokenFile,
 )
 
@@ -34,6 +35,7 @@ def coordinator(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    tls_name: TlsName = None,
     insecure: CoordinatorInsecure = None,
     lease: Lease = None,
     client_lease: ClientLease = None,
@@ -71,5 +73,5 @@ def coordinator(
         "balance_after": balance_after,
     }
     telemetry = {"log_format": log_format, "otel": otel}
-    tls = tls_flags(tls_ca, tls_cert, tls_key)
+    tls = tls_flags(tls_ca, tls_cert, tls_key, tls_name)
     run_coordinator(flags, tls, telemetry, token_file, ready_file, debug, lifeline_pid)

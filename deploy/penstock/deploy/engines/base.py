@@ -58,7 +58,7 @@ class Plan:
         """Arguments of `penstock`."""
         return [
             *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
-            *self._tls_flags("tls_ca", "tls_cert", "tls_key"),
+            *self._tls_flags(),
             *(["--insecure"] if self.insecure else []),
         ]
 
@@ -68,11 +68,12 @@ class Plan:
             *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
             *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
             *(["--runner-memory", self.runner_memory] if self.runner_memory else []),
-            *self._tls_flags("tls_ca", "tls_cert", "tls_key", "tls_name"),
+            *self._tls_flags(),
             *(["--insecure"] if self.insecure else []),
         ]
 
-    def _tls_flags(self, *names: str) -> list[str]:
+    def _tls_flags(self) -> list[str]:
+        names = ("tls_ca", "tls_cert", "tls_key", "tls_name")
         given = [(name, self.tls[name]) for name in names if self.tls.get(name)]
         return [part for name, file in given for part in (f"--{name.replace('_', '-')}", file)]
 

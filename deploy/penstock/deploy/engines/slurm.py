@@ -28,7 +28,7 @@ POLL_S = 1.0
 
 def render(plan: Plan, folder: Path) -> str:
     """The job's script."""
-    files = [(name, plan.tls.get(f"tls_{name}", "")) for name in ("ca", "cert", "key")]
+    files = [(name, plan.tls.get(f"tls_{name}", "")) for name in ("ca", "cert", "key", "name")]
     given = {
         "penstock": "penstock",
         "name": plan.name,
@@ -42,7 +42,6 @@ def render(plan: Plan, folder: Path) -> str:
     lists = {
         "memory": ["--runner-memory", plan.runner_memory] if plan.runner_memory else [],
         "tls": [part for name, file in files if file for part in (f"--tls-{name}", file)],
-        "tls_name": ["--tls-name", plan.tls["tls_name"]] if plan.tls.get("tls_name") else [],
         "insecure": ["--insecure"] if plan.insecure else [],
     }
     lines = [
