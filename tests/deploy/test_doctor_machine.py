@@ -36,6 +36,8 @@ GIB = 1 << 30
         (machine.check_kernel("6.1", {}), "ok", "pidfd"),
         (machine.check_kernel("6.1", {"O_DIRECT": "no"}), "ok", "optional"),
         (machine.check_kernel("4.4", {"pidfd_open": "Function not implemented"}), "problem", "without pidfd_open"),
+        (machine.check_cage(""), "ok", "only what they have started"),
+        (machine.check_cage("the kernel has no Landlock"), "warning", "can signal and trace other processes"),
         (machine.check_memory(64 * GIB, None, 8), "ok", "64.0 GiB free"),
         (machine.check_memory(64 * GIB, (3 * GIB, 2 * GIB), 8), "warning", "2.0 GiB free, 3.0 GiB at most"),
         (machine.check_memory(GIB // 4, None, 1), "problem", "256.0 MiB free"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import resource
@@ -30,6 +32,24 @@ def waits_in_c() -> None:
     """Holds the GIL in a library's code."""
     read, _ = os.pipe()
     ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)
+
+
+def tells_what_it_has(path: str) -> streams.Counter:
+    """What user code inherits, and what it can do to its worker's processes."""
+    try:
+        os.kill(os.getppid(), 0)
+        signalled = "done"
+    except OSError as error:
+        signalled = type(error).__name__
+    with open("/proc/self/status") as status:
+        privileges = next(line.split()[1] for line in status if line.startswith("NoNewPrivs"))
+    own = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            own.append(os.readlink(f"/proc/self/fd/{fd}"))
+    told = {"environment": dict(os.environ), "descriptors": own, "privileges": privileges, "signal": signalled}
+    Path(path).write_text(json.dumps(told))
+    return streams.Counter(3)
 
 
 def waits_for_ever() -> None:

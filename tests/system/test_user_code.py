@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import select
 import signal
@@ -25,6 +26,7 @@ from family import alive, children_of, eventually, memory_of, parents, runners, 
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
+from penstock.proto.cage import why_not_whole
 
 HASTY_S = 5.0
 """The deadline of loops that are to run into it. What hangs is told at half of it, and has to be known by its end."""
@@ -309,6 +311,27 @@ def test_closing_all_descriptors_is_an_error_that_says_so(cluster: Cluster) -> N
     with at(cluster) as appliance, pytest.raises(errors.InputFnError, match="closed file descriptors"):
         numbers(appliance, DataLoader(hazards.closes_descriptors))
     still_works(cluster)
+
+
+def test_what_it_inherits_and_may_do(cluster: Cluster, tmp_path: Path) -> None:
+    """docs/security.md lists it."""
+    path = tmp_path / "told"
+    with at(cluster) as appliance:
+        assert numbers(appliance, DataLoader(hazards.tells_what_it_has, str(path))) == [1, 2, 3]
+    told = json.loads(path.read_text())
+    environment = told["environment"]
+    assert environment["PENSTOCK_RUNNER"] == "1"
+    assert environment["PATH"] == os.environ["PATH"]
+    assert not [name for name in environment if name.startswith("PENSTOCK_TOKEN")]
+    kinds = {link.partition(":[")[0].removesuffix(" (deleted)") for link in told["descriptors"]}
+    assert kinds == {"/dev/null", "/memfd:penstock-ledger", "/memfd:penstock-stack", "pipe", "socket"}
+    # Its output, and what it speaks with the daemon by.
+    assert [len({link for link in told["descriptors"] if link.startswith(kind)}) for kind in ("pipe", "socket")] == [
+        1,
+        1,
+    ]
+    assert told["privileges"] == "1"
+    assert why_not_whole() or told["signal"] == "PermissionError"
 
 
 def test_another_directory_mask_and_limit_of_descriptors_harm_nobody(cluster: Cluster) -> None:

@@ -41,6 +41,8 @@ STOP_S = 5.0
 PROBE_S = 0.01
 
 # What torchrun and Penstock's own settings tell the training process is not meant for its daemons.
+NO_CAGE = "PENSTOCK_WORKER_NO_CAGE"
+"""The setting of `penstock worker --no-cage`, which an embedded worker has no flag for."""
 _DROPPED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PENSTOCK_", "GROUP_", "ROLE_", "LOCAL_")
 _DROPPED = frozenset(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTHONHASHSEED"))
 
@@ -76,6 +78,8 @@ class Embedded:
             self._children.append(self._start("coordinator", "penstock.appliance", [*books, *lifeline], [folder]))
             lifeline += ["--lifeline-pid", str(self._children[0].process.pid)]
             what = ["--coordinator", self.address, "--slots", str(SLOTS), "--allow", "*", "--embedded"]
+            if os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"):
+                what.append("--no-cage")
             self._children.append(self._start("worker daemon", "penstock.worker", [*what, *lifeline]))
         except BaseException:
             for child in self._children:

@@ -29,6 +29,7 @@ from penstock.deploy.settings import (
     WorkerSettings,
     listen_address,
 )
+from penstock.proto import cage
 from penstock.proto.allow import module_of, under
 from penstock.proto.errors import (
     AuthenticationError,
@@ -71,6 +72,7 @@ def check_machine(asked: Asked) -> Iterator[Finding]:
     requires = probes.requirements()
     yield from machine.check_packages(requires, probes.installed(requires))
     yield machine.check_kernel(platform.release(), probes.kernel_gaps())
+    yield machine.check_cage(cage.why_not_whole())
     yield from _settings()
     slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
     device = _value(JobSettings, "device", asked) or ""

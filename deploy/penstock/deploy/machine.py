@@ -14,6 +14,7 @@ from penstock.deploy.findings import Finding, ok, problem, warning
 from penstock.deploy.tables import size
 
 __all__ = [
+    "check_cage",
     "check_clock",
     "check_disk",
     "check_files",
@@ -125,6 +126,17 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
             "nofile=65536",
         )
     return ok("open files", found)
+
+
+def check_cage(lacking: str) -> Finding:
+    """`lacking`: what of a runner's cage the kernel does not have."""
+    if lacking:
+        return warning(
+            "cage",
+            f"runners gain no privileges, but can signal and trace other processes of their user: {lacking}",
+            "Give workers a user of their own, or a newer kernel.",
+        )
+    return ok("cage", "runners gain no privileges, and signal and trace only what they have started")
 
 
 def check_locked_memory(soft: int, device: str) -> Finding:

@@ -45,6 +45,7 @@ __all__ = [
     "LifelinePid",
     "LogFormat",
     "Name",
+    "NoCage",
     "Otel",
     "PulseFile",
     "ReadyFile",
@@ -98,6 +99,7 @@ Allow = Annotated[list[str] | None, option(WorkerSettings, "allow", "PREFIX")]
 WorkerListen = Annotated[str | None, option(WorkerSettings, "listen", "HOST:PORT")]
 Starts = Annotated[int | None, option(WorkerSettings, "starts", "N")]
 StartTimeout = Annotated[float | None, option(WorkerSettings, "start_timeout", "SECONDS")]
+NoCage = Annotated[bool | None, option(WorkerSettings, "no_cage")]
 RunnerMemory = Annotated[str | None, option(WorkerSettings, "runner_memory", "SIZE")]
 PulseFile = Annotated[str | None, option(WorkerSettings, "pulse_file", "PATH")]
 Name = Annotated[str | None, option(WorkerSettings, "name", "NAME")]

@@ -244,6 +244,10 @@ class WorkerSettings(Section):
         allow_inf_nan=False,
         description="Seconds that this worker goes on when it is told to end, while others get ready for its slots.",
     )
+    no_cage: bool = Field(
+        False,
+        description="Let runners gain privileges (sudo, fusermount), and signal and trace other processes of the user.",
+    )
     insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
 
     @property

@@ -336,16 +336,19 @@ class Zygote:
         self._reaping: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    async def start(self, seed: int, *, main_script: bool, deadline_s: float = START_DEADLINE_S) -> None:
+    async def start(
+        self, seed: int, *, main_script: bool, caged: bool = True, deadline_s: float = START_DEADLINE_S
+    ) -> None:
         """Start it; returns when it can fork. One that takes too long, or is not wanted any more, is killed.
 
         Args:
             seed: of the run.
             main_script: for an input_fn that is defined in the trainer's script.
+            caged: whether its children are; see cage.py.
             deadline_s: seconds that it may take; a tenth of it without asking for a processor.
         """
         try:
-            await self._start(seed, main_script)
+            await self._start(seed, [*(["main"] if main_script else []), *(["caged"] if caged else [])])
             still_s = STANDS_STILL * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:
@@ -367,7 +370,7 @@ class Zygote:
         if self.lives:
             _log.error("process %d, which was to fork runners, was killed and does not end", self.pid)
 
-    async def _start(self, seed: int, main_script: bool) -> None:
+    async def _start(self, seed: int, traits: list[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(ours)
         _own.starting += 1
@@ -375,7 +378,7 @@ class Zygote:
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
                     *interpreter("penstock.worker.zygote", str(theirs.fileno()), str(os.getpid())),
-                    *(["main"] if main_script else []),
+                    *traits,
                     pass_fds=[theirs.fileno()],
                     env=child_environment(seed),
                     stdin=asyncio.subprocess.DEVNULL,

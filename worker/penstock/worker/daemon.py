@@ -88,6 +88,8 @@ class Settings:
     """Runners that start at a time; 0 = as many as there are processors."""
     start_timeout_s: float = START_DEADLINE_S
     """Seconds that the interpreter of a run's runners may take to start."""
+    no_cage: bool = False
+    """Runners may do to other processes what their user may; else see cage.py."""
     tls: Tls | None = None
     """For the coordinator, and for lanes from other hosts."""
     insecure: bool = False
@@ -120,7 +122,7 @@ class Daemon:
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
         self._tempdirs = TempDirs()
-        self._zygotes = Zygotes(self._tempdirs, self.starts, settings.start_timeout_s)
+        self._zygotes = Zygotes(self._tempdirs, self.starts, settings.start_timeout_s, caged=not settings.no_cage)
         self._heart = Heart(
             self._connect,
             lambda: self._heartbeat(0.0, bare=True),

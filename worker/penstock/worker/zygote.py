@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterable
 from typing import NoReturn
 
+from penstock.proto import cage
 from penstock.proto.errors import LaneLostError
 from penstock.worker.control import DESCRIPTORS_CLOSED, Channel, DescriptorsClosedError, Message
 from penstock.worker.orphans import Orphans, become_subreaper, forget_shared_memory
@@ -90,7 +91,7 @@ def main() -> None:
                     continue
                 while (message := channel.receive(wait=False)) is not None:
                     number = message.fields["id"]
-                    pid = _fork(message, channel)
+                    pid = _fork(message, channel, (deaths, wake))
                     children[pid] = number
                     pidfd = os.pidfd_open(pid)
                     channel.send("forked", fds=[pidfd], id=number, pid=pid)
@@ -130,7 +131,8 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
         time.sleep(ORPHANS_S)
 
 
-def _fork(message: Message, channel: Channel) -> int:
+def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
+    """`own`: descriptors that are no business of a child's."""
     control, output, ledger, stacks = message.fds
     me = os.getpid()
     pid = os.fork()
@@ -138,9 +140,13 @@ def _fork(message: Message, channel: Channel) -> int:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         channel.sock.close()
+        for fd in own:
+            os.close(fd)
         if message.fields["tempdir"]:
             # Where multiprocessing, and its processes below this one, put their sockets.
             multiprocessing.current_process()._config["tempdir"] = message.fields["tempdir"]  # type: ignore[attr-defined]
+        if "caged" in sys.argv[3:]:
+            cage.enter()
         _child(me, message.fields["role"], control, output, ledger, stacks)
     for fd in message.fds:
         os.close(fd)

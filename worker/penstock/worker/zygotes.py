@@ -25,12 +25,14 @@ class Zygotes:
         tempdirs: for the directories of their children.
         starts: has room for one start less while a zygote that was killed does not end.
         deadline_s: seconds that one may take to start; see Zygote.start.
+        caged: whether runners are; see cage.py.
     """
 
-    def __init__(self, tempdirs: TempDirs, starts: TurnQueue, deadline_s: float) -> None:
+    def __init__(self, tempdirs: TempDirs, starts: TurnQueue, deadline_s: float, *, caged: bool) -> None:
         self._tempdirs = tempdirs
         self._starts = starts
         self._deadline_s = deadline_s
+        self._caged = caged
         self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
         self._retiring: dict[int, asyncio.TimerHandle] = {}
         self._given_up: set[asyncio.Task[Zygote]] = set()
@@ -47,7 +49,7 @@ class Zygotes:
         zygote = Zygote(self._tempdirs)
         try:
             main_script = bool(assignment.loader.main_path)
-            await zygote.start(assignment.seed, main_script=main_script, deadline_s=self._deadline_s)
+            await zygote.start(assignment.seed, main_script=main_script, caged=self._caged, deadline_s=self._deadline_s)
         finally:
             if zygote.dead and zygote.lives:
                 self._starts.lend_until(zygote.wait())

@@ -1,0 +1,61 @@
+"""What user code can do to other processes of the same user: to those that it did not start, nothing.
+
+A runner is its own worker's user, and could else trace other jobs' runners, read their memory, or end the daemon that
+serves all of them. Two things that every process may do to itself, and that its children inherit, prevent that:
+
+- no new privileges: what is started here gains none by a setuid bit, so sudo and fusermount do not work;
+- a Landlock domain that restricts nothing but signals: it may send them, and be a debugger, only within itself.
+
+Files are not restricted. Landlock can only list what is allowed, and nobody knows what a loader reads; besides, any
+such list forbids to move files between folders.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+__all__ = ["enter", "why_not_whole"]
+
+_PR_SET_NO_NEW_PRIVS = 38
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446
+"""System calls, of the same number on all architectures."""
+_VERSION = 1
+_SCOPE_SIGNAL = 1 << 1
+SCOPES_SINCE = 6
+"""Version of Landlock that has scopes: Linux 6.12."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (
+        ("handled_access_fs", ctypes.c_uint64),
+        ("handled_access_net", ctypes.c_uint64),
+        ("scoped", ctypes.c_uint64),
+    )
+
+
+def why_not_whole() -> str:
+    """What of the cage this kernel does not have; "" if it has all of it."""
+    version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
+    if version >= SCOPES_SINCE:
+        return ""
+    has = f"version {version} of Landlock" if version > 0 else f"no Landlock ({os.strerror(ctypes.get_errno())})"
+    return f"the kernel has {has}, where signals are restricted from version {SCOPES_SINCE} on (Linux 6.12)"
+
+
+def enter() -> None:
+    """Put this process into a cage of its own, as far as the kernel has it; for good, with all that it will start.
+
+    Call it in a process of a single thread: others would stay outside.
+    """
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if why_not_whole():
+        return
+    rules = _Ruleset(0, 0, _SCOPE_SIGNAL)
+    size = ctypes.c_size_t(ctypes.sizeof(rules))
+    handle = _libc.syscall(_CREATE_RULESET, ctypes.byref(rules), size, ctypes.c_uint32(0))
+    if handle >= 0:
+        _libc.syscall(_RESTRICT_SELF, handle, ctypes.c_uint32(0))
+        os.close(handle)

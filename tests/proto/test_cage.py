@@ -1,0 +1,69 @@
+"""What a process in a cage can do to others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from penstock.proto.cage import enter, why_not_whole
+
+INSIDE = """
+import ctypes, json, os, signal, subprocess, sys
+from penstock.proto.cage import enter
+
+def tried(do):
+    try:
+        do()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def attach():
+    if libc.ptrace(16, os.getppid(), 0, 0):
+        raise OSError(ctypes.get_errno(), "")
+
+enter()
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+print(json.dumps({
+    "privileges": [line.split()[1] for line in open("/proc/self/status") if line.startswith("NoNewPrivs")],
+    "signal to a stranger": tried(lambda: os.kill(os.getppid(), 0)),
+    "trace of a stranger": tried(attach),
+    "signal to a child": tried(child.kill),
+    "another cage": tried(enter),
+}))
+child.wait()
+"""
+
+
+def test_nothing_is_done_to_strangers_and_everything_to_children() -> None:
+    said = json.loads(subprocess.run([sys.executable, "-c", INSIDE], capture_output=True, check=True, text=True).stdout)
+    assert said["privileges"] == ["1"]
+    assert (said["signal to a child"], said["another cage"]) == ("done", "done")
+    if why := why_not_whole():
+        pytest.skip(why)
+    assert said["signal to a stranger"] == said["trace of a stranger"] == "PermissionError"
+
+
+def test_what_a_kernel_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        version = 0
+
+        def syscall(self, number: int, *arguments: object) -> int:
+            assert number == 444
+            return self.version
+
+        def prctl(self, *arguments: object) -> int:
+            return 0
+
+    old = Old()
+    monkeypatch.setattr("penstock.proto.cage._libc", old)
+    for old.version, says in ((-1, "the kernel has no Landlock"), (4, "version 4 of Landlock"), (6, "")):
+        assert says in why_not_whole()
+        assert bool(why_not_whole()) == bool(says)
+    old.version = 4
+    enter()  # what there is of it
