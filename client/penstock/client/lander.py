@@ -68,7 +68,7 @@ from penstock.proto.frames import (
 from penstock.proto.lane_tls import TlsSocket, check_damage, connect_tls
 from penstock.proto.producer import Producer, Slab
 from penstock.proto.ring import BOX_BYTES, PAGE, RingBudget
-from penstock.proto.tls import Tls, explain, host_of, load_tls
+from penstock.proto.tls import Renewing, Tls, explain, host_of, load_tls
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 _log = logging.getLogger("penstock.client.lander")
@@ -450,7 +450,7 @@ class Loop:
         """Lanes that have something to read which epoll does not know of."""
         self.dialer = Dialer()
         self.rings = RingBudget()
-        self._tls = tls
+        self._files = None if tls is None else Renewing(tls)
         self._max_batch_bytes = max_batch_bytes
         self._epoll = select.epoll()
         self._watched: dict[int, tuple[int, Lane]] = {}
@@ -537,10 +537,10 @@ class Loop:
         where = host_of(address)
         sock = self.dialer.connect(where)
         sock.settimeout(SHAKE_S)
-        if self._tls is None:
+        if self._files is None:
             return sock
         try:
-            return connect_tls(sock, self._tls, where[0])
+            return connect_tls(sock, self._files.renewed(), where[0])
         except OSError as error:
             check_damage(error, heard=False)
             self.check_refusal(error, address)
@@ -548,7 +548,7 @@ class Loop:
 
     def check_refusal(self, error: OSError, address: str) -> None:
         """Raises TlsError if that is what the error means."""
-        trouble = None if self._tls is None else explain(error, f"the worker's lane at {address}", self._tls)
+        trouble = None if self._files is None else explain(error, f"the worker's lane at {address}", self._files.tls)
         if trouble is not None:
             raise trouble from error
 

@@ -221,5 +221,5 @@ def check_tls(
             return problem("TLS", f"{what} names no role, and tls_name={name}", f"Make one of the name {made}, say.")
         found += f", for the role {' and '.join(sorted(roles))}"
     if left < EXPIRES_SOON:
-        return warning("TLS", found, "Make a new one (docs/security.md) and start what shows it again.")
+        return warning("TLS", found, "Put a new one in its place (docs/security.md): what shows it takes it up.")
     return ok("TLS", found)

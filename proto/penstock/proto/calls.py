@@ -195,7 +195,10 @@ class CoordinatorClient(Base):
         self._owner = forks.Owner()
         forks.keep(self)
         self._streams = Streams()
-        self._channel = connect(address, tls, self._streams)
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = connect(self.address, self._tls, self._streams)
         self._stub = CoordinatorStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -213,6 +216,7 @@ class CoordinatorClient(Base):
             with super()._guarded(method, deadline_s):
                 yield
         except CoordinatorUnavailableError as error:
+            self._renew_files()
             trouble = self._tls_trouble(error)
             if trouble is not None:
                 raise trouble from error
@@ -359,7 +363,10 @@ class AsyncCoordinatorClient(Base):
 
     def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
         super().__init__(address, token, tls, deadline_s)
-        self._channel = connect_aio(address, tls)
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = connect_aio(self.address, self._tls)
         self._stub = CoordinatorStub(self._channel)
 
     async def close(self) -> None:
@@ -389,6 +396,7 @@ class AsyncCoordinatorClient(Base):
                         call.believe(trailing)
                         return reply
         except CoordinatorUnavailableError as error:
+            self._renew_files()
             trouble = await asyncio.to_thread(self._tls_trouble, error)
             if trouble is not None:
                 raise trouble from error

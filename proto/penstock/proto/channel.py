@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from penstock.proto.guard import SERVICE, Guard
 from penstock.proto.proof import Verifier
 from penstock.proto.reflection import add_reflection
 from penstock.proto.tallies import CallTally
-from penstock.proto.tls import Tls, load_tls
+from penstock.proto.tls import Renewing, Tls, load_tls
 from penstock.proto.tokens import Tokens, read_token, read_tokens
 from penstock.proto.version import PROTOCOL, VERSION
 from penstock.proto.wire_errors import METADATA_MAX, detail_of, error_of, translating
@@ -68,6 +68,9 @@ REQUEST_MAX = 4 * 1024 * 1024
 """Largest request that the coordinator takes (gRPC's own default, made explicit)."""
 REPLY_MAX = 32 * 1024 * 1024
 """Largest reply that a peer of the coordinator takes: a heartbeat's reply holds a loader's spec per slot."""
+
+RENEW_S = 2.0
+"""Seconds between two looks at the file of tokens: one that is taken out of it is good for so long at most."""
 
 # A coordinator that does not answer a ping for 2 s, 2 s after its last byte, is gone: half-open TCP and SIGSTOP show
 # within 4 s, so that one that is started elsewhere is found while leases last. gRPC's own threads answer pings, however
@@ -179,13 +182,13 @@ class Served:
     address: str
     """Where it listens, with the port that it really has; give this one to `connect`."""
     health: health.aio.HealthServicer
-    watch: asyncio.Task[None] | None = None
-    """Ends connections that show no token."""
+    tasks: Sequence[asyncio.Task[None]] = ()
+    """End connections that show no token, and look for new tokens."""
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING first, then no new calls, then up to `grace_s` seconds for those under way."""
-        if self.watch is not None:
-            self.watch.cancel()
+        for task in self.tasks:
+            task.cancel()
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
@@ -214,7 +217,8 @@ async def server_aio(
     """
     check_address(listen)
     connections = Connections()
-    guard = Guard(Verifier(Tokens(tokens)), calls if calls is not None else CallTally(), connections, tls)
+    door = Verifier(Tokens(tokens))
+    guard = Guard(door, calls if calls is not None else CallTally(), connections, tls)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):
@@ -230,17 +234,36 @@ async def server_aio(
             port = server.add_insecure_port(listen)
         else:
             tls.for_server().check_own("coordinator")
-            shown = [(tls.key, tls.cert)]
-            port = server.add_secure_port(
-                listen, grpc.ssl_server_credentials(shown, tls.ca or None, require_client_auth=bool(tls.ca))
-            )
+            port = server.add_secure_port(listen, _server_credentials(Renewing(tls, "coordinator")))
     except RuntimeError as error:
         raise _why_not_bound(listen) from error
     await server.start()
+    tasks = [asyncio.create_task(_renew(door))]
     if socket_path(listen) is not None:  # only this user reaches it
-        return Served(server, listen, status)
-    watch = asyncio.create_task(connections.watch(port))
-    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status, watch)
+        return Served(server, listen, status, tasks)
+    tasks.append(asyncio.create_task(connections.watch(port)))
+    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks)
+
+
+async def _renew(door: Verifier) -> None:
+    """Until cancelled: take up the tokens that the file of them holds."""
+    while True:
+        await asyncio.sleep(RENEW_S)
+        door.renew()
+
+
+def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
+    """gRPC asks before each handshake whether there is something new to show and to trust."""
+
+    def made() -> Any:
+        tls = files.tls
+        return grpc.ssl_server_certificate_configuration([(tls.key, tls.cert)], tls.ca or None)
+
+    return grpc.dynamic_ssl_server_credentials(
+        made(),
+        lambda: made() if files.renew() else None,  # type: ignore[arg-type,return-value]  # None: as before
+        require_client_authentication=bool(files.tls.ca),
+    )
 
 
 def _answers(listen: str) -> bool:

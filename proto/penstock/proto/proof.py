@@ -37,8 +37,8 @@ CHALLENGE_KEY = "penstock-challenge"
 """Trailing metadata of a call that is refused until its caller answers the challenge."""
 PROOF_KEY = "penstock-proof"
 """Trailing metadata of every answer to a caller that proved its token; of one to a stream, initial metadata too."""
-TRIES = 4
-"""Times that a call is made: the coordinator may be started again between two of them."""
+TRIES = 6
+"""Times that a call is made: the coordinator may be started again between two of them, or a token be replaced."""
 CALLERS_KEPT = 16_384
 """Callers that are recognised without a new HMAC."""
 
@@ -123,6 +123,11 @@ class Verifier:
         self._tokens = tokens
         self._known: dict[str, Caller] = {}
         """What callers with a token show; nothing that strangers say is kept."""
+
+    def renew(self) -> None:
+        """Take up the tokens that their file holds now; callers with one that is gone are refused from here on."""
+        if self._tokens.renew():
+            self._known.clear()
 
     def caller(self, authorization: str) -> Caller | Challenged | None:
         """Who shows this; None if the token is wrong."""

@@ -23,7 +23,8 @@ from penstock.proto.errors import (
     TlsError,
 )
 from penstock.proto.proof import CHALLENGE_KEY, PROOF_KEY, TRIES, Prover
-from penstock.proto.tls import diagnose
+from penstock.proto.tls import Renewing, diagnose
+from penstock.proto.tokens import read_again
 from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 from penstock.proto.wire_errors import ERROR_KEY
 
@@ -44,7 +45,8 @@ class Base:
         self.address = address
         self.deadline_s = deadline_s
         self.prover = Prover(token)
-        self._tls = tls
+        self._token = token
+        self._files = None if tls is None else Renewing(tls)
         self._closed = False
         self._reached = False
 
@@ -53,6 +55,30 @@ class Base:
         with translating(self.address, method, deadline_s, lambda: self._closed):
             yield
         self._reached = True
+
+    @property
+    def _tls(self) -> Tls | None:
+        return None if self._files is None else self._files.tls
+
+    def _open(self) -> None:
+        """Open a channel with the files as they are."""
+        raise NotImplementedError
+
+    def _renew_files(self) -> None:
+        """After a call that came to nothing: connect with other certificates from here on, if there are others now.
+
+        Calls under way keep the channel that they have.
+        """
+        if self._files is not None and not self._closed and self._files.renew():
+            self._open()
+
+    def renew_token(self) -> bool:
+        """After a refusal: whether the token's file holds another one by now, which is shown from here on."""
+        token = read_again(self._token)
+        if token == self._token:
+            return False
+        self._token, self.prover = token, Prover(token)
+        return True
 
     def stranger(self) -> PenstockError:
         """For an answer of a process that does not know the token. The coordinator, where one was known before, may
@@ -80,7 +106,8 @@ class Call:
         self._show()
 
     def _show(self) -> None:
-        self._shown = self._client.prover.shown
+        self._prover = self._client.prover
+        self._shown = self._prover.shown
         self._tries -= 1
         self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
 
@@ -93,7 +120,11 @@ class Call:
             if any(key == ERROR_KEY for key, _ in trailing):  # not gRPC's own words, such as "cannot be reached"
                 self.believe(trailing)
             return False
-        if not self._tries or not self._client.prover.answers(_found(trailing, CHALLENGE_KEY), self._shown):
+        if not self._tries:
+            return False
+        answered = self._prover.answers(_found(trailing, CHALLENGE_KEY), self._shown)
+        # Another call may have found the new token meanwhile.
+        if not answered and self._prover is self._client.prover and not self._client.renew_token():
             return False
         self._show()
         return True

@@ -9,10 +9,10 @@ A coordinator needs cert and key, and asks its callers for certificates if it ha
 command needs the ca, and a certificate where it is asked for one; a worker, which calls the coordinator and is called
 for lanes, needs all three.
 
-Files are read once, at the start: a process that shall show another certificate is started again. Each is checked then,
-by a handshake of this process with itself, for OpenSSL finds a key that does not fit or a certificate that has run out
-better than any code of ours. What can only be found out with the other end there (a CA that it does not know, another
-name, no TLS at all) comes out as a TlsError too, with the remedy: see `explain`.
+Files are read at the start, and again when somebody connects (`Renewing`). Each is checked then, by a handshake of this
+process with itself, for OpenSSL finds a key that does not fit or a certificate that has run out better than any code of
+ours. What can only be found out with the other end there (a CA that it does not know, another name, no TLS at all)
+comes out as a TlsError too, with the remedy: see `explain`.
 
 gRPC brings a TLS of its own; `Tls` keeps the bytes for it. Lanes use Python's, with TLS 1.3 only: both ends are ours.
 """
@@ -20,10 +20,12 @@ gRPC brings a TLS of its own; `Tls` keeps the bytes for it. Lanes use Python's, 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import socket
 import ssl
 import stat
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,19 @@ from typing import Any, TypeVar
 from penstock.proto.addresses import socket_path
 from penstock.proto.errors import TlsError
 
-__all__ = ["Tls", "WrappedSocket", "dns_names", "expires", "explain", "load_tls", "no_tls_here", "own_names"]
+__all__ = [
+    "Renewing",
+    "Tls",
+    "WrappedSocket",
+    "dns_names",
+    "expires",
+    "explain",
+    "load_tls",
+    "no_tls_here",
+    "own_names",
+]
+
+_log = logging.getLogger("penstock.tls")
 
 _Role = TypeVar("_Role", bound=str)
 
@@ -132,6 +146,52 @@ def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls
     if cert:
         _rehearse(tls)
     return tls
+
+
+class Renewing:
+    """Files that may be replaced while a process runs. What is not good is told of in the log and not taken up.
+
+    role: in which this end serves; "" = in none.
+    """
+
+    def __init__(self, tls: Tls, role: str = "") -> None:
+        self.tls = tls
+        self._role = role
+        self._told = ""
+        self._lock = threading.Lock()
+
+    def renew(self) -> bool:
+        """Read the files again. Whether there are others than before, and good ones: `tls` has them then."""
+        with self._lock:
+            try:
+                tls = self._read()
+            except TlsError as error:
+                if error.message != self._told:
+                    _log.warning("goes on with the certificates that it has: %s", error.message)
+                self._told = error.message
+                return False
+            self._told = ""
+            if tls is None:
+                return False
+            self.tls = tls
+            _log.info("took up the certificates that the files hold now")
+            return True
+
+    def renewed(self) -> Tls:
+        """What holds after another look at the files."""
+        self.renew()
+        return self.tls
+
+    def _read(self) -> Tls | None:
+        """None if the files hold what they held."""
+        held = self.tls
+        files = _files(held.ca_file, held.cert_file, held.key_file)
+        if tuple(_read(what, file) for what, file in files) == (held.ca, held.cert, held.key):
+            return None
+        tls = load_tls(held.ca_file, held.cert_file, held.key_file, held.name)
+        if tls is not None and self._role:
+            tls.check_own(self._role)
+        return tls
 
 
 def _files(ca: str, cert: str, key: str) -> tuple[tuple[str, str], ...]:

@@ -5,6 +5,9 @@ text of either is one bare token, good for every role, or lines "role:token" (se
 takes all of them; a worker, a training job or an operator's command takes the one of its role out of the same text, so
 one file can serve a whole cluster, or each machine be given only the line that it needs.
 
+A file is read again while a process runs (`read_again`): a coordinator takes up and drops tokens as they come and go
+in it, and a caller whose token is refused looks whether its file has another one.
+
 A file must be its owner's alone: one that others can read is refused, for a secret that was shared by mistake is worse
 than a daemon that does not start. No message and no repr here holds a token.
 """
@@ -12,20 +15,59 @@ than a daemon that does not start. No message and no repr here holds a token.
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import stat
 from typing import cast
 
-from penstock.proto.errors import AuthenticationError, InvalidArgumentError
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PenstockError
 from penstock.proto.roles import ROLES, Role
 from penstock.proto.settings_file import token_file_of_settings
 
-__all__ = ["Tokens", "admin_tokens", "check_token", "read_token", "read_tokens"]
+__all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", "read_tokens"]
+
+_log = logging.getLogger("penstock.tokens")
 
 MAX_FILE = 64 << 10
 """Bytes of a token file: one that is larger is another file by mistake."""
 MAX_TOKEN = 4096
 """Characters: a token travels in a header, whose cap is 64 KiB."""
+
+
+_told: dict[str, str] = {}
+"""File -> what is wrong with it, which the log has."""
+
+
+class FromFile(str):
+    """A text of tokens, or one of its tokens, that came out of a file, which may hold others by now."""
+
+    file: str
+    role: Role | None = None
+    """What the token is for; None: it is all of the text."""
+
+    @classmethod
+    def of(cls, text: str, file: str, role: Role | None = None) -> FromFile:
+        made = cls(text)
+        made.file, made.role = os.path.abspath(file), role
+        return made
+
+
+def read_again(held: str) -> str:
+    """What the file holds now that this text or token came from; the same where there is none, or nothing good in it.
+
+    A file that has become bad is told of in the log, and changes nothing: who replaces it may be at work.
+    """
+    if not isinstance(held, FromFile):
+        return held
+    try:
+        found = read_tokens(held.file) if held.role is None else read_token(held.role, file=held.file)
+    except PenstockError as error:
+        if _told.get(held.file) != error.message:
+            _log.warning("goes on with the tokens that it has: %s", error.message)
+        _told[held.file] = error.message
+        return held
+    _told.pop(held.file, None)
+    return found
 
 
 class Tokens:
@@ -35,6 +77,7 @@ class Tokens:
     """
 
     def __init__(self, text: str) -> None:
+        self._text = text
         self.roles: dict[bytes, frozenset[Role]] = {}
         """Token -> what it is good for."""
         for line in filter(None, map(str.strip, text.splitlines())):
@@ -49,6 +92,15 @@ class Tokens:
             self.roles[token.encode()] = self.roles.get(token.encode(), frozenset()) | roles
         if not self.roles:
             raise AuthenticationError("there is no token")
+
+    def renew(self) -> bool:
+        """Take up what the file of the text holds now; false if that is what it held."""
+        text = read_again(self._text)
+        if text == self._text:
+            return False
+        self._text, self.roles = text, Tokens(text).roles
+        _log.info("took up the tokens that the file holds now, for the roles %s", self.about)
+        return True
 
     def roles_of(self, shown: str) -> frozenset[Role]:
         """What the token that was shown is good for; nothing if it is unknown. Takes the same time for all."""
@@ -94,7 +146,7 @@ def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str
     found = tokens.of(role)
     if found is None:
         raise AuthenticationError(f"{source} holds no token for the role {role}, only for {tokens.about}")
-    return found
+    return FromFile.of(found, text.file, role) if isinstance(text, FromFile) else found
 
 
 def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
@@ -158,4 +210,4 @@ def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         raise AuthenticationError(f"{name} is larger than {MAX_FILE} bytes: it is another file")
     if not text.strip():
         raise AuthenticationError(f"{name} is empty")
-    return text, name
+    return FromFile.of(text, os.fspath(file)), name

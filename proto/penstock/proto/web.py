@@ -19,7 +19,6 @@ import io
 import logging
 import os
 import socket
-import ssl
 import threading
 import time
 import weakref
@@ -33,7 +32,7 @@ from urllib.parse import urlsplit
 
 from penstock.proto.addresses import check_address, is_local, refuse_unsafe, socket_path
 from penstock.proto.errors import InvalidArgumentError, PortTakenError
-from penstock.proto.tls import Tls, host_of
+from penstock.proto.tls import Renewing, Tls, host_of
 from penstock.proto.tokens import Tokens
 
 __all__ = ["Page", "Route", "WebServer"]
@@ -92,18 +91,18 @@ class WebServer:
         if socket_path(listen) is not None:
             raise InvalidArgumentError(f"a browser cannot reach {listen}: give HOST:PORT")
         refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
-        context = tls.for_server().server_context() if tls is not None else None
+        files = None if tls is None else Renewing(tls.for_server())
         guard = _Guard("" if is_local(listen) else tokens, local=is_local(listen))
         host, port = host_of(listen)
         try:
-            self._server = _Server((host, port), routes, guard, context)
+            self._server = _Server((host, port), routes, guard, files)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortTakenError(f"{listen} is in use by another process: choose another port, or 0") from error
             raise InvalidArgumentError(f"nothing can listen on {listen} here: {error.strerror}") from error
         self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
         """ "host:port" that it listens on."""
-        self.url = f"{'https' if context else 'http'}://{self.address}"
+        self.url = f"{'https' if files else 'http'}://{self.address}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(None,), name="penstock-web", daemon=True
         )
@@ -150,6 +149,7 @@ class _Guard:
             except ValueError:
                 return HTTPStatus.FORBIDDEN
             return None if is_local(f"{host}:0") else HTTPStatus.FORBIDDEN
+        self._tokens.renew()
         shown = _shown(headers.get("Authorization") or "")
         return None if "admin" in self._tokens.roles_of(shown) else HTTPStatus.UNAUTHORIZED
 
@@ -174,10 +174,11 @@ class _Server(ThreadingHTTPServer):
     """Connections that wait to be taken. Of Python's 5, more at once would wait a second for their next try."""
 
     def __init__(
-        self, address: tuple[str, int], routes: Mapping[str, Route], guard: _Guard, context: ssl.SSLContext | None
+        self, address: tuple[str, int], routes: Mapping[str, Route], guard: _Guard, files: Renewing | None
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.routes, self.guard, self.context = routes, guard, context
+        self.routes, self.guard, self._files = routes, guard, files
+        self._context = files.tls.server_context() if files is not None else None
         self._room = threading.BoundedSemaphore(AT_ONCE)
         super().__init__(address, _Handler)
 
@@ -196,10 +197,12 @@ class _Server(ThreadingHTTPServer):
     def finish_request(self, request: Any, client_address: Any) -> None:
         """On the thread of the request: a slow handshake holds up nobody else."""
         request.settimeout(REQUEST_S)
-        if self.context is None:
+        if self._files is None or self._context is None:
             super().finish_request(request, client_address)
             return
-        with self.context.wrap_socket(request, server_side=True) as encrypted:
+        if self._files.renew():
+            self._context = self._files.tls.server_context()
+        with self._context.wrap_socket(request, server_side=True) as encrypted:
             super().finish_request(encrypted, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -40,7 +40,7 @@ from penstock.proto.frames import CLOSE, ERROR, Frame, framed
 from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, check_peer
 from penstock.proto.lane_tls import PEEKED, TlsSocket, accept_tls, looks_like_tls, when_readable
 from penstock.proto.logs import Repeated
-from penstock.proto.tls import dns_names, no_tls_here
+from penstock.proto.tls import Renewing, dns_names, no_tls_here
 from penstock.proto.v1 import lane_pb2
 from penstock.worker.pump import Pump
 
@@ -85,10 +85,11 @@ class LaneDoors:
     def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
         self._attach = attach
         # With only a CA this worker checks its coordinator, and has nothing to show to consumers.
-        self._tls = tls if tls is not None and tls.cert else None
-        if self._tls is not None:
-            self._tls.check_own("worker")
-        self._context = self._tls.server_context() if self._tls is not None else None
+        self._files: Renewing | None = None
+        self._context: ssl.SSLContext | None = None
+        if tls is not None and tls.cert:
+            tls.check_own("worker")
+            self._files, self._context = Renewing(tls, "worker"), tls.server_context()
         self._insecure = insecure
         self._strangers = Repeated(_log)
         self._sockets: list[socket.socket] = []
@@ -257,15 +258,17 @@ class LaneDoors:
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
         """The connection as lanes use it. Raises TlsError for a peer that speaks the other way."""
         under_tls = looks_like_tls(await _first_bytes(connection))
-        if self._tls is None or self._context is None:
+        if self._files is None or self._context is None:
             if under_tls:
                 raise TlsError("a lane was begun with TLS, which this worker was not told of")
             return connection
         if not under_tls:
             raise no_tls_here("this worker's lane")
+        if self._files.renew():
+            self._context = self._files.tls.server_context()
         lane = await accept_tls(connection, self._context)
         try:
-            _check_certificate(lane, self._tls)
+            _check_certificate(lane, self._files.tls)
         except TlsError:
             lane.close()
             raise

@@ -1,0 +1,273 @@
+"""Tokens and certificates that are replaced while processes run: taken up, rotated, and taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lane_doors import doors, refusing
+from pki import Pair, Pki
+
+from penstock.proto import channel
+from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.channel import server_aio
+from penstock.proto.errors import AuthenticationError, CoordinatorUnavailableError, TlsError
+from penstock.proto.lane_tls import connect_tls
+from penstock.proto.tls import Renewing, Tls, host_of, load_tls
+from penstock.proto.tokens import Tokens, read_again, read_token, read_tokens
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+
+OLD, NEW = "o" * 64, "n" * 64
+
+
+class Coordinator(CoordinatorServicer):
+    async def Status(self, request: Any, context: Any) -> pb.StatusReply:
+        return pb.StatusReply()
+
+
+@asynccontextmanager
+async def coordinator(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[None]:
+    def register(server: Any) -> None:
+        add_CoordinatorServicer_to_server(Coordinator(), server)  # type: ignore[abstract]
+
+    served = await server_aio(address, tokens, register, tls=tls)
+    try:
+        yield
+    finally:
+        await served.stop(0)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"unix:{folder}/s"
+
+
+def put(file: Path, text: str) -> None:
+    """Replace a file as a whole, as a mounted Secret is."""
+    beside = file.with_suffix(".new")
+    beside.write_text(text)
+    beside.chmod(0o600)
+    os.replace(beside, file)
+
+
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    while not await true():
+        await asyncio.sleep(0.01)
+
+
+async def let_in(client: AsyncCoordinatorClient) -> bool:
+    try:
+        await client.status()
+    except (AuthenticationError, CoordinatorUnavailableError):
+        return False
+    return True
+
+
+async def refused(client: AsyncCoordinatorClient) -> bool:
+    return not await let_in(client)
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_tokens_are_rotated_and_taken_away(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "RENEW_S", 0.01)
+    all_of_them, of_one = tmp_path / "all", tmp_path / "one"
+    put(all_of_them, f"admin:{OLD}")
+    put(of_one, f"admin:{OLD}")
+
+    async def run() -> None:
+        async with (
+            coordinator(address, read_tokens(all_of_them)),
+            AsyncCoordinatorClient(address, OLD) as old,
+            AsyncCoordinatorClient(address, NEW) as new,
+            AsyncCoordinatorClient(address, read_token("admin", file=of_one)) as follows,
+        ):
+            with CoordinatorClient(address, read_token("admin", file=of_one)) as blocking:
+                assert await let_in(old)
+                assert await let_in(follows)
+                assert await refused(new)
+                await asyncio.to_thread(blocking.status)
+                put(all_of_them, f"admin:{OLD}\nadmin:{NEW}")
+                await until(lambda: let_in(new))
+                assert await let_in(old)
+                put(of_one, f"admin:{NEW}")
+                put(all_of_them, f"admin:{NEW}")
+                await until(lambda: refused(old))
+                assert await let_in(follows)
+                await asyncio.to_thread(blocking.status)
+
+    asyncio.run(run())
+
+
+def test_a_file_that_has_become_bad_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "tokens"
+    put(file, f"admin:{OLD}")
+    tokens, mine = Tokens(read_tokens(file)), read_token("admin", file=file)
+    for bad, words in (("", "is empty"), ("role:x", "unknown role"), (f"worker:{NEW}", "no token for the role admin")):
+        put(file, bad)
+        with caplog.at_level(logging.WARNING):
+            assert read_again(mine) == mine == OLD
+        assert words in caplog.text
+    caplog.clear()
+    assert tokens.renew()  # the file of a coordinator may hold other roles
+    assert tokens.roles_of(NEW) == {"worker"}
+    file.unlink()
+    for _ in range(3):
+        assert not tokens.renew()
+    assert len(caplog.records) == 1
+    put(file, f"admin:{OLD}")
+    assert tokens.renew()
+    assert tokens.roles_of(OLD) == {"admin"}
+    assert not tokens.roles_of(NEW)
+    assert OLD not in caplog.text
+    assert read_again("of no file") == "of no file"
+
+
+# -------------------------------------------------------------------------------------------------------- certificates
+
+
+class Files:
+    """A CA, a certificate and its key under names that stay, as processes are given them."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.ca, self.cert, self.key = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+
+    def hold(self, *cas: Pki, pair: Pair | None = None) -> None:
+        if cas:
+            put(Path(self.ca), "".join(Path(ca.ca).read_text() for ca in cas))
+        if pair is not None:
+            put(Path(self.key), Path(pair.key).read_text())
+            put(Path(self.cert), Path(pair.cert).read_text())
+
+    def load(self, name: str = "penstock") -> Tls:
+        tls = load_tls(self.ca, self.cert, self.key, name)
+        assert tls is not None
+        return tls
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Pki:
+    """Another CA, which comes after the first."""
+    return Pki(tmp_path_factory.mktemp("other"))
+
+
+def test_what_does_not_fit_together_is_not_taken_up(
+    tmp_path: Path, pki: Pki, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, late = Files(tmp_path / "files"), pki.issue("late")
+    files.hold(pki, pair=pair)
+    held = Renewing(files.load())
+    before = held.tls
+    assert not held.renew()
+    shutil.copyfile(late.cert, files.cert)
+    for _ in range(3):
+        assert not held.renew()
+    assert held.tls is before
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is not the key of the certificate" in caplog.text
+    files.hold(pair=late)
+    assert held.renew()
+    assert held.tls.cert == Path(late.cert).read_bytes()
+    assert not held.renew()
+    of_role = Renewing(files.load("*.penstock"), "worker")
+    files.hold(pair=pki.issue("later"))
+    assert not of_role.renew(), "it is no certificate of a worker"
+
+
+def test_a_coordinator_shows_and_trusts_what_its_files_hold(
+    tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki
+) -> None:
+    """The CA is replaced: both are trusted first, then new certificates are made, then the old CA is taken away."""
+    files, mine = Files(tmp_path / "files"), Files(tmp_path / "mine")
+    files.hold(pki, pair=pair)
+    mine.hold(pki, pair=pair)
+    newer = other.issue("newer")
+
+    async def run() -> None:
+        async with coordinator(address, OLD, files.load()):
+            async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as stays:
+                assert await let_in(stays)
+                files.hold(pki, other)
+                mine.hold(pki, other)
+                for each in (pair, newer):
+                    mine.hold(pair=each)
+                    async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
+                        assert await let_in(client)
+                files.hold(other, pair=newer)
+                assert await let_in(stays), "its connection lasts"
+            mine.hold(other)
+            async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
+                assert await let_in(client)
+            mine.hold(pki, other, pair=pair)
+            async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
+                assert await refused(client), "the CA of its certificate is not trusted any more"
+
+    asyncio.run(run())
+
+
+def test_callers_connect_again_with_what_their_files_hold(
+    tmp_path: Path, address: str, pki: Pki, pair: Pair, other: Pki
+) -> None:
+    files, mine = Files(tmp_path / "files"), Files(tmp_path / "mine")
+    files.hold(pki, pair=pair)
+    mine.hold(pki, pair=pair)
+    newer = other.issue("of-the-other-ca")
+
+    async def run() -> None:
+        async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as client:
+            blocking = CoordinatorClient(address, OLD, tls=mine.load())
+            async with coordinator(address, OLD, files.load()):
+                assert await let_in(client)
+                await asyncio.to_thread(blocking.status)
+            files.hold(other, pair=newer)
+            async with coordinator(address, OLD, files.load()):
+                for _ in range(3):
+                    assert await refused(client)
+                    with pytest.raises(CoordinatorUnavailableError):
+                        await asyncio.to_thread(blocking.status)
+                mine.hold(other, pair=newer)
+                await until(lambda: let_in(client))
+                while True:
+                    try:
+                        await asyncio.to_thread(blocking.status)
+                    except CoordinatorUnavailableError:
+                        continue
+                    break
+            blocking.close()
+
+    asyncio.run(run())
+
+
+def test_a_workers_lanes_show_what_its_files_hold(tmp_path: Path, pki: Pki, pair: Pair, other: Pki) -> None:
+    files = Files(tmp_path / "files")
+    files.hold(pki, pair=pair)
+    mine = load_tls(pki.ca, pair.cert, pair.key)
+    newer = other.issue("of-a-worker")
+    trusting = load_tls(other.ca, newer.cert, newer.key)
+    assert mine is not None
+    assert trusting is not None
+    with doors(refusing(TlsError("not reached")), files.load()) as (opened, _):
+        host, port = host_of(opened.tcp_address)
+
+        def shake(tls: Tls) -> None:
+            connect_tls(socket.create_connection((host, port), 20), tls, host).close()
+
+        shake(mine)
+        files.hold(other, pair=newer)
+        shake(trusting)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            shake(mine)
