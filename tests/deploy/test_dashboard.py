@@ -360,6 +360,7 @@ def test_a_coordinator_that_goes_away_is_said_to_be_and_found_again(live: Live, 
 
 
 def test_q_ends_top_and_leaves_the_terminal_as_it_was(top: Top) -> None:
+    assert top.has("lm/0")  # what is typed before the screen is there goes to nobody
     assert top.press(b"q") == 0
     assert "\x1b[?25h" in top.said  # the cursor is back
     assert "\x1b[?1049l" in top.said  # and what the screen had shown before

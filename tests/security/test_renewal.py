@@ -20,10 +20,10 @@ from pki import Pair, Pki
 
 from penstock.proto import channel
 from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.channel import server_aio
+from penstock.proto.channel import Served, server_aio
 from penstock.proto.errors import AuthenticationError, CoordinatorUnavailableError, TlsError
 from penstock.proto.lane_tls import connect_tls
-from penstock.proto.tls import Renewing, Tls, host_of, load_tls
+from penstock.proto.tls import Renewing, Tls, expires, host_of, load_tls
 from penstock.proto.tokens import Tokens, read_again, read_token, read_tokens
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
@@ -37,13 +37,13 @@ class Coordinator(CoordinatorServicer):
 
 
 @asynccontextmanager
-async def coordinator(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[None]:
+async def coordinator(address: str, tokens: str, tls: Tls | None = None) -> AsyncIterator[Served]:
     def register(server: Any) -> None:
         add_CoordinatorServicer_to_server(Coordinator(), server)  # type: ignore[abstract]
 
     served = await server_aio(address, tokens, register, tls=tls)
     try:
-        yield
+        yield served
     finally:
         await served.stop(0)
 
@@ -198,7 +198,9 @@ def test_a_coordinator_shows_and_trusts_what_its_files_hold(
     newer = other.issue("newer")
 
     async def run() -> None:
-        async with coordinator(address, OLD, files.load()):
+        async with coordinator(address, OLD, files.load()) as served:
+            assert served.files is not None
+            assert served.files.expires_at == expires(mine.load()).timestamp()
             async with AsyncCoordinatorClient(address, OLD, tls=mine.load()) as stays:
                 assert await let_in(stays)
                 files.hold(pki, other)
@@ -256,12 +258,15 @@ def test_a_workers_lanes_show_what_its_files_hold(tmp_path: Path, pki: Pki, pair
     files = Files(tmp_path / "files")
     files.hold(pki, pair=pair)
     mine = load_tls(pki.ca, pair.cert, pair.key)
-    newer = other.issue("of-a-worker")
+    newer = other.issue("of-a-worker", days=9)
     trusting = load_tls(other.ca, newer.cert, newer.key)
     assert mine is not None
     assert trusting is not None
     with doors(refusing(TlsError("not reached")), files.load()) as (opened, _):
         host, port = host_of(opened.tcp_address)
+
+        before = opened.certificate_expires_at
+        assert before == expires(mine).timestamp()
 
         def shake(tls: Tls) -> None:
             connect_tls(socket.create_connection((host, port), 20), tls, host).close()
@@ -269,5 +274,6 @@ def test_a_workers_lanes_show_what_its_files_hold(tmp_path: Path, pki: Pki, pair
         shake(mine)
         files.hold(other, pair=newer)
         shake(trusting)
+        assert opened.certificate_expires_at == expires(trusting).timestamp() != before
         with pytest.raises(ssl.SSLCertVerificationError):
             shake(mine)

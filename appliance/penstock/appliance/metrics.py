@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.metrics import Collector, Readings, metrics_route
 from penstock.proto.tallies import CallTally, Histogram
+from penstock.proto.tls import Renewing
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.web import Page, Route
 
@@ -34,8 +35,8 @@ class Vitals:
     """(run, box) -> the step that its attempt began at, and the slot that it waits for + 1."""
 
 
-def readings(status: pb.StatusReply, vitals: Vitals) -> Readings:
-    """All metrics."""
+def readings(status: pb.StatusReply, vitals: Vitals, files: Renewing | None = None) -> Readings:
+    """All metrics. `files`: the certificate that the coordinator shows."""
     found = Readings("coordinator")
     found.add("penstock_runs", sum(run.open for run in status.runs), phase="open")
     found.add("penstock_runs", sum(not run.open for run in status.runs), phase="closed")
@@ -49,6 +50,7 @@ def readings(status: pb.StatusReply, vitals: Vitals) -> Readings:
     found.add("penstock_slots_capacity", sum(w.slots for w in status.workers if w.live and not w.draining))
     found.add("penstock_slots_used", sum(w.slots_used for w in status.workers))
     found.add("penstock_coordinator_uptime_seconds", status.uptime_s)
+    found.add("penstock_coordinator_certificate_expires_timestamp_seconds", files.expires_at if files else 0)
     found.add("penstock_coordinator_snapshot_bytes", vitals.snapshot_bytes)
     found.add("penstock_coordinator_snapshot_limit_bytes", vitals.snapshot_limit)
     found.add("penstock_coordinator_commit_seconds", vitals.commits)

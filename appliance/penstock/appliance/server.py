@@ -33,7 +33,7 @@ from penstock.appliance.registry import Registry
 from penstock.appliance.service import Service, Signals
 from penstock.appliance.store import Store
 from penstock.appliance.telling import tell
-from penstock.proto.channel import Tls, host_id, server_aio
+from penstock.proto.channel import Served, Tls, host_id, server_aio
 from penstock.proto.connections import raise_file_limit
 from penstock.proto.errors import JournalError
 from penstock.proto.metrics import in_loop
@@ -113,11 +113,14 @@ async def serve(
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
         calls = CallTally()
+        served: Served | None = None
         pages = Pages(service, loop) if http else None
         if pages is not None:
             pages.routes["/metrics"] = metrics.route(
                 lambda: metrics.readings(
-                    pages.on_loop(service.snapshot()), in_loop(loop, partial(service.vitals, calls))
+                    pages.on_loop(service.snapshot()),
+                    in_loop(loop, partial(service.vitals, calls)),
+                    served.files if served is not None else None,
                 )
             )
             web = open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)

@@ -184,6 +184,8 @@ class Served:
     health: health.aio.HealthServicer
     tasks: Sequence[asyncio.Task[None]] = ()
     """End connections that show no token, and look for new tokens."""
+    files: Renewing | None = None
+    """What it shows."""
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING first, then no new calls, then up to `grace_s` seconds for those under way."""
@@ -229,20 +231,22 @@ async def server_aio(
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, guard)
     await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    files: Renewing | None = None
     try:
         if tls is None:
             port = server.add_insecure_port(listen)
         else:
             tls.for_server().check_own("coordinator")
-            port = server.add_secure_port(listen, _server_credentials(Renewing(tls, "coordinator")))
+            files = Renewing(tls, "coordinator")
+            port = server.add_secure_port(listen, _server_credentials(files))
     except RuntimeError as error:
         raise _why_not_bound(listen) from error
     await server.start()
     tasks = [asyncio.create_task(_renew(door))]
     if socket_path(listen) is not None:  # only this user reaches it
-        return Served(server, listen, status, tasks)
+        return Served(server, listen, status, tasks, files)
     tasks.append(asyncio.create_task(connections.watch(port)))
-    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks)
+    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
 
 
 async def _renew(door: Verifier) -> None:

@@ -122,6 +122,13 @@ CATALOGUE: tuple[Metric, ...] = (
     # ---- coordinator: its own health
     _coordinator("penstock_coordinator_uptime_seconds", "gauge", "seconds", (), "Time since it was started."),
     _coordinator(
+        "penstock_coordinator_certificate_expires_timestamp_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "Unix time until when its certificate is valid; 0: it shows none.",
+    ),
+    _coordinator(
         "penstock_coordinator_snapshot_bytes", "gauge", "bytes", (), "Durable snapshots and blobs that it holds."
     ),
     _coordinator(
@@ -148,6 +155,13 @@ CATALOGUE: tuple[Metric, ...] = (
     # ---- worker
     _worker("penstock_worker_info", "gauge", "", ("worker",), "1, with the worker's name at the coordinator."),
     _worker("penstock_worker_uptime_seconds", "gauge", "seconds", (), "Time since it was started."),
+    _worker(
+        "penstock_worker_certificate_expires_timestamp_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "Unix time until when its certificate is valid; 0: it shows none.",
+    ),
     _worker("penstock_worker_capacity", "gauge", "", (), "Runners that it may run at a time (--slots)."),
     _worker("penstock_worker_slots", "gauge", "", ("phase",), "Slots that it runs, by phase."),
     _worker(

@@ -156,6 +156,8 @@ class Renewing:
 
     def __init__(self, tls: Tls, role: str = "") -> None:
         self.tls = tls
+        self.expires_at = expires(tls).timestamp() if role else 0.0
+        """Unix time until when the certificate of who serves is valid."""
         self._role = role
         self._told = ""
         self._lock = threading.Lock()
@@ -174,6 +176,7 @@ class Renewing:
             if tls is None:
                 return False
             self.tls = tls
+            self.expires_at = expires(tls).timestamp() if self._role else 0.0
             _log.info("took up the certificates that the files hold now")
             return True
 

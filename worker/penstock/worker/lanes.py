@@ -149,6 +149,11 @@ class LaneDoors:
         del self._pumps[pump]
 
     @property
+    def certificate_expires_at(self) -> float:
+        """Unix time; 0 = there is none to show."""
+        return self._files.expires_at if self._files is not None else 0.0
+
+    @property
     def sent_bytes(self) -> int:
         """That were sent to other hosts."""
         return self._sent_bytes + sum(pump.sent_bytes for pump in self._pumps)

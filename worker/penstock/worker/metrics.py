@@ -86,6 +86,7 @@ def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> Readings:
     now, found = time.monotonic(), Readings("worker")
     found.add("penstock_worker_info", 1, worker=daemon.name)
     found.add("penstock_worker_uptime_seconds", now - daemon.started_at)
+    found.add("penstock_worker_certificate_expires_timestamp_seconds", daemon.doors.certificate_expires_at)
     found.add("penstock_worker_capacity", daemon.settings.slots)
     for phase in ("starting", "ready", "failed"):
         found.add("penstock_worker_slots", at.phases[phase], phase=phase)
