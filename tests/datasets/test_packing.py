@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import sys
 import tracemalloc
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 import zstandard
 
 from penstock.proto.errors import DatasetError, ShardCorruptError
+from penstock.worker.datasets.formats import packing
 from penstock.worker.datasets.formats.hashes import digest_of
 from penstock.worker.datasets.formats.packing import COMPRESSIONS, extension_of, pack, unpack
 
@@ -81,6 +86,34 @@ def test_several_members_are_one_file(name: str) -> None:
     assert unpack(packed, name, limit=7) == b"one two"
     with pytest.raises(ShardCorruptError, match="more than 6 bytes"):
         unpack(packed, name, limit=6)
+
+
+@pytest.mark.parametrize("make", [lambda: zlib.decompressobj(31), bz2.BZ2Decompressor])
+def test_empty_members_cost_what_they_weigh(make: Callable[[], Any]) -> None:
+    """What is left behind a member is copied: each of them copied all the others."""
+    copied = 0
+
+    class Counted:
+        def __init__(self) -> None:
+            self.inner = make()
+
+        @property
+        def eof(self) -> bool:
+            return bool(self.inner.eof)
+
+        @property
+        def unused_data(self) -> bytes:
+            nonlocal copied
+            copied += len(self.inner.unused_data)
+            return bytes(self.inner.unused_data)
+
+        def decompress(self, data: bytes | memoryview, max_length: int, /) -> bytes:
+            return bytes(self.inner.decompress(data, max_length))
+
+    family = "gz" if make is not bz2.BZ2Decompressor else "bz2"
+    one = pack(b"", family)
+    assert packing._members(family, Counted, one * 3000 + bytes(5) + pack(b"end", family) + bytes(2000), 3) == b"end"
+    assert copied <= 3002 * packing.FIRST_PIECE
 
 
 @pytest.mark.parametrize("name", ["", "lz4", "zstd:0", "zstd:23", "zstd:", "gz:x", "snappy:1", "br:²", "zstd:3:4"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import importlib
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -40,6 +41,10 @@ COMPRESSIONS = {
     "zstd": _Family("zstandard", 3, range(1, 23)),
 }
 
+FIRST_PIECE, LARGEST_PIECE = 1 << 8, 1 << 24
+"""Bytes of a member that are given at a time, twice as many each time. What is left of a piece where the member ends is
+copied: 20 bytes are a member, and a file of nothing but such would else take a time that grows with its square."""
+_ZEROS = re.compile(rb"\0*")
 ZSTD_PIECE = 1 << 10
 """Bytes given at a time to a zstd frame that does not say its length: one of them becomes 32 KiB at the worst."""
 
@@ -113,29 +118,34 @@ class _Member(Protocol):
     def eof(self) -> bool: ...
     @property
     def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+    def decompress(self, data: bytes | memoryview, max_length: int, /) -> bytes: ...
 
 
 def _members(family: str, make: Callable[[], _Member], data: bytes, limit: int) -> bytes:
-    """Of gzip and bzip2 files, which may consist of several members."""
+    """Of gzip and bzip2 files, which may consist of several members, with zeros behind each."""
     parts: list[bytes] = []
-    room = limit
-    rest = data
+    view, room, place = memoryview(data), limit, 0
     while True:
-        member = make()
-        try:
-            # One byte of room too many, so that a member that fills the room can still show its end.
-            part = member.decompress(rest, room + 1)
-        except (OSError, ValueError, zlib.error) as error:
-            raise _broken(family, error) from error
-        if len(part) > room:
-            raise _too_long(family, limit)
-        if not member.eof:
-            raise _broken(family, f"they end too early, after {len(data)} bytes")
-        parts.append(part)
-        room -= len(part)
-        rest = member.unused_data.lstrip(b"\0")
-        if not rest:
+        member, size = make(), FIRST_PIECE
+        while not member.eof:
+            piece = view[place : place + size]
+            if not piece:
+                raise _broken(family, f"they end too early, after {len(data)} bytes")
+            try:
+                # One byte of room too many, so that a member that fills the room can still show its end.
+                part = member.decompress(piece, room + 1)
+            except (OSError, ValueError, zlib.error) as error:
+                raise _broken(family, error) from error
+            if len(part) > room:
+                raise _too_long(family, limit)
+            parts.append(part)
+            room -= len(part)
+            place += len(piece)
+            size = min(2 * size, LARGEST_PIECE)
+        after = _ZEROS.match(data, place - len(member.unused_data))
+        assert after is not None  # it matches nothing, too
+        place = after.end()
+        if place == len(data):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

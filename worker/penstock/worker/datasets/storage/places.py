@@ -32,6 +32,7 @@ from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockEr
 from penstock.proto.plain_files import open_plain, read_plain
 from penstock.proto.whole_files import write_whole
 from penstock.worker.datasets.storage.plain_filesystems import PlainFilesystems
+from penstock.worker.datasets.storage.redirects import watch_redirects
 from penstock.worker.datasets.storage.transfer import (
     Broken,
     Changed,
@@ -95,6 +96,8 @@ class _Loop:
         import fsspec
 
         fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
+        if urlsplit(url).scheme in ("http", "https"):
+            watch_redirects(fs)
         if hasattr(fs, "set_session"):
             self._session = await fs.set_session()
         return fs, root
