@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+import pickle
 import sys
+import threading
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +56,30 @@ def test_closures_defaults_and_recursion() -> None:
     assert again({"f": [functools.partial(power, 2)]})["f"][0]() == 4
     uses_module = again(lambda: Config(Path("/data"), 3))
     assert uses_module() == Config(Path("/data"), 3)
+
+
+def test_a_function_with_a_cache_goes_with_its_code() -> None:
+    calls: list[int] = []
+
+    @functools.lru_cache(maxsize=2)
+    def square(n: int) -> int:
+        calls.append(n)
+        return n * n
+
+    copied = again(lambda n: square(n) + square(n))
+    assert (copied(3), square.cache_info().misses) == (18, 0)
+    assert again(square).cache_parameters() == {"maxsize": 2, "typed": False}
+    assert again(fnmatch._compile_pattern) is fnmatch._compile_pattern  # by its name
+
+
+def test_what_cannot_go_is_named() -> None:
+    lock = threading.Lock()
+
+    def holds() -> None:
+        lock.acquire()
+
+    with pytest.raises(pickle.PicklingError, match=r"cannot pickle '_thread.lock' object, which .*holds holds or uses"):
+        dump(lambda: holds())
 
 
 def test_what_has_a_name_goes_by_it() -> None:

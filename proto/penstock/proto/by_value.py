@@ -10,6 +10,7 @@ Only an embedded worker loads this; see penstock.worker.usercode.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import os
@@ -27,9 +28,14 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 def dump(value: object) -> bytes:
-    """Return a pickle of the value. Raises whatever pickling it raises: PicklingError, TypeError, AttributeError."""
+    """Return a pickle of the value. Raises PicklingError, which names the function or class that cannot be pickled."""
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        where = f", which {pickler.last} holds or uses" if pickler.last else ""
+        raise pickle.PicklingError(f"{error}{where}") from error
     return file.getvalue()
 
 
@@ -41,8 +47,19 @@ def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    last = ""
+    """The function or class that was come to last."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """A function behind lru_cache would go by a name that workers do not have."""
+        if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
+            return _cached, (value.__wrapped__, value.cache_parameters())
+        return super().reducer_override(value)
+
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
         """The training script's own functions and classes by name; its module has another one in workers."""
+        if isinstance(value, type | types.FunctionType):
+            self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:
             return None
         module = sys.modules.get("__main__")
@@ -54,6 +71,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return ("main", value.__qualname__) if os.path.isfile(getattr(module, "__file__", None) or "") else None
 
 
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    return functools.lru_cache(**parameters)(function)
+
+
 class _Unpickler(pickle.Unpickler):
     main: Callable[[], types.ModuleType]
 
@@ -61,8 +82,18 @@ class _Unpickler(pickle.Unpickler):
         kind, *names = place
         found: Any = self.main() if kind == "main" else importlib.import_module(names.pop(0))
         for part in names[0].split("."):
-            found = getattr(found, part)
+            try:
+                found = getattr(found, part)
+            except AttributeError as error:
+                raise AttributeError(
+                    f'{error}: workers run the script, but not what is under `if __name__ == "__main__":`; define it '
+                    "above that"
+                ) from None
         return found
+
+
+def _is_importable(value: Any) -> bool:
+    return value.__module__ not in _MAIN_NAMES and _is_named(value, sys.modules.get(value.__module__))
 
 
 def _is_named(value: Any, module: types.ModuleType | None) -> bool:

@@ -25,6 +25,8 @@ __all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "lo
 
 MAIN = "penstock_main"
 BY_VALUE = "penstock_by_value"
+ANOTHER_VERSION = "is the worker running another version of it?"
+UNDER_GUARD = 'define it above `if __name__ == "__main__":`, for workers run the script without what is under that'
 """The module in the names of those that have no module to be imported from: they come with their arguments."""
 
 
@@ -86,7 +88,7 @@ def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
         except AttributeError:
             raise InputFnNotFoundError(
                 f"input_fn {spec.input_fn!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
-                f"{qualname!r}; is the worker running another version of it?"
+                f"{qualname!r}; {UNDER_GUARD if module_name == MAIN else ANOTHER_VERSION}"
             ) from None
     if not callable(target):
         raise InputFnNotFoundError(
