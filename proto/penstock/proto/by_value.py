@@ -58,7 +58,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
         """The training script's own functions and classes by name; its module has another one in workers."""
-        if isinstance(value, type | types.FunctionType):
+        if isinstance(value, type | types.FunctionType) and not value.__module__.startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:
             return None
@@ -71,7 +71,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return ("main", value.__qualname__) if os.path.isfile(getattr(module, "__file__", None) or "") else None
 
 
-def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
