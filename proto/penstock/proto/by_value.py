@@ -58,7 +58,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
         """The training script's own functions and classes by name; its module has another one in workers."""
-        if isinstance(value, type | types.FunctionType) and not value.__module__.startswith("cloudpickle"):
+        if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
             self.last = value.__qualname__
         if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:
             return None
