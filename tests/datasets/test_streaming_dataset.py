@@ -244,6 +244,7 @@ def test_a_stream_without_samples_has_no_share(tmp_path: Path, hundred: Path, we
     ("name", "value", "plain"),
     [
         ("choose", np.int64(5), 5),
+        ("choose", "0.005k", 5),
         ("proportion", np.float32(0.5), 0.5),
         ("repeat", np.float64(1.5), 1.5),
         ("repeat", np.int8(2), 2),
@@ -262,10 +263,20 @@ def test_numbers_of_numpy_are_numbers(hundred: Path, name: str, value: Any, plai
     assert read_with(value) == read_with(plain)
 
 
-@pytest.mark.parametrize("limit", [0, -5, "10gb", 1.5, np.int64(0)])
+@pytest.mark.parametrize("limit", [0, -5, "10 parsecs", "0kb", 1.5, np.int64(0)])
 def test_a_cache_limit_that_is_none(tmp_path: Path, limit: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"cache_limit={re.escape(repr(limit))}: it is a number of bytes"):
+    with pytest.raises(InvalidArgumentError, match="cache_limit"):
         StreamingDataset(local=tmp_path, cache_limit=limit)
+
+
+def test_a_cache_limit_as_a_text_and_settings_of_one_stream(hundred: Path, tmp_path: Path) -> None:
+    streams = [
+        Stream(hundred.as_uri(), tmp_path / "plain"),
+        Stream(hundred.as_uri(), tmp_path / "own", validate_hash="sha1", keep_zip=True, timeout_s=7),
+    ]
+    with closing(StreamingDataset(streams=streams, cache_limit="2gb", timeout_s=50)) as dataset:
+        found = [(cache._limit, cache._validate, cache._keep_packed, cache._timeout_s) for cache in dataset._caches]
+    assert found == [(1 << 30, None, False, 50), (1 << 30, "sha1", True, 7)]
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "gone", "other"])

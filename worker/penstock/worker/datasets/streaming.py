@@ -26,7 +26,7 @@ import torch.utils.data
 import xxhash
 
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.worker.datasets.arguments import whole
+from penstock.worker.datasets.arguments import byte_count, sample_count, whole
 from penstock.worker.datasets.formats.index import read_index
 from penstock.worker.datasets.formats.mds import columns_of
 from penstock.worker.datasets.formats.readers import open_shard
@@ -57,10 +57,16 @@ class Stream:
     """Weight of its samples in an epoch, relative to the other streams'."""
     repeat: float | None = None
     """How often an epoch takes each of its samples."""
-    choose: int | None = None
-    """Samples of it in an epoch."""
+    choose: int | str | None = None
+    """Samples of it in an epoch, or a text such as "100k"."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     """For fsspec: keys, endpoint, headers."""
+    validate_hash: str | Literal[False] | None = None
+    """As of the dataset; None: the dataset's."""
+    keep_zip: bool | None = None
+    """As of the dataset; None: the dataset's."""
+    timeout_s: float | None = None
+    """Seconds to wait for a shard; None: the dataset's."""
 
 
 class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -78,7 +84,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         *,
         split: str | None = None,
         streams: Sequence[Stream] = (),
-        cache_limit: int | None = None,
+        cache_limit: int | str | None = None,
         validate_hash: str | Literal[False] | None = None,
         keep_zip: bool = False,
         timeout_s: float = 600.0,
@@ -90,8 +96,8 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """
         Args:
             remote, local, split, storage_options: of the one stream, see Stream; or give `streams`.
-            cache_limit: bytes that all processes of the host keep of it; the least recently used shards go first, never
-                one in use. Several streams share it evenly. None: no limit.
+            cache_limit: bytes, or a text such as "64gb", that all processes of the host keep of it; the least recently
+                used shards go first, never one in use. Several streams share it evenly. None: no limit.
             validate_hash: None verifies what is fetched, and what is found in the cache and was not verified yet, by
                 the fastest hash that the index has, if it has any. An algorithm, such as "sha1", verifies by that one,
                 also shards that are read where they lie; the index must have it. False verifies nothing.
@@ -114,7 +120,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
         given = tuple(streams) or (Stream(remote, local, split, storage_options=storage_options or {}),)
         self.streams = tuple(_with_plain_weights(number, stream) for number, stream in enumerate(given))
         _check_weights(self.streams)
-        cache_limit = _bytes("cache_limit", cache_limit)
+        limit = byte_count("cache_limit", cache_limit)
         places = [_place_of(stream) for stream in self.streams]
         self.name = ", ".join(name for _, _, name in places[:3]) + (", ..." if len(places) > 3 else "")
         """For messages."""
@@ -123,14 +129,14 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             ShardCache(
                 place,
                 folder,
-                limit=None if cache_limit is None else max(1, cache_limit // len(places)),
-                validate=validate_hash,
-                keep_packed=keep_zip,
-                timeout_s=timeout_s,
+                limit=None if limit is None else max(1, limit // len(places)),
+                validate=validate_hash if stream.validate_hash is None else stream.validate_hash,
+                keep_packed=keep_zip if stream.keep_zip is None else stream.keep_zip,
+                timeout_s=timeout_s if stream.timeout_s is None else stream.timeout_s,
                 threads=download_threads,
                 group=_group(cache_group),
             )
-            for place, folder, _ in places
+            for stream, (place, folder, _) in zip(self.streams, places, strict=True)
         ]
         self._open = OpenShards()
         self._relieve_caches()
@@ -223,7 +229,7 @@ class StreamingDataset(torch.utils.data.Dataset[dict[str, Any]]):
             if epoch_size is not None:
                 raise InvalidArgumentError("epoch_size goes with proportions; repeat and choose say it themselves")
             return [
-                stream.choose if stream.choose is not None else round((stream.repeat or 0) * total)
+                int(stream.choose) if stream.choose is not None else round((stream.repeat or 0) * total)
                 for stream, total in zip(self.streams, totals, strict=True)
             ]
         if self.streams[0].proportion is None:
@@ -309,7 +315,7 @@ def _place_of(stream: Stream) -> tuple[Place | None, Path, str]:
 def _with_plain_weights(number: int, stream: Stream) -> Stream:
     """With Python's own numbers: with those of numpy an order's description would not be one in a state."""
     name = f"stream {number}: "
-    choose = whole(f"{name}choose", stream.choose)
+    choose = sample_count(f"{name}choose", stream.choose)
     proportion, repeat = _real(f"{name}proportion", stream.proportion), _real(f"{name}repeat", stream.repeat)
     return replace(stream, proportion=proportion, repeat=repeat, choose=choose)
 
@@ -320,16 +326,6 @@ def _real(name: str, value: float | None) -> float | None:
     if not isinstance(value, Real):
         raise InvalidArgumentError(f"{name}={value!r}; it must be a number of at least 0")
     return float(value)
-
-
-def _bytes(name: str, value: int | None) -> int | None:
-    try:
-        number = whole(name, value)
-    except InvalidArgumentError:
-        number = 0  # a text: "64mb" is a size elsewhere, and here the unit must be said
-    if number is not None and number < 1:
-        raise InvalidArgumentError(f"{name}={value!r}: it is a number of bytes, at least 1")
-    return number
 
 
 def _group(group: str | int | None) -> int | None:

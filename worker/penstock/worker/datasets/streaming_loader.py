@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.proto.errors import InvalidArgumentError
 from penstock.worker.building import collate
-from penstock.worker.datasets.arguments import one_of, whole
+from penstock.worker.datasets.arguments import one_of, sample_count, whole
 from penstock.worker.datasets.collating import checked_collate
 from penstock.worker.datasets.here import Here, global_batch
 from penstock.worker.datasets.map_reading import MapReader
@@ -49,13 +49,13 @@ class StreamingLoader(PositionLoader):
         global_batch_size: int | None = None,
         shuffle: bool = False,
         seed: int | None = None,
-        shuffle_block: int | None = BLOCK,
+        shuffle_block: int | str | None = BLOCK,
         partitions: int = 1,
         interleave: Interleave = "shards",
-        epoch_size: int | None = None,
+        epoch_size: int | str | None = None,
         tail: Tail = "emit",
         skip: Iterable[range] = (),
-        predownload: int | None = None,
+        predownload: int | str | None = None,
         reseed: bool | None = None,
         keys: str | None = None,
         rank: tuple[int, int] | None = None,
@@ -73,7 +73,8 @@ class StreamingLoader(PositionLoader):
                 parts' shards where the number of boxes divides it; so choose the largest number of boxes.
             interleave: how streams are mixed: "shards" shuffles the shards of all together, "samples" keeps the share
                 of each stream at every prefix, "batches" makes each global batch from one stream.
-            epoch_size: samples of an epoch, of which each stream has its proportion; None: as many as there are.
+            epoch_size: samples of an epoch, or a text such as "100k", of which each stream has its proportion; None: as
+                many as there are.
             tail: of a last batch that is not full: "emit" it, "pad" it with samples of the epoch's beginning, "drop"
                 it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With "emit"
                 a box may get a batch of no rows, where an epoch, or what is left of it, has fewer samples than boxes.
@@ -93,8 +94,9 @@ class StreamingLoader(PositionLoader):
 
         Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
         """
-        partitions, epoch_size = whole("partitions", partitions), whole("epoch_size", epoch_size)
-        shuffle_block, predownload = whole("shuffle_block", shuffle_block), whole("predownload", predownload)
+        partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
+        shuffle_block = sample_count("shuffle_block", shuffle_block)
+        predownload = sample_count("predownload", predownload)
         seed, skip = whole("seed", seed), list(skip)
         if not isinstance(dataset, StreamingDataset):
             raise InvalidArgumentError(
