@@ -167,7 +167,7 @@ def test_each_batch_has_its_share_of_each_stream(three: list[Path]) -> None:
             [Stream(local="a", choose=1), Stream(local="b", choose=cast(Any, 2.5))],
             "stream 1: choose=2.5: .* a whole number",
         ),
-        ([Stream(local="a", choose=cast(Any, "5"))], "stream 0: choose='5': it must be a whole number"),
+        ([Stream(local="a", choose="five")], "stream 0: choose must be a whole number or a text such as 100k.*'five'"),
         ([Stream(local="a", proportion=cast(Any, "0.5"))], "stream 0: proportion='0.5'; it must be a number"),
         ([Stream(local="a", repeat=cast(Any, 1j))], "stream 0: repeat=1j; it must be a number"),
     ],
