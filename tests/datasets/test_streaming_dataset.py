@@ -11,11 +11,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, SupportsIndex, cast
+from typing import Any, ClassVar, SupportsIndex, cast
 
+import fsspec
 import numpy as np
 import pytest
 import torch.utils.data
+from fsspec.implementations.memory import MemoryFileSystem
 from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
@@ -269,14 +271,47 @@ def test_a_cache_limit_that_is_none(tmp_path: Path, limit: Any) -> None:
         StreamingDataset(local=tmp_path, cache_limit=limit)
 
 
-def test_a_cache_limit_as_a_text_and_settings_of_one_stream(hundred: Path, tmp_path: Path) -> None:
-    streams = [
-        Stream(hundred.as_uri(), tmp_path / "plain"),
-        Stream(hundred.as_uri(), tmp_path / "own", validate_hash="sha1", keep_zip=True, timeout_s=7),
-    ]
-    with closing(StreamingDataset(streams=streams, cache_limit="2gb", timeout_s=50)) as dataset:
-        found = [(cache._limit, cache._validate, cache._keep_packed, cache._timeout_s) for cache in dataset._caches]
-    assert found == [(1 << 30, None, False, 50), (1 << 30, "sha1", True, 7)]
+class Elsewhere(MemoryFileSystem):  # type: ignore[misc]
+    """A file system that only its user knows."""
+
+    protocol = "elsewhere"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).replace("elsewhere://", "memory://"))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> str:
+    """The address of 100 numbers, compressed, with their hashes."""
+    with MDSWriter(tmp_path / "made", {"n": "int"}, size_limit=200, compression="zstd", hashes=["sha1"]) as writer:
+        for number in range(100):
+            writer.write({"n": number})
+    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
+    Elsewhere.store.clear()
+    fsspec.filesystem("elsewhere").put(f"{tmp_path}/made/", "/data/", recursive=True)
+    return "elsewhere:///data"
+
+
+def test_a_stream_from_a_file_system_of_ones_own_is_evicted_and_comes_again(elsewhere: str, tmp_path: Path) -> None:
+    with closing(StreamingDataset(elsewhere, tmp_path / "cache", cache_limit="0.5kb")) as dataset:
+        for number in (0, 99, 50, 0, 99):
+            assert dataset[number]["n"] == number
+        assert len(list((tmp_path / "cache").glob("shard.*"))) < len(dataset.sizes[0])
+
+
+def test_settings_of_one_stream(elsewhere: str, tmp_path: Path) -> None:
+    streams = [Stream(elsewhere, tmp_path / "plain"), Stream(elsewhere, tmp_path / "kept", keep_zip=True)]
+    with closing(StreamingDataset(streams=streams)) as dataset:
+        assert (dataset[3]["n"], dataset[103]["n"]) == (3, 3)
+    assert [len(list((tmp_path / name).glob("*.zstd"))) for name in ("plain", "kept")] == [0, 1]
+    checked = Stream(elsewhere, tmp_path / "plain", validate_hash="xxh64")
+    with closing(StreamingDataset(streams=[streams[1], checked])) as dataset:
+        assert dataset[50]["n"] == 50
+        with pytest.raises(DatasetError, match="the index has no xxh64 hash of it to validate by; it has sha1"):
+            dataset[150]
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "gone", "other"])
