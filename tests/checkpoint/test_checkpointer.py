@@ -339,12 +339,13 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     def memory() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:penstock-checkpoint")
 
-    before = held()
+    gc.collect()
+    before, others = held(), memory()  # those that an earlier test's traceback holds may go at any time
     for number in range(3):
         checkpointer = AsyncCheckpointer(tmp_path, buffers=2)
         for step in range(3):
             checkpointer.save(step, {"x": torch.ones(MIB + number)})
-        assert memory() == 2
+        wait_until(lambda: memory() <= others + 2)
         checkpointer.close()
         checkpointer.close()
         with pytest.raises(RuntimeError, match="this AsyncCheckpointer is closed"):
@@ -352,7 +353,7 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     del checkpointer
     gc.collect()
     wait_until(lambda: held() <= before)
-    assert memory() == 0
+    assert memory() <= others
 
 
 def test_the_writer_has_no_torch_and_no_grpc_and_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
