@@ -62,7 +62,7 @@ def test_every_value_has_an_effect_and_the_outcome_is_valid() -> None:
     documents = made(
         coordinator={"storage": "5Gi", "storageClass": "local", "image": "a:1"},
         worker={"replicas": 9, "runnerMemory": "3GiB", "image": "b:1"},
-        secrets={"tls": "t", "coordinatorTokens": "c", "workerTokens": "w"},
+        secrets={"coordinatorTls": "t", "workerTls": "u", "coordinatorTokens": "c", "workerTokens": "w"},
     )
     for document in documents.values():
         kubernetes_validate.validate(document, "1.30", strict=True)
@@ -73,7 +73,7 @@ def test_every_value_has_an_effect_and_the_outcome_is_valid() -> None:
     pods = (coordinator["template"]["spec"], worker["template"]["spec"])
     assert [pod["containers"][0]["image"] for pod in pods] == ["a:1", "b:1"]
     secrets = [volume["secret"]["secretName"] for pod in pods for volume in pod["volumes"] if "secret" in volume]
-    assert secrets == ["c", "t", "w", "t"]
+    assert secrets == ["c", "t", "w", "u"]
     assert worker["replicas"] == 9
     assert documents["ConfigMap", "penstock-worker"]["data"]["PENSTOCK_WORKER_RUNNER_MEMORY"] == "3GiB"
 

@@ -27,7 +27,8 @@ from penstock.deploy.cli import app
 
 OLDEST, NEWEST = "1.30", "1.37"
 """Versions of Kubernetes whose schemas the manifests are held to. 1.30 is the first with all that they use stable."""
-GIVEN = {"penstock-tls", "penstock-tokens-coordinator", "penstock-tokens-worker", "penstock-tokens-client"}
+ROLES = ("coordinator", "worker", "client")
+GIVEN = {f"penstock-{kind}-{role}" for kind in ("tls", "tokens") for role in ROLES}
 """Secrets that the user makes: docs/deploy.md."""
 DOWNWARD = {
     "status.podIP": "127.0.0.1",
@@ -162,8 +163,8 @@ def test_the_prometheus_operator_is_told_the_port_the_certificates_and_the_token
         assert settings["PENSTOCK_TLS_CERT"]
         tls = endpoint.tlsConfig
         assert [tls.ca.secret.key, tls.cert.secret.key, tls.keySecret.key] == ["ca.crt", "tls.crt", "tls.key"]
-        assert {tls.ca.secret.name, tls.cert.secret.name, tls.keySecret.name} == {"penstock-tls"}
-        assert tls.serverName == "penstock"
+        assert {tls.ca.secret.name, tls.cert.secret.name, tls.keySecret.name} == {"penstock-tls-admin"}
+        assert tls.serverName == f"{pod.role}.penstock"
         token = endpoint.authorization.credentials
         assert (token.name, token.key) == ("penstock-tokens-monitoring", pod.role)
         assert f"secret generic {token.name}" in manual
@@ -224,7 +225,8 @@ def test_what_is_mounted_is_there_or_the_users_to_make_and_read_where_it_is_moun
         assert set(mounts) == set(volumes) | claims, where
         for volume in volumes.values():
             if "secret" in volume:
-                assert volume["secret"]["secretName"] in GIVEN, where
+                role = "client" if pod.role == "trainer" else pod.role
+                assert volume["secret"]["secretName"] == f"penstock-{volume['name']}-{role}", (where, "another role's")
                 assert volume["secret"]["defaultMode"] == 0o400, where
         settings = settings_of(pod, rendered(overlay), DOWNWARD)
         assert Path(settings["PENSTOCK_TOKEN_FILE"]).is_relative_to(mounts["tokens"]), where
@@ -320,11 +322,11 @@ class Node:
         self._port.bind(("127.0.0.1", 0))
         self.port = self._port.getsockname()[1]
         pki = Pki(folder / "pki")
-        pair = pki.issue("penstock", "DNS:penstock")
         self.mounts = {"coordinator": folder / "coordinator", "worker": folder / "worker"}
         for role, mount in self.mounts.items():
             for name in ("etc/penstock/tls", "etc/penstock/tokens", "tmp", "var/lib/penstock"):
                 (mount / name).mkdir(parents=True)
+            pair = pki.issue(role, f"DNS:{role}.penstock")
             for name, source in (("ca.crt", pki.ca), ("tls.crt", pair.cert), ("tls.key", pair.key)):
                 (mount / "etc/penstock/tls" / name).write_bytes(Path(source).read_bytes())
             tokens = {"coordinator": "worker:w-secret\nadmin:a-secret\n", "worker": "worker:w-secret\n"}
@@ -405,5 +407,7 @@ def test_certificates_are_for_the_name_that_the_daemons_expect() -> None:
         if document["kind"] == "Certificate"
     }
     (base,) = (doc["data"] for doc in rendered("base") if "PENSTOCK_TLS_NAME" in doc.get("data", {}))
-    assert made["penstock-tls"]["dnsNames"] == [base["PENSTOCK_TLS_NAME"]]
-    assert {"server auth", "client auth"} <= set(made["penstock-tls"]["usages"])
+    for role in (*ROLES, "admin"):
+        certificate = made[f"penstock-tls-{role}"]
+        assert certificate["dnsNames"] == [base["PENSTOCK_TLS_NAME"].replace("*", role)]
+        assert {"server auth", "client auth"} <= set(certificate["usages"])

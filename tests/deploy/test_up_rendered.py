@@ -86,7 +86,9 @@ def test_the_manifests_are_valid_and_careful(shell: Any, safety: tuple[str, ...]
         volumes = {volume["name"] for volume in template["spec"]["volumes"]}
         claims = {claim["metadata"]["name"] for claim in by_kind[kind]["spec"].get("volumeClaimTemplates", ())}
         assert mounted == volumes | claims
-        assert ("tls" in mounted) == (safety != ("--insecure",))
+        own = {volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume}
+        certificates = {f"certificates-{container['name']}"} if safety != ("--insecure",) else set()
+        assert own == {"penstock-token", *certificates}
 
 
 def test_the_variables_of_the_pods_are_settings_of_the_daemons(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +106,21 @@ def test_the_variables_of_the_pods_are_settings_of_the_daemons(shell: Any, monke
     assert (worker.listen, worker.slots, worker.allow, worker.insecure) == ("10.0.0.7:7071", 8, "streams", True)
 
 
+def test_workers_are_given_their_own_tokens(recorded: Recorded) -> None:
+    recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
+    tokens = "worker:w-0123456789\nclient:c-0123456789\nadmin:a-0123456789"
+    done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN=tokens)
+    assert done.returncode == 0, done.stderr
+    secret, applied = (json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
+    assert secret["stringData"]["coordinator"].split() == tokens.split()
+    assert secret["stringData"]["worker"].split() == ["worker:w-0123456789"]
+    for item in applied["items"]:
+        for volume in item["spec"].get("template", {}).get("spec", {}).get("volumes", ()):
+            if volume["name"] == "tokens":
+                role = item["spec"]["template"]["spec"]["containers"][0]["name"]
+                assert volume["secret"]["items"] == [{"key": role, "path": "token"}]
+
+
 def test_up_and_down_say_to_kubectl_what_they_should(recorded: Recorded) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
     done = recorded.shell.call(*KUBERNETES, "--insecure", "--namespace", "train", "--name", "lm", "--json")
@@ -115,7 +132,7 @@ def test_up_and_down_say_to_kubectl_what_they_should(recorded: Recorded) -> None
     secret = json.loads(calls[1][-1])
     kubernetes_validate.validate(secret, "1.30", strict=True)
     token = (recorded.shell.folder / "fleet" / "token").read_text()
-    assert secret["stringData"]["token"] == token
+    assert secret["stringData"] == {"coordinator": token, "worker": token}, "a bare one, good for all roles"
     assert token.strip() not in str([call[:-1] for call in calls])  # by standard input alone
     assert token.strip() not in calls[2][-1]
     recorded.answer(kubectl_delete=("deployment.apps/lm-worker\n", 0))

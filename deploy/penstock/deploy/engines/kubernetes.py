@@ -50,8 +50,9 @@ def _check(plan: Plan) -> None:
         raise CommandError("--image is missing: the image that has Penstock and your code in it", USAGE)
     if not plan.options["tls_secret"] and not plan.insecure:
         raise UnsafeBindError(
-            "pods talk to each other over the network: give --tls-secret, a Secret with ca.crt, tls.crt and tls.key "
-            "for the name penstock, or say --insecure on a network that you trust"
+            "pods talk to each other over the network: give --tls-secret NAME, with Secrets NAME-coordinator and "
+            "NAME-worker of ca.crt, tls.crt and tls.key for the names coordinator.penstock and worker.penstock, or say "
+            "--insecure on a network that you trust"
         )
 
 
@@ -161,7 +162,7 @@ def _container(plan: Plan, component: str, environment: dict[str, str], port: in
     if plan.options["tls_secret"]:
         files = {"CA": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
         shared |= {f"PENSTOCK_TLS_{name}": f"{TLS}/{file}" for name, file in files.items()}
-        shared["PENSTOCK_TLS_NAME"] = plan.tls.get("tls_name", "penstock")
+        shared["PENSTOCK_TLS_NAME"] = "*.penstock"
         mounts.append({"name": "tls", "mountPath": TLS, "readOnly": True})
     return {
         "name": component,
@@ -195,13 +196,16 @@ def _probes(component: str) -> dict[str, Any]:
 
 
 def _pod(plan: Plan, container: dict[str, Any], *, grace_s: int) -> dict[str, Any]:
+    role = container["name"]
+    tokens = {"secretName": f"{plan.name}-token", "items": [{"key": role, "path": "token"}]}
     volumes: list[dict[str, Any]] = [
         # 0400 becomes root's 0440 with fsGroup: the group alone may read it.
-        {"name": "tokens", "secret": {"secretName": f"{plan.name}-token", "defaultMode": 0o400}},
+        {"name": "tokens", "secret": {**tokens, "defaultMode": 0o400}},
         {"name": "tmp", "emptyDir": {}},
     ]
     if plan.options["tls_secret"]:
-        volumes.append({"name": "tls", "secret": {"secretName": plan.options["tls_secret"], "defaultMode": 0o400}})
+        own = f"{plan.options['tls_secret']}-{role}"
+        volumes.append({"name": "tls", "secret": {"secretName": own, "defaultMode": 0o400}})
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,  # its variables would look like settings of ours
@@ -293,6 +297,12 @@ def _secret(plan: Plan) -> str:
         "kind": "Secret",
         "metadata": {"name": f"{plan.name}-token", "namespace": plan.options["namespace"], "labels": _labels(plan)},
         "type": "Opaque",
-        "stringData": {"token": token + "\n"},
+        "stringData": {"coordinator": token + "\n", "worker": _of_workers(token) + "\n"},
     }
     return json.dumps(found)
+
+
+def _of_workers(tokens: str) -> str:
+    """Return what workers need of a token file's text: the lines of their role. A bare token is good for all roles."""
+    own = [line for line in tokens.splitlines() if line.strip().startswith("worker:")]
+    return "\n".join(own) or tokens

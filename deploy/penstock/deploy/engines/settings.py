@@ -87,4 +87,6 @@ class UpSettings(Section):
     namespace: str = Field("default", description="Kubernetes: where to put it.")
     image: str = Field("", description="Kubernetes: the image with Penstock and your code.")
     storage: str = Field("1Gi", description="Kubernetes: size of the coordinator's volume.")
-    tls_secret: str = Field("", description="Kubernetes: Secret with tls.crt, tls.key and ca.crt, for all daemons.")
+    tls_secret: str = Field(
+        "", description="Kubernetes: Secrets NAME-coordinator and NAME-worker have tls.crt, tls.key and ca.crt."
+    )
