@@ -29,8 +29,8 @@ import numpy as np
 import zstandard
 from lz4 import block
 
-from penstock.proto import compression
-from penstock.proto.compression import MOST_SKIPPED, NAMES, PIECE, Packer, Unpacker
+from penstock.proto.lane import compression
+from penstock.proto.lane.compression import MOST_SKIPPED, NAMES, PIECE, Packer, Unpacker
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lanes import remote  # type: ignore[import-not-found]

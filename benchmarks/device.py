@@ -35,9 +35,9 @@ import torch
 import torch.utils.data
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.device import check_device
+from penstock.client.stream.device import check_device
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.ring import slots_for
+from penstock.proto.lane.ring import slots_for
 
 SIZES = {64 << 10: 8000, 256 << 10: 4000, 1 << 20: 2000, 4 << 20: 600, 16 << 20: 150, 64 << 20: 40}
 """Bytes of a batch -> batches of one round of ours."""

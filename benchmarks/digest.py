@@ -26,8 +26,9 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.loaders import make
 
-from penstock.client import Appliance, DataExecutor, DataLoader, lanes
-from penstock.proto.digest import batch_digest
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.stream import lane_reader
+from penstock.proto.batch.digest import batch_digest
 from penstock.worker import current_assignment
 
 SIZES = {4 << 10: 60_000, 64 << 10: 40_000, 1 << 20: 12_000, 8 << 20: 1_500}
@@ -42,7 +43,7 @@ def source(kind: str, size: int) -> Iterator[Any]:
     """The input_fn."""
     current_assignment()
     if kind == "none":
-        import penstock.worker.runner as runner
+        import penstock.worker.runner.runner as runner
 
         setattr(runner, "region_digest", lambda *_: 1)  # noqa: B010  # in this child only
     return iter(make(Case("ready", size)))
@@ -64,7 +65,7 @@ def rate(kind: str, size: int, batches: int) -> float:
 @contextmanager
 def _unchecked(kind: str) -> Iterator[None]:
     """The training loop's comparison takes the runner's constant for right."""
-    with patch.object(lanes, "region_digest", lambda *_: 1) if kind == "none" else nullcontext():
+    with patch.object(lane_reader, "region_digest", lambda *_: 1) if kind == "none" else nullcontext():
         yield
 
 

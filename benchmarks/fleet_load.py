@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.fleet_peers import JOB, FakeBox, FakeWorker, Payload, Tally
 from benchmarks.processes import cpu_s
 
-from penstock.proto.calls import AsyncCoordinatorClient
-from penstock.proto.channel import connect_aio
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.rpc.channel import connect_aio
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
 

@@ -1,8 +1,8 @@
 """Workers and boxes that run nothing: they say to a coordinator what real ones say, many of them on one connection.
 
-A fake worker does what worker/penstock/worker/daemon.py does: it registers, keeps one long poll open, reports a change
-at once beside it, makes a slot's first snapshot durable before the slot is READY, sends later ones as often as it was
-told to, and answers state requests. A fake box opens the run and watches it, and its training loop takes
+A fake worker does what worker/penstock/worker/daemon/daemon.py does: it registers, keeps one long poll open, reports a
+change at once beside it, makes a slot's first snapshot durable before the slot is READY, sends later ones as often as
+it was told to, and answers state requests. A fake box opens the run and watches it, and its training loop takes
 STEPS_PER_S batches a second. What is missing is whatever a coordinator does not see: runners, rings and lanes.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.proto.calls import AsyncCoordinatorClient
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

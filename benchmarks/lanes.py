@@ -23,15 +23,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from penstock.client.landing import Lander
-from penstock.proto import tcp
-from penstock.proto.frames import pack_shapes
-from penstock.proto.lane import Consumer, Producer, connect_local
-from penstock.proto.lane_tls import accept_tls_blocking
-from penstock.proto.ring import Ring, slots_for
-from penstock.proto.tls import Tls, load_tls
+from penstock.client.stream.receiver_process import Lander
+from penstock.proto.lane import tcp
+from penstock.proto.lane.endpoints import Consumer, Producer, connect_local
+from penstock.proto.lane.frames import pack_shapes
+from penstock.proto.lane.ring import Ring, slots_for
+from penstock.proto.lane.tls_socket import accept_tls_blocking
+from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.pump import Pump
+from penstock.worker.daemon.sender import Pump
 
 WARM_UP = 0.3
 

@@ -25,10 +25,10 @@ __all__ = ["ROLES"]
 TIMEOUT_S = 60
 
 ROLES = (
-    Role("penstock.worker.zygote", "zygote", forked="runner"),
+    Role("penstock.worker.runner.fork_server", "zygote", forked="runner"),
     Role("penstock.worker", "daemon"),
     Role("penstock.appliance", "coordinator"),
-    Role("lander.py", "lander"),
+    Role("receiver.py", "lander"),
 )
 
 

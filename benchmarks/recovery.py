@@ -30,7 +30,7 @@ from typing import Any, Literal
 from benchmarks.processes import tree
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.calls import CoordinatorClient
+from penstock.proto.rpc.calls import CoordinatorClient
 
 __all__ = ["slow_batches"]
 

@@ -30,8 +30,8 @@ from benchmarks.sources_cases import BATCH, LINE, ByHand, Make, Numbers, Rows, d
 from benchmarks.sources_report import BEGIN, END, judge, markdown
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.proto.state import encode_state
-from penstock.worker.datasets import MapLoader
+from penstock.data import MapLoader
+from penstock.proto.state.codec import encode_state
 
 __all__ = ["Amounts", "figures", "main", "run", "sizes"]
 

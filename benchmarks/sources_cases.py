@@ -10,7 +10,7 @@ import torch
 import torch.utils.data
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.worker.datasets import Chunked, LogicalShards, MapLoader, Packed, Repeated, ShardLoader, WindowShuffled
+from penstock.data import Chunked, LogicalShards, MapLoader, Packed, Repeated, ShardLoader, WindowShuffled
 
 __all__ = ["BATCH", "LINE", "ByHand", "Make", "Numbers", "Rows", "documents", "packed", "readers"]
 

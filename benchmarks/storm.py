@@ -27,7 +27,7 @@ from benchmarks.processes import tree
 from benchmarks.recovery import Fleet, slow_batches
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.calls import CoordinatorClient
+from penstock.proto.rpc.calls import CoordinatorClient
 
 __all__ = ["main"]
 

@@ -27,9 +27,9 @@ from benchmarks.streaming_data import BATCH, KINDS, TINY, collate
 from benchmarks.streaming_player import Reader, memory_mib, play
 from PIL import Image
 
-from penstock.worker.building import collate as stack
-from penstock.worker.datasets import MDSWriter, StreamingDataset, StreamingLoader
-from penstock.worker.datasets.ordering.order import Order
+from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
+from penstock.data.ordering.sharded_order import Order
+from penstock.worker.batch.building import collate as stack
 
 SEED = 1
 

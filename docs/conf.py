@@ -37,7 +37,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_mock_imports = ["lightning", "transformers"]  # seconds of a core, for a base class
 
-PUBLIC = ("penstock.client", "penstock.client.checkpoint", "penstock.worker", "penstock.worker.datasets")
+PUBLIC = ("penstock.client", "penstock.client.checkpoint", "penstock.worker", "penstock.data")
 """Modules that re-export the API: their names are documented there, wherever they are defined."""
 
 nitpick_ignore_regex = [

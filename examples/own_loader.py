@@ -1,6 +1,6 @@
 """A loader of one's own with the four methods: saved at any step, and resumed on any shape.
 
-penstock.worker.datasets has such loaders ready; this one shows what they consist of, with the windows of train_lm:
+penstock.data has such loaders ready; this one shows what they consist of, with the windows of train_lm:
 
     PYTHONPATH=examples penstock doctor own_loader:input_fn --kwargs '{"batch_size": 16, "num_windows": 640}'
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.worker.datasets import MapLoader
+from penstock.data import MapLoader
 
 __all__ = ["CONTEXT", "PIECES", "Pieces", "input_fn"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.worker.datasets import MDSWriter, StreamingDataset, StreamingLoader
+from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
 
 __all__ = ["SIDE", "input_fn", "write"]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from demo_cluster import Cluster, DemoError, Step, read_log
 
-from penstock.proto.checkpoints import locked, newest, read_manifest
+from penstock.proto.state.checkpoint_files import locked, newest, read_manifest
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 

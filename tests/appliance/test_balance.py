@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.appliance import balance
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import Slot
+from penstock.appliance.core import balance
+from penstock.appliance.model.entities import Slot
+from penstock.appliance.model.limits import Limits
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.appliance.bottleneck import BoxFacts, Finding, SlotFacts, find
+from penstock.appliance.policies.bottleneck import BoxFacts, Finding, SlotFacts, find
 
 FULL = 8.0
 

@@ -18,21 +18,6 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from penstock.proto import proven_calls, tracing, wire_errors
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
-from penstock.proto.channel import (
-    CHUNK,
-    PROTOCOL,
-    SERVICE,
-    VERSION,
-    Served,
-    connect,
-    connect_aio,
-    detail_of,
-    error_of,
-    host_id,
-    server_aio,
-)
 from penstock.proto.errors import (
     CATALOGUE,
     AuthenticationError,
@@ -47,6 +32,21 @@ from penstock.proto.errors import (
     UnsafeBindError,
     VersionSkewError,
     error_named,
+)
+from penstock.proto.rpc import authenticated_calls, tracing, wire_errors
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, Gather, blob_name
+from penstock.proto.rpc.channel import (
+    CHUNK,
+    PROTOCOL,
+    SERVICE,
+    VERSION,
+    Served,
+    connect,
+    connect_aio,
+    detail_of,
+    error_of,
+    host_id,
+    server_aio,
 )
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
@@ -220,14 +220,16 @@ def test_a_wrong_or_missing_token_is_refused_whatever_the_kind_of_call() -> None
 
 def test_another_protocol_is_refused_with_both_versions_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(_: Served, __: Scripted, client: AsyncCoordinatorClient) -> None:
-        monkeypatch.setattr(proven_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9")))
+        monkeypatch.setattr(
+            authenticated_calls, "_RELEASE", (("penstock-protocol", "7"), ("penstock-version", "9.9.9"))
+        )
         with pytest.raises(VersionSkewError) as caught:
             await client.open_run(pb.OpenRunRequest())
         assert caught.value.message == (
             f"the caller (Penstock 9.9.9) speaks protocol 7, the coordinator (Penstock {VERSION}) protocol {PROTOCOL}: "
             "install the same release on both ends"
         )
-        monkeypatch.setattr(proven_calls, "_RELEASE", ())
+        monkeypatch.setattr(authenticated_calls, "_RELEASE", ())
         with pytest.raises(VersionSkewError, match="speaks no protocol number"):
             await client.open_run(pb.OpenRunRequest())
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from served import LIMITS, TOKEN, asking, coordinator, daemon, opening, until_ready
 
-from penstock.appliance.closed import ClosedRun, ClosedRuns, boxes_of, parts_of
-from penstock.appliance.states import BoxState, Gathering
-from penstock.proto.calls import AsyncCoordinatorClient, FetchedState
+from penstock.appliance.states.closed_runs import ClosedRun, ClosedRuns, boxes_of, parts_of
+from penstock.appliance.states.state_query import BoxState, Gathering
 from penstock.proto.errors import (
     InvalidArgumentError,
     StateCorruptError,
     StateUnavailableError,
     SupersededError,
 )
-from penstock.proto.state import encode_state
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, FetchedState
+from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

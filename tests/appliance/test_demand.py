@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.appliance import demand
+from penstock.appliance.core import demand
 from penstock.appliance.testing import FakeWorker, World
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.v1 import coordinator_pb2 as pb

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from queries import ask, respond, values
 
-from penstock.appliance.desk import ROOM
-from penstock.appliance.ledger import Ledger
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import Attempt, SlotKey
+from penstock.appliance.core.state_queries import ROOM
+from penstock.appliance.model.entities import Attempt, SlotKey
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.snapshot_index import Ledger
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import OverloadedError
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.appliance.events import MOST, Events
-from penstock.appliance.fetches import Fetches
-from penstock.appliance.gauges import HALF_S, Gauge, Waits
-from penstock.appliance.series import MINUTES, RUNS, SECONDS, Series, Track
+from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, Series, Track
+from penstock.appliance.model.gauges import HALF_S, Gauge, Waits
+from penstock.appliance.model.recent_events import MOST, Events
+from penstock.appliance.states.recent_queries import Fetches
 from penstock.appliance.testing import World
 from penstock.proto.v1 import coordinator_pb2 as pb
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.journal import StateDir
-from penstock.appliance.limits import Limits
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import SupersededError, UnknownWorkerError
 from penstock.proto.v1 import coordinator_pb2 as pb

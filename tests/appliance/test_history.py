@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.history import StoppedCoordinator, Track, past
-from penstock.appliance.journal import StateDir
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import SlotKey
-from penstock.appliance.store import Store
+from penstock.appliance.core.box_history import StoppedCoordinator, Track, past
+from penstock.appliance.model.entities import SlotKey
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.storage.snapshot_store import Store
 from penstock.appliance.testing import FakeBox, World
 from penstock.proto.errors import JournalError
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 

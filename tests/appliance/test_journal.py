@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.database import SCHEMA
-from penstock.appliance.journal import Journal, StateDir, filesystem
-from penstock.appliance.ledger import DropAttempt, DropBlob, DropSnapshot, Kept
-from penstock.appliance.model import SlotKey
-from penstock.appliance.store import Store
+from penstock.appliance.model.entities import SlotKey
+from penstock.appliance.storage.database import SCHEMA
+from penstock.appliance.storage.journal import Journal, StateDir, filesystem
+from penstock.appliance.storage.snapshot_index import DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.storage.snapshot_store import Store
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import BoxTakenError, JournalError, SupersededError
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -342,7 +342,7 @@ def test_the_filesystem_is_that_of_the_nearest_mount(path: str, kind: str) -> No
 
 
 def test_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.appliance.journal.filesystem", lambda path, mounts: "nfs4")
+    monkeypatch.setattr("penstock.appliance.storage.journal.filesystem", lambda path, mounts: "nfs4")
     with pytest.raises(
         JournalError, match=r"is on a network filesystem \(nfs4\), .* choose a directory on a local disk"
     ):

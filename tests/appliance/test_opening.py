@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import client_of, shown
+from penstock.appliance.model.entities import client_of, shown
+from penstock.appliance.model.limits import Limits
 from penstock.appliance.testing import World
 from penstock.proto.errors import (
     BoxOutOfRangeError,
@@ -20,7 +20,7 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

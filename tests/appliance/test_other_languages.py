@@ -17,8 +17,8 @@ import pytest
 from documented import REPO
 from served import TOKEN, asking, coordinator, daemon, opening, until_ready
 
-from penstock.proto.calls import AsyncCoordinatorClient
-from penstock.proto.state import encode_state
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 EXAMPLES = REPO / "examples" / "state_over_grpc"

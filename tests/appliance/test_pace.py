@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.journal import Journal, StateDir
-from penstock.appliance.limits import MIB, Limits
-from penstock.appliance.pace import MOST_STRAIN, Pace, Promise, of_boxes, of_workers, patience_s, share, strained
+from penstock.appliance.model.limits import MIB, Limits
+from penstock.appliance.policies.lease_policy import (
+    MOST_STRAIN,
+    Pace,
+    Promise,
+    of_boxes,
+    of_workers,
+    patience_s,
+    share,
+    strained,
+)
+from penstock.appliance.storage.journal import Journal, StateDir
 from penstock.appliance.testing import World
 from penstock.proto.v1 import coordinator_pb2 as pb
 

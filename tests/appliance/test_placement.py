@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.appliance.model import Loss, Slot, SlotKey, Worker
-from penstock.appliance.placement import Room, cost
-from penstock.proto.allow import under
+from penstock.appliance.model.entities import Loss, Slot, SlotKey, Worker
+from penstock.appliance.policies.placement import Room, cost
+from penstock.proto.state.allowed_modules import under
 
 HOSTS = ["host-a", "host-b", "host-c"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.journal import StateDir
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.appliance.limits import Limits
+from penstock.appliance.model.limits import Limits
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.v1 import coordinator_pb2 as pb
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.appliance.ledger import DropAttempt, DropSnapshot, Kept
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import SlotKey
+from penstock.appliance.model.entities import SlotKey
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.snapshot_index import DropAttempt, DropSnapshot, Kept
 from penstock.appliance.testing import FakeWorker, World
 from penstock.proto.errors import InvalidArgumentError, SupersededError
-from penstock.proto.position import Position
-from penstock.proto.tickets import check_ticket
+from penstock.proto.rpc.credentials.tickets import check_ticket
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

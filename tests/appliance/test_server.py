@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.errors import CoordinatorUnavailableError, SupersededError
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 TOKEN = "token"
@@ -260,7 +260,7 @@ def test_a_taken_port_and_a_taken_directory_are_named(started: list[Coordinator]
 
 def test_a_coordinator_needs_no_torch() -> None:
     code = (
-        "import sys, penstock.appliance.server, penstock.appliance.__main__, penstock.proto.calls; "
+        "import sys, penstock.appliance.edge.server, penstock.appliance.__main__, penstock.proto.rpc.calls; "
         "print([name for name in ('torch', 'numpy', 'typer', 'pydantic') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

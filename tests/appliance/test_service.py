@@ -30,10 +30,8 @@ from served import (
     watching,
 )
 
-from penstock.appliance.sending import Turns, packed, parts
-from penstock.appliance.states import BoxState
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient, _StateGather, blob_name
-from penstock.proto.channel import CHUNK, connect_aio
+from penstock.appliance.states.state_query import BoxState
+from penstock.appliance.states.state_stream import Turns, packed, parts
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     DeadlineError,
@@ -45,7 +43,9 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.position import Position
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient, _StateGather, blob_name
+from penstock.proto.rpc.channel import CHUNK, connect_aio
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub

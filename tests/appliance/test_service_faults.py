@@ -14,13 +14,13 @@ from bearer import metadata
 from grpc.aio import EOF
 from served import DEADLINE_S, LIMITS, TOKEN, all_ready, asking, daemon, opening, trial, until_ready
 
-from penstock.appliance.journal import Journal, Rows
-from penstock.appliance.ledger import Drop, DropAttempt, DropBlob
-from penstock.appliance.registry import Registry
-from penstock.appliance.service import Service
-from penstock.appliance.store import Store
-from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.edge.service import Service
+from penstock.appliance.storage.journal import Journal, Rows
+from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob
+from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.errors import JournalError
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LONG_S = 10_000.0

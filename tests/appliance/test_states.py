@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from queries import ask, failure, respond, values
 
-from penstock.appliance.limits import Limits
-from penstock.appliance.states import Gathering
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.states.state_query import Gathering
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import (
     InputFnError,
@@ -16,7 +16,7 @@ from penstock.proto.errors import (
     SupersededError,
     UnknownRunError,
 )
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from queries import ask, failure, respond, values
 
-from penstock.appliance.journal import StateDir
-from penstock.appliance.states import PASSES
+from penstock.appliance.states.state_query import PASSES
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import ProtocolError
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 
 
 @pytest.fixture

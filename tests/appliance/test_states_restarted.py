@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from queries import ask, failure, respond, values
 
-from penstock.appliance.journal import StateDir
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import World
 from penstock.proto.errors import StateUnavailableError
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from penstock.appliance.journal import Journal, Rows, StateDir
-from penstock.appliance.ledger import Drop, DropAttempt
-from penstock.appliance.limits import Limits
-from penstock.appliance.store import PIECE, Store
-from penstock.appliance.syncing import Syncing
-from penstock.appliance.transfers import Paced
-from penstock.appliance.writer import COMMIT_BYTES, Inflow, Room, Writer
+from penstock.appliance.edge.transfers import Paced
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.group_commit import Syncing
+from penstock.appliance.storage.journal import Journal, Rows, StateDir
+from penstock.appliance.storage.snapshot_index import Drop, DropAttempt
+from penstock.appliance.storage.snapshot_store import PIECE, Store
+from penstock.appliance.storage.snapshot_writer import COMMIT_BYTES, Inflow, Room, Writer
 from penstock.proto.errors import DeadlineError, JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

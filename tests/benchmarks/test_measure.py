@@ -10,7 +10,7 @@ import torch
 from benchmarks.cases import Case, Times, calibrate, ring_slots, spin
 from benchmarks.measure import batch_bytes, consume, count_of, latencies, measure, percentile
 
-from penstock.proto.ring import slots_for
+from penstock.proto.lane.ring import slots_for
 
 
 class Clock:

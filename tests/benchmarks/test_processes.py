@@ -87,8 +87,8 @@ def test_processor_time_of_one_that_is_gone_is_none() -> None:
 
 def test_roles_follow_command_lines_and_forks() -> None:
     zygote = (
-        "python -P -c from penstock.worker.user_path import add_working_directory; add_working_directory(); "
-        "from penstock.worker.zygote import main; main()"
+        "python -P -c from penstock.worker.processes.user_path import add_working_directory; add_working_directory(); "
+        "from penstock.worker.runner.fork_server import main; main()"
     )
     there = [
         Process(1, 0, "python -m benchmarks.penstock_path tcp"),
@@ -96,7 +96,7 @@ def test_roles_follow_command_lines_and_forks() -> None:
         Process(3, 1, "python -P -m penstock.worker --coordinator x"),
         Process(4, 3, zygote),
         Process(5, 4, zygote),
-        Process(6, 1, "python -P /somewhere/penstock/client/lander.py"),
+        Process(6, 1, "python -P /somewhere/penstock/client/stream/receiver.py"),
         Process(7, 5, "ffmpeg"),
     ]
     found = {process.pid: process for process in there}

@@ -20,9 +20,9 @@ from torch import nn
 from waiting import wait_until
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.calls import Calls
-from penstock.proto.checkpoints import checkpoints
+from penstock.client.checkpoint.saving.save_lock import Calls
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
+from penstock.proto.state.checkpoint_files import checkpoints
 
 TIMES = int(os.environ.get("PENSTOCK_SIGNALS", "24"))
 """Signals that are sent at random instants; `make signals` has 200."""
@@ -224,7 +224,7 @@ def test_an_interrupt_while_the_writer_is_started_again(tmp_path: Path, monkeypa
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.client.checkpoint.process.subprocess.Popen", interrupted)
+            patch.setattr("penstock.client.checkpoint.saving.writer_process.subprocess.Popen", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save(1, state_of(1.0))
         with pytest.raises(CheckpointError, match="interrupted by KeyboardInterrupt before its writer had it"):

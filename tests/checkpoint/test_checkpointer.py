@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from waiting import wait_until
 
-from penstock.client.checkpoint import AsyncCheckpointer, process
-from penstock.proto.checkpoints import checkpoints, leftovers, locked
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.saving import writer_process
 from penstock.proto.errors import CheckpointError, DeadlineError, InvalidArgumentError
+from penstock.proto.state.checkpoint_files import checkpoints, leftovers, locked
 
 MIB = 1 << 20
 
@@ -269,7 +270,7 @@ def test_an_unseen_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -
 
 
 def test_a_writer_that_hangs_is_killed_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "GRACE_S", 0.1)
+    monkeypatch.setattr(writer_process, "GRACE_S", 0.1)
     with AsyncCheckpointer(tmp_path, timeout_s=0.2) as checkpointer:
         pid = checkpointer._writer.pid
         assert pid is not None
@@ -393,7 +394,7 @@ def test_one_that_nobody_holds_any_more_finishes_and_ends(tmp_path: Path) -> Non
 
 
 def test_close_can_abandon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LEAVE_S", 20.0)
+    monkeypatch.setattr(writer_process, "LEAVE_S", 20.0)
     checkpointer = AsyncCheckpointer(tmp_path)
     checkpointer.save(1, {"x": torch.ones(4)})
     checkpointer.wait()
@@ -402,7 +403,7 @@ def test_close_can_abandon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         checkpointer.save(2, {"x": torch.ones(4)})
         began = time.monotonic()
         checkpointer.close(abandon=True)
-        assert time.monotonic() - began < process.LEAVE_S
+        assert time.monotonic() - began < writer_process.LEAVE_S
     assert not Path(f"/proc/{pid}").exists()
     assert [one.step for one in checkpoints(tmp_path)] == [1]
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from devices import FakeRuntime
 
-from penstock.client.checkpoint import AsyncCheckpointer, staging
-from penstock.client.checkpoint.image import Image
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.saving import tensor_staging
+from penstock.client.checkpoint.saving.shared_image import Image
 
 
 class FakeCuda:
@@ -53,14 +54,14 @@ class FakeCuda:
 
 def test_copies_come_behind_the_loop_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, image = FakeCuda(), Image(1 << 16)
-    copies = staging.CudaCopies(torch.device("cuda", 0), cuda)
+    copies = tensor_staging.CudaCopies(torch.device("cuda", 0), cuda)
 
     address, nbytes = image.address, image.nbytes
 
     def copy(targets: Any, sources: Any, *, non_blocking: bool) -> None:
         cuda.did.append(f"copy {non_blocking} {cuda.runtime.covers(address, nbytes)}")
 
-    monkeypatch.setattr(staging, "copy_all", copy)
+    monkeypatch.setattr(tensor_staging, "copy_all", copy)
     for _ in range(2):
         copies.copy(image, [], [])
     one = ["wait for the loop's", "begin", "copy True True", "end", "synchronize"]
@@ -73,9 +74,9 @@ def test_copies_come_behind_the_loop_and_are_waited_for(monkeypatch: pytest.Monk
 
 def test_memory_that_cannot_be_locked_is_told_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, image, taken = FakeCuda(), Image(1 << 16), list[torch.device]()
-    monkeypatch.setattr(staging, "take_error", taken.append)
+    monkeypatch.setattr(tensor_staging, "take_error", taken.append)
     cuda.runtime.error = 2
-    copies = staging.CudaCopies(torch.device("cuda", 0), cuda)
+    copies = tensor_staging.CudaCopies(torch.device("cuda", 0), cuda)
     with pytest.warns(UserWarning, match=r"that a checkpoint is staged in of 65,536 bytes could not be page-locked"):
         copies.copy(image, [image.view(0, torch.float32, (4,))], [torch.ones(4)])
     assert image.view(0, torch.float32, (4,)).eq(1).all()

@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from penstock.client.checkpoint import AsyncCheckpointer
 from penstock.client.checkpoint.checkpointer import OnExit
-from penstock.proto.checkpoints import checkpoints, damage, leftovers
+from penstock.proto.state.checkpoint_files import checkpoints, damage, leftovers
 
 PROGRAM = """
     import os, signal, sys

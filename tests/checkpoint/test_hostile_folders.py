@@ -17,10 +17,10 @@ import xxhash
 from torch import nn
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.pickles import bounded
-from penstock.client.checkpoint.restoring import load
-from penstock.proto.checkpoints import MANIFEST, METADATA, File, read_manifest
+from penstock.client.checkpoint.restoring.restore import load
+from penstock.client.checkpoint.values.pickles import bounded
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError
+from penstock.proto.state.checkpoint_files import MANIFEST, METADATA, File, read_manifest
 
 DATA = "__0_0.distcp"
 

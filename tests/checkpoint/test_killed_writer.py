@@ -14,9 +14,10 @@ from ranked import run
 from saved_states import mark_of, state_of
 from traced_writer import forget, operations, points, stop_at
 
-from penstock.client.checkpoint import AsyncCheckpointer, process
-from penstock.proto.checkpoints import checkpoints, damage
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.saving import writer_process
 from penstock.proto.errors import CheckpointError
+from penstock.proto.state.checkpoint_files import checkpoints, damage
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where traced writers keep their records."""
     room = tmp_path / "room"
     room.mkdir()
-    monkeypatch.setattr(process, "WRITER", traced_writer.THIS)
+    monkeypatch.setattr(writer_process, "WRITER", traced_writer.THIS)
     monkeypatch.setenv(traced_writer.ROOM, str(room))
     return room
 

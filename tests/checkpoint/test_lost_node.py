@@ -13,10 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.checkpoint import AsyncCheckpointer, restoring, writer
-from penstock.client.checkpoint.writer import Failed, Save
-from penstock.proto.checkpoints import ASKED, LOCK, checkpoints, leftovers, locked, report_name, sign_name, sign_of_life
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.restoring import restore
+from penstock.client.checkpoint.saving import writer
+from penstock.client.checkpoint.saving.writer import Failed, Save
 from penstock.proto.errors import DeadlineError
+from penstock.proto.state.checkpoint_files import (
+    ASKED,
+    LOCK,
+    checkpoints,
+    leftovers,
+    locked,
+    report_name,
+    sign_name,
+    sign_of_life,
+)
 
 
 def save_of(folder: Path, rank: int, orphaned: bool, step: int = 2) -> Save:
@@ -110,7 +121,7 @@ def test_ranks_that_train_are_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_lock_that_a_lost_machine_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a network file system it stays for a while. What is whole is read all the same."""
-    monkeypatch.setattr(restoring, "SILENCE_S", 0.3)
+    monkeypatch.setattr(restore, "SILENCE_S", 0.3)
     saved(tmp_path)
     with locked(tmp_path, 1):
         with AsyncCheckpointer(tmp_path) as checkpointer:

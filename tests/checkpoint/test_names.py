@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.client.checkpoint.names import parameter_names
-from penstock.client.checkpoint.optimizers import group_order, named_state, numbered_state, regrouped
+from penstock.client.checkpoint.values.optimizers import group_order, named_state, numbered_state, regrouped
+from penstock.client.checkpoint.values.parameter_names import parameter_names
 from penstock.proto.errors import CheckpointError
 
 LAYERS = ("a", "b", "c", "d")

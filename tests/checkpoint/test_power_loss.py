@@ -17,9 +17,10 @@ from power_loss import LOSSES, Disk, Tree, at_random, lay_out
 from saved_states import mark_of, state_of
 from traced_writer import operations, stop_at
 
-from penstock.client.checkpoint import AsyncCheckpointer, process
-from penstock.proto.checkpoints import LATEST, checkpoints, damage, newest
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.saving import writer_process
 from penstock.proto.errors import CheckpointError
+from penstock.proto.state.checkpoint_files import LATEST, checkpoints, damage, newest
 
 SEEDS = range(3)
 WHERE = "runs/today/checkpoints"
@@ -89,7 +90,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     root, room = tmp_path / "disk", tmp_path / "room"
     root.mkdir()
     room.mkdir()
-    monkeypatch.setattr(process, "WRITER", traced_writer.THIS)
+    monkeypatch.setattr(writer_process, "WRITER", traced_writer.THIS)
     monkeypatch.setenv(traced_writer.ROOM, str(room))
     return Recorded(root, room, monkeypatch)
 

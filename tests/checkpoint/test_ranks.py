@@ -12,8 +12,8 @@ from ranked import Outcome, run
 from small_disk import small_disk_at
 from waiting import wait_until
 
-from penstock.client.checkpoint.writer import Failed, Save
-from penstock.proto.checkpoints import FAILED, damage, leftovers, newest, report_name
+from penstock.client.checkpoint.saving.writer import Failed, Save
+from penstock.proto.state.checkpoint_files import FAILED, damage, leftovers, newest, report_name
 
 pytestmark = pytest.mark.timeout(240)
 

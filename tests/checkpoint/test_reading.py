@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.client.checkpoint import AsyncCheckpointer, reading, restoring
-from penstock.proto.checkpoints import METADATA, File, checkpoints, claimed, leftovers, pinned
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.restoring import reading, restore
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from penstock.proto.part_hashes import PartHasher
+from penstock.proto.state.checkpoint_files import METADATA, File, checkpoints, claimed, leftovers, pinned
+from penstock.runtime.files.part_checksums import PartHasher
 
 
 def state_of(mark: float) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def test_a_checkpoint_that_is_read_is_not_pruned(tmp_path: Path, monkeypatch: py
     with AsyncCheckpointer(tmp_path, keep_last=1, fsync=False) as checkpointer:
         checkpointer.save(1, state_of(1.0))
         checkpointer.wait()
-        monkeypatch.setattr(restoring, "read", read)
+        monkeypatch.setattr(restore, "read", read)
         state, steps = state_of(0.5), []
         with AsyncCheckpointer(tmp_path) as other:
             thread = threading.Thread(target=lambda: steps.append(other.restore(state)))
@@ -151,7 +152,7 @@ def test_one_that_goes_before_it_is_pinned(tmp_path: Path, monkeypatch: pytest.M
         stale = [one for one in checkpoints(tmp_path) if one.step == 1]
         shutil.rmtree(tmp_path / "step-1")
         answers = [stale]
-        monkeypatch.setattr(restoring, "checkpoints", lambda folder: answers.pop() if answers else checkpoints(folder))
+        monkeypatch.setattr(restore, "checkpoints", lambda folder: answers.pop() if answers else checkpoints(folder))
         found = {"x": torch.zeros(3)}
         assert checkpointer.restore(found) == 2
         assert found["x"].eq(2).all()

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.proto.checkpoints import MANIFEST, METADATA, checkpoints, leftovers, newest
 from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, InvalidArgumentError
+from penstock.proto.state.checkpoint_files import MANIFEST, METADATA, checkpoints, leftovers, newest
 
 
 def filled(folder: Path, *steps: int, **options: Any) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.proto.checkpoints import checkpoints
 from penstock.proto.errors import CheckpointError, ForkedProcessError, InvalidArgumentError
+from penstock.proto.state.checkpoint_files import checkpoints
 
 
 def test_a_forked_child_can_neither_save_nor_close(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_half_replaced_one_in_a_folder_that_can_only_be_read(tmp_path: Path, m
         def refuses(*arguments: Any) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr("penstock.client.checkpoint.restoring.put_back", refuses)
+        monkeypatch.setattr("penstock.client.checkpoint.restoring.restore.put_back", refuses)
         found = {"x": torch.zeros(4)}
         assert checkpointer.restore(found) == 5
         assert found["x"].eq(1).all()
@@ -176,7 +176,7 @@ def test_a_death_is_seen_where_others_hold_the_socket(tmp_path: Path, monkeypatc
         children.append(child)
         return real(*arguments, **options)
 
-    monkeypatch.setattr("penstock.client.checkpoint.process.subprocess.Popen", forks)
+    monkeypatch.setattr("penstock.client.checkpoint.saving.writer_process.subprocess.Popen", forks)
     try:
         with AsyncCheckpointer(tmp_path, timeout_s=600) as checkpointer:
             pid = checkpointer._writer.pid

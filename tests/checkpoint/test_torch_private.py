@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.utils.serialization import config
 
-from penstock.client.checkpoint import torch_private
-from penstock.client.checkpoint.frames import ALIGNMENT, frame_of, saved_bytes
+from penstock.client.checkpoint.values import torch_private
+from penstock.client.checkpoint.values.torch_frames import ALIGNMENT, frame_of, saved_bytes
 
 
 def names(function: object) -> list[str]:

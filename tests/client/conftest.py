@@ -19,20 +19,20 @@ import pytest
 import torch
 from devices import FakeBackend
 
-from penstock.client.device import Backend
-from penstock.client.feed import Feed
-from penstock.client.run import Progress
-from penstock.client.saved import Start
-from penstock.client.settings import resolve
-from penstock.client.staging import DeviceFeed
-from penstock.proto.calls import FetchedState
-from penstock.proto.digest import Cover, batch_digest
+from penstock.client.api.appliance_settings import resolve
+from penstock.client.states.saved_state import Start
+from penstock.client.stream.device import Backend
+from penstock.client.stream.device_reader import DeviceFeed
+from penstock.client.stream.open_run import Progress
+from penstock.client.stream.ordered_reader import Feed
+from penstock.proto.batch.digest import Cover, batch_digest
+from penstock.proto.batch.flatten import Flattener
 from penstock.proto.errors import PenstockError
-from penstock.proto.frames import pack_shapes
-from penstock.proto.lane import Producer
-from penstock.proto.position import Position
-from penstock.proto.state import decode_state, encode_state
-from penstock.proto.tensors import Flattener
+from penstock.proto.lane.endpoints import Producer
+from penstock.proto.lane.frames import pack_shapes
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2, records_pb2
 

@@ -18,10 +18,10 @@ import pytest
 import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client import appliance as module
+from penstock.client.api import appliance as module
+from penstock.client.api.appliance_settings import Torchrun
+from penstock.client.api.rendezvous import Meeting, Place
 from penstock.client.embedded import Embedded
-from penstock.client.rendezvous import Meeting, Place
-from penstock.client.settings import Torchrun
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
 
 SOON_S = 30.0
@@ -173,7 +173,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(rank: int) -> Meeting:
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        monkeypatch.setattr("penstock.client.rendezvous._shared_so_far", 0)
+        monkeypatch.setattr("penstock.client.api.rendezvous._shared_so_far", 0)
         return Meeting(Torchrun())
 
     return make

@@ -21,14 +21,14 @@ from pki import Pki
 from proxy import Proxy
 from tests.client.conftest import FakeRun, FakeRunner, Rig, ThreadRunner
 
-from penstock.client.feed import PASS_ENDED, Feed
-from penstock.client.landing import Lander
-from penstock.client.lanes import CORRUPT_TRIES
-from penstock.proto.compression import NAMES
+from penstock.client.stream.lane_reader import CORRUPT_TRIES
+from penstock.client.stream.ordered_reader import PASS_ENDED, Feed
+from penstock.client.stream.receiver_process import Lander
 from penstock.proto.errors import BatchCorruptError
-from penstock.proto.lane import LANE_PROTOCOL, connect_local
-from penstock.proto.position import Position
-from penstock.proto.tls import Tls, load_tls
+from penstock.proto.lane.compression import NAMES
+from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
+from penstock.proto.rpc.tls import Tls, load_tls
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
 

@@ -19,10 +19,10 @@ from penstock.client import (
     get_streaming_batch_size,
     infer_batch_size,
 )
-from penstock.client.local import check_strict
-from penstock.proto.assignment import Assignment, assigned
+from penstock.client.states.local_loader import check_strict
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError, StateUnavailableError, UnsupportedStateError
-from penstock.proto.state import decode_state
+from penstock.proto.state.assignment import Assignment, assigned
+from penstock.proto.state.codec import decode_state
 
 
 def rows(slot: int, epoch: int) -> list[dict[str, Any]]:

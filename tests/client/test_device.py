@@ -12,13 +12,13 @@ import pytest
 import torch
 from devices import FakeBackend, FakeRuntime
 
-from penstock.client import device as module
-from penstock.client.cuda import CudaBackend, PageLocks
-from penstock.client.device import Backend, CpuBackend, check_device
+from penstock.client.stream import device as module
+from penstock.client.stream.cuda import CudaBackend, PageLocks
+from penstock.client.stream.device import Backend, CpuBackend, check_device
+from penstock.proto.batch.flatten import wrap_buffer
+from penstock.proto.batch.tree import TORCH_NAMES
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.ring import Ring
-from penstock.proto.survey import TORCH_NAMES
-from penstock.proto.tensors import wrap_buffer
+from penstock.proto.lane.ring import Ring
 
 # ---- torch.cuda, as far as the backend uses it
 

@@ -16,7 +16,8 @@ from described import described
 from devices import FakeBackend
 from neighbours import beside
 
-from penstock.client import Appliance, DataExecutor, DataLoader, staging
+from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.client.stream import device_reader
 
 Lane = Literal["auto", "tcp"]
 SEED = 11
@@ -49,7 +50,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             backends.append(FakeBackend(patience=4))
             return backends[-1]
 
-        monkeypatch.setattr(staging, "backend_of", late)
+        monkeypatch.setattr(device_reader, "backend_of", late)
         yield "cpu"
         assert all(backend.started for backend in backends)
     else:
@@ -59,7 +60,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def arrived(loader: DataLoader) -> None:
     """All copies that are under way have happened."""
     feed = loader._session.feed if loader._session is not None else None
-    if isinstance(feed, staging.DeviceFeed) and isinstance(feed._backend, FakeBackend):
+    if isinstance(feed, device_reader.DeviceFeed) and isinstance(feed._backend, FakeBackend):
         feed._backend.finish()
 
 

@@ -17,10 +17,10 @@ import pytest
 import streams
 import torch
 
-from penstock.client import DataExecutor, DataLoader, checkpoint_closure, saved
-from penstock.client import appliance as appliance_module
-from penstock.client.appliance import current_appliance
-from penstock.proto.assignment import current_assignment
+from penstock.client import DataExecutor, DataLoader, checkpoint_closure
+from penstock.client.api import appliance as appliance_module
+from penstock.client.api.appliance import current_appliance
+from penstock.client.states import saved_state
 from penstock.proto.errors import (
     AmbiguousContextError,
     EmptyInputError,
@@ -30,7 +30,8 @@ from penstock.proto.errors import (
     StateMismatchError,
     StateUnavailableError,
 )
-from penstock.proto.state import decode_state
+from penstock.proto.state.assignment import current_assignment
+from penstock.proto.state.codec import decode_state
 
 
 def numbers(slot: int, epoch: int) -> list[torch.Tensor]:
@@ -183,7 +184,7 @@ def test_list_of_a_loader_keeps_every_batch(appliances: Any, loader: DataLoader)
 
 
 def test_iterating_the_loader_is_the_same(two: Any, loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.client.loader.current_appliance", lambda loader: two)
+    monkeypatch.setattr("penstock.client.api.data_loader.current_appliance", lambda loader: two)
     assert tuples(loader) == one_pass(0)
 
 
@@ -275,7 +276,7 @@ def test_waiting_and_digest(two: Any) -> None:
 def test_a_progress_line_when_asked_for(
     appliances: Any, loader: DataLoader, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.client.progress.LOG_S", 0.0)
+    monkeypatch.setattr("penstock.client.api.progress_line.LOG_S", 0.0)
     told = appliances(numbers, progress=True)
     list(DataExecutor(loader, num_steps=3, appliance=told))
     lines = capsys.readouterr().err.splitlines()
@@ -554,7 +555,7 @@ def test_worker_init_fn_stands_in_for_worker_0() -> None:
         deaggregate_state_dict = streams.Shared.deaggregate_state_dict
         start = done = 0
 
-    from penstock.client.local import LocalLoader
+    from penstock.client.states.local_loader import LocalLoader
 
     built: list[Any] = []
 
@@ -665,7 +666,7 @@ def test_no_state_before_the_run_of_several_boxes_without_a_seed(appliances: Any
     with pytest.raises(StateUnavailableError, match=r"Appliance\(seed=...\)"):
         loader.state_dict()
     loader.expect(appliances(numbers, box=1, num_boxes=2, seed=3))
-    assert saved.read(loader.state_dict()).seed == 3
+    assert saved_state.read(loader.state_dict()).seed == 3
 
 
 def test_no_steps_open_no_run(two: Any, loader: DataLoader) -> None:

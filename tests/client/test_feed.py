@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.feed import PASS_ENDED
-from penstock.client.lanes import SlotLane
-from penstock.client.schedule import Schedule
-from penstock.proto import ring
+from penstock.client.stream.checkpoint_schedule import Schedule
+from penstock.client.stream.lane_reader import SlotLane
+from penstock.client.stream.ordered_reader import PASS_ENDED
 from penstock.proto.errors import (
     DeadlineError,
     EmptyInputError,
@@ -25,8 +24,9 @@ from penstock.proto.errors import (
     UnsupportedLeafError,
     WorkerLostError,
 )
-from penstock.proto.position import Position
-from penstock.proto.ring import MAX_SLOTS
+from penstock.proto.lane import ring
+from penstock.proto.lane.ring import MAX_SLOTS
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

@@ -10,7 +10,7 @@ from lane_frames import a_frame
 from penstock.proto.errors import (
     DeadlineError,
 )
-from penstock.proto.frames import CLOSE
+from penstock.proto.lane.frames import CLOSE
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 

@@ -22,14 +22,14 @@ import pytest
 import torch
 from tests.client.conftest import FakeRun, FakeRunner
 
-from penstock.client.feed import Feed
-from penstock.client.lander import Loop
-from penstock.proto.lane import connect_local
-from penstock.proto.position import Position
-from penstock.proto.tcp import read_hello
+from penstock.client.stream.ordered_reader import Feed
+from penstock.client.stream.receiver import Loop
+from penstock.proto.lane.endpoints import connect_local
+from penstock.proto.lane.tcp import read_hello
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.pump import Pump
+from penstock.worker.daemon.sender import Pump
 
 WARM, COUNTED = 1_000, 4_000
 LEAVES = {f"leaf{number}": torch.full((2, 4), number) for number in range(20)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.client.lanes import CUT_OFF_S, SlotLane
+from penstock.client.stream.lane_reader import CUT_OFF_S, SlotLane
 
 
 def cut_off(lane: SlotLane, *, dials: float, heard_at: float, fails: float, silent_s: float = 0.0) -> bool:

@@ -16,9 +16,9 @@ import pytest
 import streams
 import torch
 
-from penstock.client.reference import Reference, encode_arguments, forbid_in_runner, refer, search_path
+from penstock.client.states.code_reference import Reference, encode_arguments, forbid_in_runner, refer, search_path
 from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
-from penstock.proto.state import decode_state
+from penstock.proto.state.codec import decode_state
 
 
 class Outer:
@@ -109,7 +109,7 @@ def test_a_name_that_is_not_there() -> None:
 
 SCRIPT = """
 import sys
-from penstock.client.reference import refer
+from penstock.client.states.code_reference import refer
 def make(): return []
 print(refer(make))
 """

@@ -11,8 +11,8 @@ import streams
 import torch
 
 from penstock.client import Appliance, DataLoader
+from penstock.data import MapLoader, ShardLoader
 from penstock.proto.errors import NotRestartableError, StateMismatchError
-from penstock.worker.datasets import MapLoader, ShardLoader
 
 
 def numbers(**options: Any) -> MapLoader:

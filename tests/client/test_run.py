@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.client.run import Progress, Run
-from penstock.proto.calls import CoordinatorClient, FetchedState
+from penstock.client.stream.open_run import Progress, Run
 from penstock.proto.errors import CoordinatorUnavailableError
+from penstock.proto.rpc.calls import CoordinatorClient, FetchedState
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
@@ -45,7 +45,7 @@ def test_a_reply_that_was_overtaken_changes_nothing(run: Run) -> None:
 
 def test_a_wait_is_told_while_it_lasts_and_never_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("penstock.client.run.time.monotonic", lambda: now)
+    monkeypatch.setattr("penstock.client.stream.open_run.time.monotonic", lambda: now)
     progress = Progress()
     assert progress.waits() == []  # nothing is read yet
     progress.waited_by_slot = [1.0, 2.0]
@@ -65,7 +65,7 @@ def test_a_state_query_waits_for_a_coordinator_that_is_away_longer_than_its_dead
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, deadlines = 100.0, list[float]()
-    monkeypatch.setattr("penstock.client.run.time.monotonic", lambda: now)
+    monkeypatch.setattr("penstock.client.stream.open_run.time.monotonic", lambda: now)
 
     def reach(seconds: float) -> None:
         nonlocal now
@@ -88,7 +88,7 @@ def test_a_state_query_waits_for_a_coordinator_that_is_away_longer_than_its_dead
     )
 
     deadlines.clear()
-    monkeypatch.setattr("penstock.client.run.AWAY_S", 100.0)
+    monkeypatch.setattr("penstock.client.stream.open_run.AWAY_S", 100.0)
     with pytest.raises(CoordinatorUnavailableError):
         run.fetch_state(7, 20.0)
     assert len(deadlines) == 3

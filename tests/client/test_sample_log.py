@@ -10,8 +10,8 @@ import pytest
 from listed import Listed
 
 from penstock.client import SampleLog
+from penstock.data import ShardLoader
 from penstock.proto.errors import InvalidArgumentError
-from penstock.worker.datasets import ShardLoader
 
 
 def steps_of(path: Path) -> dict[int, list[str]]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.saved import FORMAT, KEY, STATE, Part, Saved, read
+from penstock.client.states.saved_state import FORMAT, KEY, STATE, Part, Saved, read
 from penstock.proto.errors import StateCorruptError, StateMismatchError, StateVersionError, UnsupportedStateError
-from penstock.proto.position import Position
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.position import Position
 
 
 def make(methods: int = 4, *, boxes: int = 2, workers: int = 2, step: int = 5, aggregated: Any = None) -> Saved:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.schedule import Schedule, positive
+from penstock.client.stream.checkpoint_schedule import Schedule, positive
 from penstock.proto.errors import InvalidArgumentError
 
 STEPS = range(1, 40)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from penstock.client import Appliance
-from penstock.client.settings import Torchrun, attempt_key, resolve
-from penstock.proto.compression import require
+from penstock.client.api.appliance_settings import Torchrun, attempt_key, resolve
 from penstock.proto.errors import AuthenticationError, BoxOutOfRangeError, InvalidArgumentError
+from penstock.proto.lane.compression import require
 
 TORCHRUN = {
     "RANK": "3",

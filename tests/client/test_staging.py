@@ -17,7 +17,7 @@ import pytest
 import torch
 from devices import FakeBackend
 
-from penstock.client.device import CpuBackend
+from penstock.client.stream.device import CpuBackend
 from penstock.proto.errors import DeadlineError
 
 # ---- one batch ahead

@@ -14,11 +14,11 @@ import torch
 from devices import FakeBackend
 from lane_frames import a_frame
 
-from penstock.client import staging
-from penstock.client.feed import PASS_ENDED
-from penstock.client.loads import DeviceLane
+from penstock.client.stream import device_reader
+from penstock.client.stream.device_loads import DeviceLane
+from penstock.client.stream.ordered_reader import PASS_ENDED
 from penstock.proto.errors import DeadlineError, InputFnError, ProtocolError, UnsupportedLeafError
-from penstock.proto.frames import BATCH, framed
+from penstock.proto.lane.frames import BATCH, framed
 
 # ---- other frames
 
@@ -385,8 +385,8 @@ def test_closing_waits_for_the_copies(rigs: Any) -> None:
 def test_a_ring_of_a_device_that_hangs_is_never_let_go(
     rigs: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "CLOSE_S", 0.02)
-    monkeypatch.setattr(staging, "_stranded", [])
+    monkeypatch.setattr(device_reader, "CLOSE_S", 0.02)
+    monkeypatch.setattr(device_reader, "_stranded", [])
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1)
     rig.feed.next()
@@ -395,7 +395,7 @@ def test_a_ring_of_a_device_that_hangs_is_never_let_go(
     gc.collect()
     assert len(device.runtime.locked) == 1
     device.finish()
-    staging._stranded.clear()
+    device_reader._stranded.clear()
     gc.collect()
     assert device.runtime.locked == {}
 
@@ -403,7 +403,7 @@ def test_a_ring_of_a_device_that_hangs_is_never_let_go(
 def test_a_device_that_has_failed_stops_the_loop_and_nothing_else(
     rigs: Any, device: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_stranded", [])
+    monkeypatch.setattr(device_reader, "_stranded", [])
     rig = rigs(backend=device)
     rig.numbers(0, 0, 1)
     rig.feed.next()
@@ -413,7 +413,7 @@ def test_a_device_that_has_failed_stops_the_loop_and_nothing_else(
     assert rig.feed.flush(), "a state can still be asked for"
     assert rig.feed.position.step == 1
     rig.feed.close()
-    assert len(staging._stranded) == 2
+    assert len(device_reader._stranded) == 2
 
 
 def test_a_fork_of_the_training_process_unlocks_nothing(rig: Any, device: FakeBackend) -> None:

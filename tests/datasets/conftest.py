@@ -12,12 +12,12 @@ from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
 
-from penstock.worker.datasets.formats.index import INDEX, read_index
-from penstock.worker.datasets.formats.packing import unpack
-from penstock.worker.datasets.formats.readers import open_shard
-from penstock.worker.datasets.formats.shards import Shard
-from penstock.worker.datasets.storage import places
-from penstock.worker.datasets.streaming import StreamingDataset
+from penstock.data.formats.compressed_files import unpack
+from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import Shard
+from penstock.data.remote import folders
+from penstock.data.streaming_dataset import StreamingDataset
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 
@@ -83,7 +83,7 @@ def dataset(hundred: Path) -> Iterator[StreamingDataset]:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
     """A web server for the folder `served`; who asks it again does so soon."""
-    monkeypatch.setattr(places, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(folders, "FIRST_PAUSE_S", 0.01)
     (tmp_path / "served").mkdir()
     with ShardServer(tmp_path / "served") as server:
         yield server

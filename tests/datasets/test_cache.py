@@ -18,11 +18,11 @@ from shard_server import Fault, ShardServer
 from small_disk import small_disk_at
 from waiting import wait_until
 
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.formats.compressed_files import COMPRESSIONS
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.remote.folders import Place
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
-from penstock.worker.datasets.formats.packing import COMPRESSIONS
-from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
-from penstock.worker.datasets.storage.cache import ShardCache
-from penstock.worker.datasets.storage.places import Place
 
 SIZE = 40_000
 Make = Callable[..., ShardCache]

@@ -11,14 +11,14 @@ import pytest
 from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
 
+from penstock.data.cache import shard_cache as storage_cache
+from penstock.data.cache.cache_state import Books
+from penstock.data.cache.prefetch import Ahead
+from penstock.data.cache.shard_cache import Held, ShardCache
+from penstock.data.cache.shard_stamps import Stamp, key_of
+from penstock.data.formats.shards import Shard
+from penstock.data.remote.folders import Place
 from penstock.proto.errors import InvalidArgumentError, ShardUnavailableError
-from penstock.worker.datasets.formats.shards import Shard
-from penstock.worker.datasets.storage import cache as storage_cache
-from penstock.worker.datasets.storage.ahead import Ahead
-from penstock.worker.datasets.storage.books import Books
-from penstock.worker.datasets.storage.cache import Held, ShardCache
-from penstock.worker.datasets.storage.places import Place
-from penstock.worker.datasets.storage.stamps import Stamp, key_of
 
 SIZE = 40_000
 Make = Callable[..., ShardCache]

@@ -21,11 +21,11 @@ from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
 from waiting import wait_until
 
+from penstock.data.cache import eviction
+from penstock.data.cache.shard_cache import Held, ShardCache
+from penstock.data.formats.shards import Shard
+from penstock.data.remote.folders import Place
 from penstock.proto.errors import ShardCorruptError
-from penstock.worker.datasets.formats.shards import Shard
-from penstock.worker.datasets.storage import room
-from penstock.worker.datasets.storage.cache import Held, ShardCache
-from penstock.worker.datasets.storage.places import Place
 
 SIZE = 40_000
 WORKER = Path(__file__).parents[2] / "worker"
@@ -138,7 +138,7 @@ def test_killed_in_the_middle_of_an_eviction(server: ShardServer, tmp_path: Path
         with cache_of(server, tmp_path, limit=2 * SIZE) as cache:
             check(cache, shards[0])
             check(cache, shards[1])
-            room.os.unlink = stop  # type: ignore[attr-defined]
+            eviction.os.unlink = stop  # type: ignore[attr-defined]
             cache.hold(shards[2])
 
     with Child(work) as child:
@@ -235,9 +235,9 @@ def test_nothing_is_said_at_the_end_of_a_process(server: ShardServer, tmp_path: 
     server.faults[shards[1].name] = [Fault(silent_after=100, stays=True)]
     program = f"""
         import gc, os, sys
-        from penstock.worker.datasets.storage.cache import ShardCache
-        from penstock.worker.datasets.storage.places import Place
-        from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+        from penstock.data.cache.shard_cache import ShardCache
+        from penstock.data.remote.folders import Place
+        from penstock.data.formats.shards import Shard, ShardFile, StoredFile
         shards = [Shard("mds", 1, (ShardFile(StoredFile(name, {SIZE})),)) for name in {[s.name for s in shards]}]
         cache = ShardCache(Place({server.url!r}), {str(tmp_path / "cache")!r})
         cache.hold(shards[0])

@@ -11,10 +11,10 @@ import pytest
 from shard_folder import make_shards
 from shard_server import ShardServer
 
+from penstock.data import StreamingDataset
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.remote.folders import Place
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
-from penstock.worker.datasets import StreamingDataset
-from penstock.worker.datasets.storage.cache import ShardCache
-from penstock.worker.datasets.storage.places import Place
 
 STRANGER = 12_345
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")

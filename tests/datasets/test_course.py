@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.data.ordering.epoch_plan import Epochs
+from penstock.data.ordering.partition import Tail
+from penstock.data.ordering.skips import added_behind, ranges_of
 from penstock.proto.errors import InvalidArgumentError
-from penstock.worker.datasets.ordering.course import Epochs
-from penstock.worker.datasets.ordering.dealing import Tail
-from penstock.worker.datasets.ordering.skips import added_behind, ranges_of
 
 
 def epochs_of(length: int, tail: Tail = "emit", *skip: range) -> Epochs:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.worker.datasets.ordering.cycles import CycleOrder
+from penstock.data.ordering.unsharded_order import CycleOrder
 
 GOLDEN = [[8, 6, 5, 3, 2, 6, 9, 1, 0, 8, 4, 7, 7, 3], [0, 2, 3, 1, 4, 6, 5, 7, 8, 11, 9, 10, 12]]
 

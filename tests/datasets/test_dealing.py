@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.worker.datasets.ordering.dealing import Dealing, Tail, Turn
+from penstock.data.ordering.partition import Dealing, Tail, Turn
 
 TAILS: list[Tail] = ["emit", "pad", "drop"]
 

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 from all_workers import AllWorkers
 
-from penstock.proto.assignment import Assignment, assigned
-from penstock.proto.errors import StateMismatchError
-from penstock.worker.datasets import (
+from penstock.data import (
     LogicalShards,
     MapLoader,
     MDSWriter,
@@ -26,6 +24,8 @@ from penstock.worker.datasets import (
     StreamingLoader,
     WindowShuffled,
 )
+from penstock.proto.errors import StateMismatchError
+from penstock.proto.state.assignment import Assignment, assigned
 
 
 def mapped(length: int, batch: int) -> MapLoader:

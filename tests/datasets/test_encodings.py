@@ -21,11 +21,11 @@ from mds_recipes import RECIPES
 from PIL import Image, UnidentifiedImageError
 from plain_values import plain
 
+from penstock.data.formats.encodings import ENCODINGS, check_encoding, encoding_of
+from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.mds import columns_of
+from penstock.data.formats.readers import open_shard
 from penstock.proto.errors import DatasetError
-from penstock.worker.datasets.formats.encodings import ENCODINGS, check_encoding, encoding_of
-from penstock.worker.datasets.formats.index import INDEX, read_index
-from penstock.worker.datasets.formats.mds import columns_of
-from penstock.worker.datasets.formats.readers import open_shard
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 SAMPLES = list(RECIPES["encodings"].samples())
@@ -301,7 +301,7 @@ def test_an_image_file_of_another_format_than_its_column_is_not_opened(name: str
 
 
 def test_a_missing_pillow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.worker.datasets.formats import images
+    from penstock.data.formats import images
 
     images._pil.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.data.formats.index import FORMATS, INDEX, join_indexes, read_index, write_index
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.writing.merge_index import merge_index
 from penstock.proto.errors import DatasetError
-from penstock.worker.datasets.formats.index import FORMATS, INDEX, join_indexes, read_index, write_index
-from penstock.worker.datasets.formats.merging import merge_index
-from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 GOOD: dict[str, Any] = json.loads((MDS / "packed-zstd" / INDEX).read_text())

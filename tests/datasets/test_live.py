@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from mds_recipes import RECIPES
 
-from penstock.worker.datasets.formats import text_writing, writing
-from penstock.worker.datasets.formats.merging import merge_index
+from penstock.data.writing import text_writers, writers
+from penstock.data.writing.merge_index import merge_index
 
 PYTHON = os.environ.get("STREAMING_PYTHON", "")
 MAKE = Path(__file__).parents[1] / "data" / "mds" / "make.py"
-WRITERS: dict[str, Any] = {**vars(writing), **vars(text_writing)}
+WRITERS: dict[str, Any] = {**vars(writers), **vars(text_writers)}
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="STREAMING_PYTHON names no python that has mosaicml-streaming")
 

@@ -20,6 +20,9 @@ from hypothesis import strategies as st
 from shardsets import numbers
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from penstock.data.loading.streaming_loader import StreamingLoader
+from penstock.data.ordering.partition import Tail
+from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -27,11 +30,8 @@ from penstock.proto.errors import (
     StateMismatchError,
     StateVersionError,
 )
-from penstock.proto.restartable import RestartableDataLoader
-from penstock.proto.rng import capture_rng
-from penstock.worker.datasets.ordering.dealing import Tail
-from penstock.worker.datasets.streaming import StreamingDataset
-from penstock.worker.datasets.streaming_loader import StreamingLoader
+from penstock.proto.state.generators import capture_rng
+from penstock.proto.state.restartable import RestartableDataLoader
 
 SHAPES: list[Shape] = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (5, 4)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked import join_all
 
-from penstock.worker.datasets.storage.locks import take
+from penstock.data.cache.file_locks import take
 
 
 def test_shared_by_many_or_had_by_one(tmp_path: Path) -> None:

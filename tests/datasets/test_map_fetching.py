@@ -18,9 +18,9 @@ import torch.utils.data
 from all_workers import AllWorkers
 from waiting import wait_until
 
+from penstock.data import MapLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.proto.rng import capture_rng, seed_rng
-from penstock.worker.datasets import MapLoader
+from penstock.proto.state.generators import capture_rng, seed_rng
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than processors
 

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.proto.assignment import Assignment, assigned
+from penstock.data import MapLoader
+from penstock.data.ordering.partition import Tail
+from penstock.data.ordering.skips import Kept, ranges_of
+from penstock.data.ordering.unsharded_order import CycleOrder
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.proto.restartable import RestartableDataLoader
-from penstock.worker.datasets import MapLoader
-from penstock.worker.datasets.ordering.cycles import CycleOrder
-from penstock.worker.datasets.ordering.dealing import Tail
-from penstock.worker.datasets.ordering.skips import Kept, ranges_of
+from penstock.proto.state.assignment import Assignment, assigned
+from penstock.proto.state.restartable import RestartableDataLoader
 
 SEED = 3
 CHAINS: list[list[Shape]] = [

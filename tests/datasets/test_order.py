@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.data.ordering.interleave import FARTHEST_OFF, Turns
+from penstock.data.ordering.permutation import Ints
+from penstock.data.ordering.sharded_order import Interleave, Order
 from penstock.proto.errors import DatasetError
-from penstock.worker.datasets.ordering.order import Interleave, Order
-from penstock.worker.datasets.ordering.permutation import Ints
-from penstock.worker.datasets.ordering.turns import FARTHEST_OFF, Turns
 
 INTERLEAVES: list[Interleave] = ["shards", "samples", "batches"]
 

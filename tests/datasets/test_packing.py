@@ -15,10 +15,10 @@ import pytest
 import xxhash
 import zstandard
 
+from penstock.data.cache.file_hashes import digest_of
+from penstock.data.formats import compressed_files
+from penstock.data.formats.compressed_files import COMPRESSIONS, extension_of, pack, unpack
 from penstock.proto.errors import DatasetError, ShardCorruptError
-from penstock.worker.datasets.formats import packing
-from penstock.worker.datasets.formats.hashes import digest_of
-from penstock.worker.datasets.formats.packing import COMPRESSIONS, extension_of, pack, unpack
 
 DATA = bytes(range(256)) * 40 + b"water" * 500
 NAMES = [*COMPRESSIONS, "br:0", "bz2:1", "gz:0", "zstd:1", "zstd:22"]
@@ -112,8 +112,11 @@ def test_empty_members_cost_what_they_weigh(make: Callable[[], Any]) -> None:
 
     family = "gz" if make is not bz2.BZ2Decompressor else "bz2"
     one = pack(b"", family)
-    assert packing._members(family, Counted, one * 3000 + bytes(5) + pack(b"end", family) + bytes(2000), 3) == b"end"
-    assert copied <= 3002 * packing.FIRST_PIECE
+    assert (
+        compressed_files._members(family, Counted, one * 3000 + bytes(5) + pack(b"end", family) + bytes(2000), 3)
+        == b"end"
+    )
+    assert copied <= 3002 * compressed_files.FIRST_PIECE
 
 
 @pytest.mark.parametrize("name", ["", "lz4", "zstd:0", "zstd:23", "zstd:", "gz:x", "snappy:1", "br:²", "zstd:3:4"])

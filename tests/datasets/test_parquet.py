@@ -20,12 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.data.formats import parquet
+from penstock.data.formats.index import read_index, write_index
+from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.streaming_dataset import StreamingDataset
 from penstock.proto.errors import DatasetError, ShardCorruptError
-from penstock.worker.datasets.formats import parquet
-from penstock.worker.datasets.formats.index import read_index, write_index
-from penstock.worker.datasets.formats.readers import open_shard
-from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
-from penstock.worker.datasets.streaming import StreamingDataset
 
 ROWS: list[dict[str, Any]] = [
     {

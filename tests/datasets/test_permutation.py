@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.worker.datasets.ordering.permutation import mix, permuted
+from penstock.data.ordering.permutation import mix, permuted
 
 
 @pytest.mark.parametrize("count", [*range(1, 70), 255, 256, 257, 4095, 4096, 4097, 100_000])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from shard_server import Fault, ShardServer
 
+from penstock.data.remote.folders import Place
+from penstock.data.remote.redirects import is_nearer
 from penstock.proto.errors import ShardUnavailableError
-from penstock.worker.datasets.storage.places import Place
-from penstock.worker.datasets.storage.redirects import is_nearer
 
 
 @pytest.mark.parametrize(

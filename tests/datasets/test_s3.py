@@ -18,11 +18,11 @@ from forked import join_all
 from shard_folder import HASH, make_shards, raw_bytes
 from shardsets import numbers
 
+from penstock.data import MDSWriter, StreamingDataset, StreamingLoader, merge_index
+from penstock.data.cache.shard_cache import ShardCache
+from penstock.data.remote import transfer
+from penstock.data.remote.folders import Place
 from penstock.proto.errors import DatasetError, ShardCorruptError, ShardUnavailableError
-from penstock.worker.datasets import MDSWriter, StreamingDataset, StreamingLoader, merge_index
-from penstock.worker.datasets.storage import transfer
-from penstock.worker.datasets.storage.cache import ShardCache
-from penstock.worker.datasets.storage.places import Place
 
 SIZE = 40_000
 NAME = "shard.00000.mds"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from plain_values import plain
 
+from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import Shard, ShardFile, ShardReader
+from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError, ShardCorruptError
-from penstock.worker.datasets.formats.index import INDEX, read_index
-from penstock.worker.datasets.formats.readers import open_shard
-from penstock.worker.datasets.formats.shards import Shard, ShardFile, ShardReader
-from penstock.worker.datasets.formats.writing import MDSWriter
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 ALL = ["encodings", "shards", "json", "csv", "xsv"]

@@ -22,11 +22,11 @@ from plain_values import plain
 from shard_server import ShardServer
 from shardsets import numbers
 
+from penstock.data.loading.map_loader import MapLoader
+from penstock.data.loading.streaming_loader import StreamingLoader
+from penstock.data.streaming_dataset import Stream, StreamingDataset
+from penstock.data.writing.writers import MDSWriter
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardCorruptError, ShardUnavailableError
-from penstock.worker.datasets.formats.writing import MDSWriter
-from penstock.worker.datasets.map_loader import MapLoader
-from penstock.worker.datasets.streaming import Stream, StreamingDataset
-from penstock.worker.datasets.streaming_loader import StreamingLoader
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from penstock.data import MapLoader, SyntheticDataset
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
-from penstock.worker.datasets import MapLoader, SyntheticDataset
 
 
 class Pair(NamedTuple):

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardsets import numbers
 
-from penstock.proto.assignment import Assignment, assigned
+from penstock.data import LogicalShards, MapLoader, ShardLoader, StreamingDataset, StreamingLoader
+from penstock.data.loading.collating import empty_batch, without_rows
 from penstock.proto.errors import DatasetError
-from penstock.worker.building import collate
-from penstock.worker.datasets import LogicalShards, MapLoader, ShardLoader, StreamingDataset, StreamingLoader
-from penstock.worker.datasets.collating import empty_batch, without_rows
+from penstock.proto.state.assignment import Assignment, assigned
+from penstock.worker.batch.building import collate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last samples of an epoch are fewer than the boxes")
 

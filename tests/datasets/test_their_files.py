@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from mds_recipes import RECIPES
 
-from penstock.worker.datasets.formats import text_writing, writing
-from penstock.worker.datasets.formats.hashes import digest_of
-from penstock.worker.datasets.formats.index import INDEX, read_index, write_index
-from penstock.worker.datasets.formats.merging import merge_index
+from penstock.data.cache.file_hashes import digest_of
+from penstock.data.formats.index import INDEX, read_index, write_index
+from penstock.data.writing import text_writers, writers
+from penstock.data.writing.merge_index import merge_index
 
 MDS = Path(__file__).parents[1] / "data" / "mds"
 FOLDERS = [*RECIPES, "merged"]
-WRITERS: dict[str, Any] = {**vars(writing), **vars(text_writing)}
+WRITERS: dict[str, Any] = {**vars(writers), **vars(text_writers)}
 
 
 def write(name: str, out: Path) -> Path:

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from penstock.data import StreamingDataset, merge_index
+from penstock.data.formats.index import INDEX, read_index
+from penstock.data.formats.readers import open_shard
+from penstock.data.remote.folders import Place
+from penstock.data.writing import writers
+from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+from penstock.data.writing.writers import MDSWriter, Writer
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ShardUnavailableError
-from penstock.proto.whole_files import write_whole
-from penstock.worker.datasets import StreamingDataset, merge_index
-from penstock.worker.datasets.formats import writing
-from penstock.worker.datasets.formats.index import INDEX, read_index
-from penstock.worker.datasets.formats.readers import open_shard
-from penstock.worker.datasets.formats.text_writing import CSVWriter, JSONWriter, TSVWriter, XSVWriter
-from penstock.worker.datasets.formats.writing import MDSWriter, Writer
-from penstock.worker.datasets.storage.places import Place
+from penstock.runtime.files.atomic_files import write_whole
 
 COLUMNS = {"n": "int", "text": "str", "image": "ndarray:uint8:2,2"}
 SAMPLE = {"n": 1, "text": "a", "image": np.zeros((2, 2), np.uint8)}
@@ -126,7 +126,7 @@ def test_shards_stay_below_the_limit_and_none_is_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", [MDSWriter, JSONWriter, CSVWriter])
 def test_no_shard_outgrows_its_offsets(writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "MOST_BYTES", 1000)  # in place of 4 GiB
+    monkeypatch.setattr(writers, "MOST_BYTES", 1000)  # in place of 4 GiB
     with writer(tmp_path, {"a rather long name": "str"}, size_limit=None) as out:
         for _ in range(5):
             out.write({"a rather long name": "x" * 90})
@@ -158,7 +158,7 @@ def test_an_error_under_way_leaves_no_index(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_index(tmp_path: Path) -> None:
     program = f"""
 import os, signal
-from penstock.worker.datasets.formats.writing import MDSWriter
+from penstock.data.writing.writers import MDSWriter
 with MDSWriter({str(tmp_path)!r}, {{"x": "int"}}, size_limit=400) as writer:
     for i in range(100):
         writer.write({{"x": i}})

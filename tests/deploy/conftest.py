@@ -26,9 +26,10 @@ WARNINGS = "error,ignore:'set_vital' is deprecated:UserWarning"
 
 FORKING = """
 import gc, json, os, sys
-import penstock.appliance.server, penstock.deploy.daemons, penstock.deploy.doctor, penstock.deploy.report
-import penstock.deploy.state, penstock.deploy.status, penstock.worker.daemon
-from penstock.deploy.cli import main
+import penstock.appliance.edge.server, penstock.deploy.operations.run_daemon
+import penstock.deploy.doctor.loader_check, penstock.deploy.doctor.loader_report
+import penstock.deploy.operations.show_state, penstock.deploy.operations.show_status, penstock.worker.daemon.daemon
+from penstock.deploy.cli.main import main
 gc.freeze()  # no command walks what is imported, or copies its pages
 for line in sys.stdin:
     arguments, cwd, environment, out, err = json.loads(line)

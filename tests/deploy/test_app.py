@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from penstock.deploy.cli import app
-from penstock.deploy.exits import CODES
+from penstock.deploy.cli.main import app
+from penstock.deploy.console.exit_codes import CODES
 
 WITHOUT_DATA = {"coordinator", "worker", "worker drain", "up", "down", "demo", "top"}
 """They run until they are ended, or do one thing and say so: there is nothing to print as JSON."""

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.deploy.batches import describe, write
+from penstock.deploy.operations.batch_tables import describe, write
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -14,9 +14,9 @@ import pytest
 import typer
 import typer.main
 
-from penstock.deploy import exits
-from penstock.deploy.cli import app
-from penstock.deploy.exits import CODES, CommandError, exit_code, guarded
+from penstock.deploy.cli.main import app
+from penstock.deploy.console import exit_codes
+from penstock.deploy.console.exit_codes import CODES, CommandError, exit_code, guarded
 from penstock.proto.errors import CATALOGUE, PenstockError, StateUnavailableError
 
 REPO = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_help_names_all_commands_and_no_command_is_a_usage_error(shell: Any) -> 
 def test_state_shows_by_default_and_converts() -> None:
     from typer.testing import CliRunner
 
-    from penstock.deploy.cli import app
+    from penstock.deploy.cli.main import app
 
     def helped(*arguments: str) -> str:
         done = CliRunner().invoke(app, ["state", *arguments])
@@ -71,7 +71,11 @@ LIGHT = (
 
 def test_nothing_imports_torch_before_it_is_needed() -> None:
     """One process imports all: what one of them does not load, they do not together."""
-    modules = [*(f"penstock.deploy.{name}" for name in LIGHT), "penstock.appliance.server", "penstock.worker.daemon"]
+    modules = [
+        *(f"penstock.deploy.{name}" for name in LIGHT),
+        "penstock.appliance.edge.server",
+        "penstock.worker.daemon.daemon",
+    ]
     code = f"""
 import importlib, sys
 for module in {modules}:
@@ -85,7 +89,7 @@ for module in {modules}:
 
 def test_the_command_line_does_not_import_grpc() -> None:
     """It is told to be quiet before that, by the command; and help is quicker."""
-    code = "import penstock.deploy.cli, sys; sys.exit('grpc' in sys.modules)"
+    code = "import penstock.deploy.cli.main, sys; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -106,8 +110,7 @@ def test_the_manual_has_the_same_exit_codes_and_all_commands() -> None:
 
 
 def test_the_manual_has_all_settings() -> None:
-    from penstock.deploy.engines.settings import UpSettings
-    from penstock.deploy.settings import (
+    from penstock.deploy.console.daemon_settings import (
         CoordinatorSettings,
         PeerSettings,
         Section,
@@ -117,6 +120,7 @@ def test_the_manual_has_all_settings() -> None:
         flag,
         variable,
     )
+    from penstock.deploy.console.fleet_settings import UpSettings
 
     manual = (REPO / "docs" / "cli.md").read_text()
     sections: list[type[Section]] = [CoordinatorSettings, PeerSettings, TelemetrySettings, TlsSettings, WorkerSettings]
@@ -145,7 +149,7 @@ def test_an_error_of_ours_is_one_line_and_its_code(capsys: pytest.CaptureFixture
 def test_debug_shows_the_traceback_and_the_remote_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exits, "_debug", True)
+    monkeypatch.setattr(exit_codes, "_debug", True)
     assert code_of(PenstockError("it broke", remote_traceback="Traceback: far away")) == 10
     shown = capsys.readouterr().err
     assert "in command" in shown
@@ -248,7 +252,7 @@ import builtins, sys
 from penstock.deploy.__main__ import main
 real = builtins.__import__
 def interrupted(name, *rest):
-    if name == "penstock.deploy.exits":
+    if name == "penstock.deploy.console.exit_codes":
         raise KeyboardInterrupt
     return real(name, *rest)
 builtins.__import__ = interrupted

@@ -51,7 +51,7 @@ def test_commands_options_and_values(shell: Any) -> None:
 
 
 def test_runs_that_the_coordinator_knows(coordinator: Any) -> None:
-    from penstock.proto.calls import CoordinatorClient
+    from penstock.proto.rpc.calls import CoordinatorClient
     from penstock.proto.v1 import coordinator_pb2 as pb
     from penstock.proto.v1.records_pb2 import LoaderSpec
 
@@ -90,6 +90,6 @@ def test_scripts_of_other_shells_are_printed(shell: Any, name: str) -> None:
 
 def test_completing_commands_loads_neither_grpc_nor_torch() -> None:
     heavy = ("grpc", "google.protobuf", "torch", "numpy")
-    code = f"import sys, penstock.deploy.cli; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, penstock.deploy.cli.main; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")

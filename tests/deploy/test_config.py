@@ -11,13 +11,20 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.config import example
-from penstock.deploy.engines.settings import UpSettings
-from penstock.deploy.resolving import check_settings_file
-from penstock.deploy.settings import CoordinatorSettings, PeerSettings, TlsSettings, WorkerSettings, describe, resolve
+from penstock.deploy.console.daemon_settings import (
+    CoordinatorSettings,
+    PeerSettings,
+    TlsSettings,
+    WorkerSettings,
+    describe,
+    resolve,
+)
+from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.settings_sources import check_settings_file
+from penstock.deploy.operations.list_settings import example
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.job import JobSettings
-from penstock.proto.settings import Section
+from penstock.runtime.config.job_settings import JobSettings
+from penstock.runtime.config.settings import Section
 
 CLUSTER = '[cluster]\ncoordinator = "head:7070"\ntls_ca = "pki/ca.pem"\n'
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.proto.calls import CoordinatorClient
+from penstock.proto.rpc.calls import CoordinatorClient
 
 LOCAL = ("--listen", "127.0.0.1:0")
 

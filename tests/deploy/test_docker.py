@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from penstock.deploy.cli import app
-from penstock.deploy.settings import CoordinatorSettings, WorkerSettings, variable
+from penstock.deploy.cli.main import app
+from penstock.deploy.console.daemon_settings import CoordinatorSettings, WorkerSettings, variable
 
 REPO = Path(__file__).parents[2]
 DOCKERFILE = (REPO / "deploy" / "docker" / "Dockerfile").read_text()

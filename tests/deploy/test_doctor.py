@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.deploy.cli import app
-from penstock.deploy.doctor import METHODS, REPLAY, STATE, Diagnosis, Question, examine_in, saved_by
-from penstock.deploy.ward import Ward
+from penstock.deploy.cli.main import app
+from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, Diagnosis, Question, examine_in, saved_by
+from penstock.deploy.doctor.trial_process import Ward
 from penstock.proto.errors import (
     EmptyInputError,
     InputFnError,
@@ -284,7 +284,9 @@ def test_bad_questions(input_fn: str, args: str, kwargs: str, says: str) -> None
 @pytest.fixture
 def call(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, and in the ward of this module, whose interpreter is most of what it costs."""
-    monkeypatch.setattr("penstock.deploy.doctor.Ward", lambda seed, deadline_s: contextlib.nullcontext(ward))
+    monkeypatch.setattr(
+        "penstock.deploy.doctor.loader_check.Ward", lambda seed, deadline_s: contextlib.nullcontext(ward)
+    )
     return lambda *arguments: CliRunner().invoke(app, ["doctor", *arguments])
 
 

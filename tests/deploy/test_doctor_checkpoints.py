@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.client.checkpoint import AsyncCheckpointer
-from penstock.deploy.cli import app
+from penstock.deploy.cli.main import app
 
 
 @pytest.fixture

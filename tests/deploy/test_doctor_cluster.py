@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy import cluster as looks
-from penstock.deploy.cluster import SILENT, Job, check_cluster, check_lost, check_skew, check_version, check_worker
-from penstock.deploy.findings import Finding
+from penstock.deploy.doctor import cluster_check as looks
+from penstock.deploy.doctor.cluster_check import (
+    SILENT,
+    Job,
+    check_cluster,
+    check_lost,
+    check_skew,
+    check_version,
+    check_worker,
+)
+from penstock.deploy.doctor.findings import Finding
+from penstock.proto.rpc.version import PROTOCOL
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.proto.version import PROTOCOL
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +106,7 @@ def test_something_else_listens_there(cluster: Any) -> None:
 
 def test_a_worker_whose_lanes_cannot_be_reached(cluster: Any) -> None:
     async def register() -> None:
-        from penstock.proto.calls import AsyncCoordinatorClient
+        from penstock.proto.rpc.calls import AsyncCoordinatorClient
 
         address, token = cluster.environment["PENSTOCK_COORDINATOR"], cluster.environment["PENSTOCK_TOKEN"]
         async with AsyncCoordinatorClient(address, token) as client:

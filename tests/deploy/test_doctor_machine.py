@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from pki import Pki
 
-from penstock.deploy import machine, probes
-from penstock.deploy.checkup import Asked, check_machine
-from penstock.deploy.findings import Finding
+from penstock.deploy.doctor import machine_findings, machine_probes
+from penstock.deploy.doctor.findings import Finding
+from penstock.deploy.doctor.machine_check import Asked, check_machine
 
 NOW = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
 GIB = 1 << 30
@@ -27,39 +27,43 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("finding", "level", "says"),
     [
-        (machine.check_python((3, 10, 2)), "problem", "3.10.2"),
-        (machine.check_python((3, 11, 0)), "ok", "3.11.0"),
-        (machine.check_python((3, 99, 0)), "warning", "newer than what is tested"),
-        (machine.check_packages(["torch>=2.4"], {"torch": "2.13.0+cpu"})[0], "ok", "2.13.0"),
-        (machine.check_packages(["torch>=2.4"], {"torch": "2.3.1"})[0], "problem", "2.4 or newer"),
-        (machine.check_packages(["typer"], {})[0], "problem", "not installed"),
-        (machine.check_kernel("6.1", {}), "ok", "pidfd"),
-        (machine.check_kernel("6.1", {"O_DIRECT": "no"}), "ok", "optional"),
-        (machine.check_kernel("4.4", {"pidfd_open": "Function not implemented"}), "problem", "without pidfd_open"),
-        (machine.check_cage(""), "ok", "only what they have started"),
-        (machine.check_cage("the kernel has no Landlock"), "warning", "can signal and trace other processes"),
-        (machine.check_memory(64 * GIB, None, 8), "ok", "64.0 GiB free"),
-        (machine.check_memory(64 * GIB, (3 * GIB, 2 * GIB), 8), "warning", "2.0 GiB free, 3.0 GiB at most"),
-        (machine.check_memory(GIB // 4, None, 1), "problem", "256.0 MiB free"),
-        (machine.check_files(-1, -1, 4096), "ok", "any number"),
-        (machine.check_files(256, 4096, 32), "problem", "256 at most (4096 if asked for)"),
-        (machine.check_processes(-1, None, 64), "ok", "any number"),
-        (machine.check_processes(-1, (400, 100), 8), "problem", "100 more processes"),
-        (machine.check_locked_memory(8 << 20, "cuda"), "warning", "device=cuda locks its ring"),
-        (machine.check_locked_memory(8 << 20, ""), "ok", "matters with device=cuda only"),
-        (machine.check_clock("tsc", NOW, True), "ok", "kept by NTP"),
-        (machine.check_clock("tsc", NOW, False), "warning", "not kept by NTP"),
-        (machine.check_clock("hpet", NOW, True), "warning", "hpet"),
-        (machine.check_clock("", datetime.datetime(1970, 1, 2, tzinfo=datetime.UTC), None), "problem", "1970"),
-        (machine.check_disk("/d", "ext4", False, 9 * GIB, 0.001), "ok", "1 ms an fsync"),
-        (machine.check_disk("/d", "nfs4", True, 9 * GIB, 0.001), "problem", "network filesystem (nfs4)"),
-        (machine.check_disk("/d", "ext4", False, GIB // 8, 0.001), "problem", "128.0 MiB free"),
-        (machine.check_disk("/d", "ext4", False, GIB // 2, 0.001), "warning", "512.0 MiB free"),
-        (machine.check_disk("/d", "ext4", False, 9 * GIB, 0.08), "warning", "80 ms an fsync"),
-        (machine.check_disk("/d", "tmpfs", False, 9 * GIB, 1e-5), "warning", "tmpfs"),
-        (machine.check_disk("/d", "ext4", False, 9 * GIB, None), "problem", "cannot be written to"),
-        (machine.check_tls("c.pem", NOW + datetime.timedelta(days=90), NOW), "ok", "90 days"),
-        (machine.check_tls("c.pem", NOW + datetime.timedelta(days=29), NOW), "warning", "29 days"),
+        (machine_findings.check_python((3, 10, 2)), "problem", "3.10.2"),
+        (machine_findings.check_python((3, 11, 0)), "ok", "3.11.0"),
+        (machine_findings.check_python((3, 99, 0)), "warning", "newer than what is tested"),
+        (machine_findings.check_packages(["torch>=2.4"], {"torch": "2.13.0+cpu"})[0], "ok", "2.13.0"),
+        (machine_findings.check_packages(["torch>=2.4"], {"torch": "2.3.1"})[0], "problem", "2.4 or newer"),
+        (machine_findings.check_packages(["typer"], {})[0], "problem", "not installed"),
+        (machine_findings.check_kernel("6.1", {}), "ok", "pidfd"),
+        (machine_findings.check_kernel("6.1", {"O_DIRECT": "no"}), "ok", "optional"),
+        (
+            machine_findings.check_kernel("4.4", {"pidfd_open": "Function not implemented"}),
+            "problem",
+            "without pidfd_open",
+        ),
+        (machine_findings.check_cage(""), "ok", "only what they have started"),
+        (machine_findings.check_cage("the kernel has no Landlock"), "warning", "can signal and trace other processes"),
+        (machine_findings.check_memory(64 * GIB, None, 8), "ok", "64.0 GiB free"),
+        (machine_findings.check_memory(64 * GIB, (3 * GIB, 2 * GIB), 8), "warning", "2.0 GiB free, 3.0 GiB at most"),
+        (machine_findings.check_memory(GIB // 4, None, 1), "problem", "256.0 MiB free"),
+        (machine_findings.check_files(-1, -1, 4096), "ok", "any number"),
+        (machine_findings.check_files(256, 4096, 32), "problem", "256 at most (4096 if asked for)"),
+        (machine_findings.check_processes(-1, None, 64), "ok", "any number"),
+        (machine_findings.check_processes(-1, (400, 100), 8), "problem", "100 more processes"),
+        (machine_findings.check_locked_memory(8 << 20, "cuda"), "warning", "device=cuda locks its ring"),
+        (machine_findings.check_locked_memory(8 << 20, ""), "ok", "matters with device=cuda only"),
+        (machine_findings.check_clock("tsc", NOW, True), "ok", "kept by NTP"),
+        (machine_findings.check_clock("tsc", NOW, False), "warning", "not kept by NTP"),
+        (machine_findings.check_clock("hpet", NOW, True), "warning", "hpet"),
+        (machine_findings.check_clock("", datetime.datetime(1970, 1, 2, tzinfo=datetime.UTC), None), "problem", "1970"),
+        (machine_findings.check_disk("/d", "ext4", False, 9 * GIB, 0.001), "ok", "1 ms an fsync"),
+        (machine_findings.check_disk("/d", "nfs4", True, 9 * GIB, 0.001), "problem", "network filesystem (nfs4)"),
+        (machine_findings.check_disk("/d", "ext4", False, GIB // 8, 0.001), "problem", "128.0 MiB free"),
+        (machine_findings.check_disk("/d", "ext4", False, GIB // 2, 0.001), "warning", "512.0 MiB free"),
+        (machine_findings.check_disk("/d", "ext4", False, 9 * GIB, 0.08), "warning", "80 ms an fsync"),
+        (machine_findings.check_disk("/d", "tmpfs", False, 9 * GIB, 1e-5), "warning", "tmpfs"),
+        (machine_findings.check_disk("/d", "ext4", False, 9 * GIB, None), "problem", "cannot be written to"),
+        (machine_findings.check_tls("c.pem", NOW + datetime.timedelta(days=90), NOW), "ok", "90 days"),
+        (machine_findings.check_tls("c.pem", NOW + datetime.timedelta(days=29), NOW), "warning", "29 days"),
     ],
 )
 def test_what_is_said_of_values(finding: Finding, level: str, says: str) -> None:
@@ -68,16 +72,16 @@ def test_what_is_said_of_values(finding: Finding, level: str, says: str) -> None
 
 
 def test_the_cgroup_that_leaves_the_least_counts(tmp_path: Path) -> None:
-    assert probes.cgroup_room("memory", tmp_path) is None
+    assert machine_probes.cgroup_room("memory", tmp_path) is None
     (tmp_path / "memory.max").write_text("max\n")
-    assert probes.cgroup_room("memory", tmp_path) is None
+    assert machine_probes.cgroup_room("memory", tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 500\n")
-    assert probes.cgroup_room("memory", tmp_path) == (1000, 600)
+    assert machine_probes.cgroup_room("memory", tmp_path) == (1000, 600)
     (tmp_path / "pids.max").write_text("64\n")
     (tmp_path / "pids.current").write_text("60\n")
-    assert probes.cgroup_room("pids", tmp_path) == (64, 4)
+    assert machine_probes.cgroup_room("pids", tmp_path) == (64, 4)
 
 
 def machine_of(done: Any) -> dict[str, dict[str, str]]:
@@ -176,7 +180,7 @@ def _command(*arguments: str) -> list[str]:
 
 
 def test_a_network_filesystem_by_the_journals_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.appliance import journal
+    from penstock.appliance.storage import journal
 
     here = journal.filesystem(tmp_path, Path("/proc/self/mountinfo").read_text())
     monkeypatch.setattr(journal, "NETWORK", {here})

@@ -10,8 +10,8 @@ import pytest
 import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.calls import CoordinatorClient
 from penstock.proto.errors import InputFnError
+from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 TOKEN = "a-token-for-tests-only-0123456789"

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from penstock.deploy.ending import raised
+from penstock.deploy.console.signals import raised
 
 
 @pytest.mark.parametrize("nohup", [False, True])

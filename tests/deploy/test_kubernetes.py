@@ -23,7 +23,7 @@ from pki import Pki
 from pod_monitor import PodMonitor
 from typer.main import get_command
 
-from penstock.deploy.cli import app
+from penstock.deploy.cli.main import app
 
 OLDEST, NEWEST = "1.30", "1.37"
 """Versions of Kubernetes whose schemas the manifests are held to. 1.30 is the first with all that they use stable."""

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.deploy.probe import main
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.pulse import PulseWriter, read_pulse
+from penstock.runtime.process.liveness_file import PulseWriter, read_pulse
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client.saved import Part, Saved, read
-from penstock.deploy.convert import convert
-from penstock.deploy.saved_file import SavedFile
-from penstock.proto.assignment import Assignment, assigned
+from penstock.client.states.saved_state import Part, Saved, read
+from penstock.data import MapLoader
+from penstock.deploy.operations.convert_state import convert
+from penstock.deploy.operations.saved_file import SavedFile
 from penstock.proto.errors import InvalidArgumentError, PenstockError, StateCorruptError, StateMismatchError
-from penstock.proto.position import Position
-from penstock.proto.state import encode_state
-from penstock.worker.datasets import MapLoader
+from penstock.proto.state.assignment import Assignment, assigned
+from penstock.proto.state.codec import encode_state
+from penstock.proto.state.position import Position
 
 
 def state(input_fn: str = "m:f") -> dict[str, Any]:

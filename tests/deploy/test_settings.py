@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.settings import CoordinatorSettings, PeerSettings, WorkerSettings, describe, resolve
+from penstock.deploy.console.daemon_settings import CoordinatorSettings, PeerSettings, WorkerSettings, describe, resolve
 from penstock.proto.errors import InvalidArgumentError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.engines.base import Plan
+from penstock.deploy.engines.engine import Plan
 from penstock.deploy.engines.slurm import render
 
 SERVICE = Path(__file__).parents[2] / "deploy" / "slurm" / "service.sbatch"

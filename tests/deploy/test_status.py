@@ -17,13 +17,13 @@ import streams
 
 from penstock.appliance.testing import World
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.deploy.state import as_dict as state_dict
-from penstock.deploy.status import tables
-from penstock.proto.calls import FetchedState
-from penstock.proto.state import encode_state
-from penstock.proto.status import as_dict
+from penstock.deploy.operations.show_state import as_dict as state_dict
+from penstock.deploy.operations.show_status import tables
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.cluster_status import as_dict
 
 STEPS = 7
 

@@ -24,9 +24,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from span_collector import Span, SpanCollector
 
-from penstock.proto.calls import CoordinatorClient
 from penstock.proto.errors import AuthenticationError
-from penstock.proto.metric_catalogue import BY_NAME, CATALOGUE, Process
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.runtime.telemetry.metric_catalogue import BY_NAME, CATALOGUE, Process
 
 JOB = str(Path(__file__).parents[1] / "inputs" / "observed_job.py")
 DEADLINE_S = 60.0

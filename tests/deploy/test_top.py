@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy import top
-from penstock.deploy.screen import LEAST_ROWS, fit, plain, screen
-from penstock.proto.status import as_dict
+from penstock.deploy.operations import show_top
+from penstock.deploy.operations.top_screen import LEAST_ROWS, fit, plain, screen
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.cluster_status import as_dict
 
 TEXT = "Input-bound: box 7 waits for data 62% of its time, 97% of that for slot 1 on worker w7."
 
@@ -117,7 +117,7 @@ def test_no_run() -> None:
     ],
 )
 def test_only_q_and_esc_themselves_end_it(keys: bytes, quits: bool) -> None:
-    assert top.told_to_quit(keys) is quits
+    assert show_top.told_to_quit(keys) is quits
 
 
 def test_keys_are_heard_while_the_coordinator_hangs() -> None:
@@ -127,10 +127,10 @@ def test_keys_are_heard_while_the_coordinator_hangs() -> None:
     def hangs() -> None:
         answered.wait(30)
 
-    assert not top._ask(hangs, lambda seconds: True)
+    assert not show_top._ask(hangs, lambda seconds: True)
     assert time.monotonic() - begun < 15
     answered.set()
-    assert top._ask(hangs, lambda seconds: False)
+    assert show_top._ask(hangs, lambda seconds: False)
 
 
 def test_without_a_coordinator_it_is_an_error(shell: Any) -> None:

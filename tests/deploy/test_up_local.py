@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from penstock.deploy.console.exit_codes import CommandError
 from penstock.deploy.engines import keeper
-from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.engines.fleet_folder import Folder, Identity
 from penstock.deploy.engines.keeper import Keeper
-from penstock.deploy.exits import CommandError
 
 Until = Callable[[Callable[[], bool]], None]
 UP = ("up", "--detach", "--listen", "127.0.0.1:0", "--slots", "1", "--allow", "streams", "--dir", "fleet")

@@ -18,8 +18,8 @@ import pytest
 from cluster import SUPPORT
 from job import Job
 
-from penstock.deploy.engines.base import Plan
-from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.engines.engine import Plan
+from penstock.deploy.engines.fleet_folder import Folder, Identity
 
 pytestmark = [
     pytest.mark.timeout(300),  # Ray takes its time to start nodes, and to notice that one is gone

@@ -92,7 +92,7 @@ def test_the_manifests_are_valid_and_careful(shell: Any, safety: tuple[str, ...]
 
 
 def test_the_variables_of_the_pods_are_settings_of_the_daemons(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.deploy.settings import CoordinatorSettings, PeerSettings, WorkerSettings, resolve
+    from penstock.deploy.console.daemon_settings import CoordinatorSettings, PeerSettings, WorkerSettings, resolve
 
     items = json.loads(shell.call(*KUBERNETES, "--insecure", "--render").stdout)["items"]
     for item in items:

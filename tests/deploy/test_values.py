@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.deploy.tables import seconds, size
-from penstock.deploy.values import BYTES_IN_FULL, as_json, brief
+from penstock.deploy.console.tables import seconds, size
+from penstock.deploy.operations.state_values import BYTES_IN_FULL, as_json, brief
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import penstock.client.checkpoint
-import penstock.worker.datasets
+import penstock.data
 from penstock.client import Appliance, DataExecutor, DataLoader, Lookahead
-from penstock.worker.datasets import MDSWriter, StreamingDataset, StreamingLoader
+from penstock.data import MDSWriter, StreamingDataset, StreamingLoader
 
 Names = dict[str, Any]
 ROWS = 256
@@ -54,8 +54,8 @@ def shards(bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         return bucket if name.startswith("s3://") else tmp_path / name.strip("/")
 
     for name in ("StreamingDataset", "Stream"):
-        here = relocated(getattr(penstock.worker.datasets, name), place)
-        monkeypatch.setattr(penstock.worker.datasets, name, here)
+        here = relocated(getattr(penstock.data, name), place)
+        monkeypatch.setattr(penstock.data, name, here)
     names: Names = {
         "StreamingLoader": StreamingLoader,
         "dataset": StreamingDataset(bucket),

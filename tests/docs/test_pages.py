@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from documented import REPO
 
-from penstock.deploy.exits import exit_code
+from penstock.deploy.console.exit_codes import exit_code
 from penstock.proto.errors import CATALOGUE, PenstockError
 
 API = {
@@ -20,7 +20,7 @@ API = {
     "penstock.client.integrations.lightning": "client.md",
     "penstock.client.integrations.transformers": "client.md",
     "penstock.worker": "worker.md",
-    "penstock.worker.datasets": "worker-datasets.md",
+    "penstock.data": "worker-datasets.md",
 }
 _ROW = re.compile(r"^\| `(\w+)`(?: \(`(\w+)`\))? \| [^|]+ \| `(\w+)` \| (\d+) \| [^|]+ \|$", re.MULTILINE)
 

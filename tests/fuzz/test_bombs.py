@@ -22,15 +22,15 @@ def _bombs() -> dict[str, Callable[[], object]]:
     import torch
     import xxhash
 
-    from penstock.client import saved
-    from penstock.proto.compression import Unpacker, check_claim, load
-    from penstock.proto.frames import Frame, dims_of
-    from penstock.proto.ring import Ring
-    from penstock.proto.state import decode_state, encode_state
-    from penstock.proto.structure import Structure
-    from penstock.proto.tensors import Assembler, wrap_buffer
+    from penstock.client.states import saved_state
+    from penstock.proto.batch.flatten import Assembler, wrap_buffer
+    from penstock.proto.batch.structure import Structure
+    from penstock.proto.lane.compression import Unpacker, check_claim, load
+    from penstock.proto.lane.frames import Frame, dims_of
+    from penstock.proto.lane.ring import Ring
+    from penstock.proto.state.codec import decode_state, encode_state
     from penstock.proto.v1 import lane_pb2
-    from penstock.worker.control import Inbox
+    from penstock.worker.processes.control_channel import Inbox
 
     def tree(node: str) -> bytes:
         text = node.encode().ljust(-(-len(node) // 16) * 16)
@@ -74,10 +74,10 @@ def _bombs() -> dict[str, Callable[[], object]]:
         return b"\x1f\x00\x01\x00" + b"\xff" * 4000 + b"\x00" + b"\x50" + bytes(5)
 
     def boxes() -> object:
-        record = saved.Saved(0, "m:f", 2, 1 << 31, 1 << 31, None).to_dict()[saved.KEY]["record"]
+        record = saved_state.Saved(0, "m:f", 2, 1 << 31, 1 << 31, None).to_dict()[saved_state.KEY]["record"]
         value = decode_state(record)
         value["step"], value["positions"] = 1, [b"\x1a\x01\x00*\x00"]  # type: ignore[index]
-        return saved.read({saved.KEY: {"format": 1, "step": 1, "record": encode_state(value)}})
+        return saved_state.read({saved_state.KEY: {"format": 1, "step": 1, "record": encode_state(value)}})
 
     def said(text: int, payload: int) -> object:
         inbox = Inbox()

@@ -12,12 +12,12 @@ import pytest
 from bearer import metadata
 from served import TOKEN, coordinator
 
-from penstock.appliance.journal import Journal, StateDir
-from penstock.appliance.limits import Limits
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.journal import Journal, StateDir
 from penstock.appliance.testing import World
-from penstock.proto.calls import AsyncCoordinatorClient
 from penstock.proto.errors import InvalidArgumentError, JournalError
-from penstock.proto.position import MOST, Position
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.state.position import MOST, Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

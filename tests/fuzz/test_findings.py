@@ -16,10 +16,11 @@ from census import open_as
 from lane_frames import a_frame
 from tests.client.conftest import Rig
 
-from penstock.client.feed import OUTRUN
-from penstock.client.schedule import Schedule
+from penstock.client.stream.checkpoint_schedule import Schedule
+from penstock.client.stream.ordered_reader import OUTRUN
 from penstock.proto.errors import LaneLostError, ProtocolError, StateCorruptError, UnsupportedStateError
-from penstock.proto.frames import (
+from penstock.proto.lane.endpoints import Consumer, Producer
+from penstock.proto.lane.frames import (
     BATCH,
     CLOSE,
     KNOWN_BYTES,
@@ -33,18 +34,17 @@ from penstock.proto.frames import (
     framed,
     pack_shapes,
 )
-from penstock.proto.lane import Consumer, Producer
-from penstock.proto.producer import MOST_CUTS, MOST_WANTED
-from penstock.proto.ring import MAX_SLOTS
-from penstock.proto.state import encode_state
-from penstock.proto.tcp import sealed
+from penstock.proto.lane.producer import MOST_CUTS, MOST_WANTED
+from penstock.proto.lane.ring import MAX_SLOTS
+from penstock.proto.lane.tcp import sealed
+from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.children import Child
-from penstock.worker.control import MAX_FDS, MAX_PAYLOAD, Channel, Inbox, Message, counts, encode_head
-from penstock.worker.ledger import Ledger
-from penstock.worker.pump import Pump
-from penstock.worker.restart_points import Base
-from penstock.worker.snapshots import MAX_BYTES, MOST, Kept, SnapshotStore
+from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, Kept, SnapshotStore
+from penstock.worker.loader.restart_points import Base
+from penstock.worker.processes.child_processes import Child
+from penstock.worker.processes.control_channel import MAX_FDS, MAX_PAYLOAD, Channel, Inbox, Message, counts, encode_head
+from penstock.worker.processes.progress_page import Ledger
 
 DEADLINE_S = 20.0
 
@@ -143,7 +143,7 @@ def test_a_peer_that_sends_only_what_nobody_needs_is_not_read_for_ever(kind: int
 
 
 def test_batches_that_come_twice_without_end_end_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.client.feed.MAX_UNUSED", 20)
+    monkeypatch.setattr("penstock.client.stream.ordered_reader.MAX_UNUSED", 20)
     rig = Rig()
     try:
         rig.numbers(0, 1)

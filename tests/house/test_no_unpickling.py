@@ -37,16 +37,16 @@ FORBIDDEN_NAMES = {
     "torch.serialization.load",
 }
 FORBIDDEN_CALLS = {"compile", "eval", "exec"}
-RUNS_CODE = {Path("worker/penstock/worker/usercode.py"): 2}
+RUNS_CODE = {Path("worker/penstock/worker/processes/user_code.py"): 2}
 """Module -> calls of FORBIDDEN_CALLS in it. The one place is where an embedded worker loads the training script by the
 path that its own user's process named (`check_plain` refuses it from anybody else)."""
 UNPICKLES = {
-    Path("proto/penstock/proto/by_value.py"): ["import cloudpickle", "pickle.Unpickler"],
-    Path("worker/penstock/worker/datasets/fetching.py"): ["pickle.loads"],
-    Path("worker/penstock/worker/datasets/formats/encodings.py"): ["pickle.loads"],
-    Path("client/penstock/client/checkpoint/index.py"): ["pickle.Unpickler"],
-    Path("client/penstock/client/checkpoint/objects.py"): ["pickle.Unpickler", "torch.load", "torch.load"],
-    Path("deploy/penstock/deploy/saved_file.py"): ["torch.load"],
+    Path("proto/penstock/proto/state/by_value.py"): ["import cloudpickle", "pickle.Unpickler"],
+    Path("worker/penstock/data/loading/fetching.py"): ["pickle.loads"],
+    Path("worker/penstock/data/formats/encodings.py"): ["pickle.loads"],
+    Path("client/penstock/client/checkpoint/restoring/torch_index.py"): ["pickle.Unpickler"],
+    Path("client/penstock/client/checkpoint/values/objects.py"): ["pickle.Unpickler", "torch.load", "torch.load"],
+    Path("deploy/penstock/deploy/operations/saved_file.py"): ["torch.load"],
     Path("benchmarks/checkpoint_small.py"): ["torch.load"],  # of the file that it has just written
 }
 """Module -> what it unpickles with. One place is the batches of a loader's own children, which come through torch's

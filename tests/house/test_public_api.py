@@ -30,7 +30,7 @@ NAMES = {
     },
     "penstock.client.checkpoint": {"AsyncCheckpointer", "AsyncFileSystemWriter", "Progress"},
     "penstock.worker": {"collate", "current_assignment", "empty", "get_streaming_batch_size"},
-    "penstock.worker.datasets": {
+    "penstock.data": {
         "CSVWriter",
         "Chunked",
         "Cursor",
@@ -108,19 +108,19 @@ SIGNATURES = {
     "penstock.worker:collate": "(samples)",
     "penstock.worker:current_assignment": "()",
     "penstock.worker:empty": "(shape, dtype=None)",
-    "penstock.worker.datasets:ShardLoader.restore_sample": "(self, key)",
-    "penstock.worker.datasets:ShardLoader.set_epoch": "(self, epoch)",
-    "penstock.worker.datasets:ShardedSource.open": "(self, shard, epoch, seed, token=None, place=None)",
-    "penstock.worker.datasets:MapLoader.restore_sample": "(self, key)",
-    "penstock.worker.datasets:MapLoader.set_epoch": "(self, epoch)",
-    "penstock.worker.datasets:MapLoader.state_after": "(self, batches)",
-    "penstock.worker.datasets:StreamingDataset.__getitem__": "(self, index)",
-    "penstock.worker.datasets:StreamingDataset.__len__": "(self)",
-    "penstock.worker.datasets:StreamingLoader.restore_sample": "(self, key)",
-    "penstock.worker.datasets:StreamingLoader.set_epoch": "(self, epoch)",
-    "penstock.worker.datasets:StreamingLoader.state_after": "(self, batches)",
-    "penstock.worker.datasets:index_parquet": "(folder)",
-    "penstock.worker.datasets:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0)",
+    "penstock.data:ShardLoader.restore_sample": "(self, key)",
+    "penstock.data:ShardLoader.set_epoch": "(self, epoch)",
+    "penstock.data:ShardedSource.open": "(self, shard, epoch, seed, token=None, place=None)",
+    "penstock.data:MapLoader.restore_sample": "(self, key)",
+    "penstock.data:MapLoader.set_epoch": "(self, epoch)",
+    "penstock.data:MapLoader.state_after": "(self, batches)",
+    "penstock.data:StreamingDataset.__getitem__": "(self, index)",
+    "penstock.data:StreamingDataset.__len__": "(self)",
+    "penstock.data:StreamingLoader.restore_sample": "(self, key)",
+    "penstock.data:StreamingLoader.set_epoch": "(self, epoch)",
+    "penstock.data:StreamingLoader.state_after": "(self, batches)",
+    "penstock.data:index_parquet": "(folder)",
+    "penstock.data:merge_index": "(folder, parts=None, *, storage_options=None, timeout_s=600.0)",
 }
 """module:name -> its parameters, without annotations."""
 
@@ -152,38 +152,36 @@ KEYWORDS = {
     "penstock.client.checkpoint:AsyncFileSystemWriter": (
         "path thread_count separation_hint sync_files overwrite transforms"
     ),
-    "penstock.worker.datasets:Chunked": "source length bos eos longest strip_tokens min_length",
-    "penstock.worker.datasets:Filtered": "source predicate random name",
-    "penstock.worker.datasets:Grouped": "source key size window drop_rest name",
-    "penstock.worker.datasets:Mapped": "source fn random name skip_failures",
-    "penstock.worker.datasets:Mixture": "sources weights stop by",
-    "penstock.worker.datasets:Packed": "source length pad bos eos split",
-    "penstock.worker.datasets:Repeated": "source",
-    "penstock.worker.datasets:ShardedSource.open": "shard epoch seed token place",
-    "penstock.worker.datasets:ShardLoader": (
+    "penstock.data:Chunked": "source length bos eos longest strip_tokens min_length",
+    "penstock.data:Filtered": "source predicate random name",
+    "penstock.data:Grouped": "source key size window drop_rest name",
+    "penstock.data:Mapped": "source fn random name skip_failures",
+    "penstock.data:Mixture": "sources weights stop by",
+    "penstock.data:Packed": "source length pad bos eos split",
+    "penstock.data:Repeated": "source",
+    "penstock.data:ShardedSource.open": "shard epoch seed token place",
+    "penstock.data:ShardLoader": (
         "source batch_size global_batch_size seed partitions block tail keys rank collate_fn unbatched"
     ),
-    "penstock.worker.datasets:MapLoader": (
+    "penstock.data:MapLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block num_samples tail skip fetch_threads "
         "fetch_processes reseed keys rank collate_fn"
     ),
-    "penstock.worker.datasets:Stream": "remote local split proportion repeat choose storage_options",
-    "penstock.worker.datasets:StreamingDataset": (
+    "penstock.data:Stream": "remote local split proportion repeat choose storage_options",
+    "penstock.data:StreamingDataset": (
         "remote local split streams cache_limit validate_hash keep_zip timeout_s download_threads allow_unsafe_types "
         "storage_options"
     ),
-    "penstock.worker.datasets:StreamingLoader": (
+    "penstock.data:StreamingLoader": (
         "dataset batch_size global_batch_size shuffle seed shuffle_block partitions interleave epoch_size tail "
         "skip predownload reseed keys rank collate_fn"
     ),
-    "penstock.worker.datasets:SyntheticDataset": "sample_spec num_samples seed",
-    "penstock.worker.datasets:WindowShuffled": "source window",
-    "penstock.worker.datasets:LineFile": "path parse",
-    "penstock.worker.datasets:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
-    "penstock.worker.datasets:Savable": (
-        "make shards snapshot_every snapshot_s capture_rng batch_rows collect_every config"
-    ),
-    "penstock.worker.datasets.formats.writing:Writer": "out columns compression hashes size_limit exist_ok",
+    "penstock.data:SyntheticDataset": "sample_spec num_samples seed",
+    "penstock.data:WindowShuffled": "source window",
+    "penstock.data:LineFile": "path parse",
+    "penstock.data:LogicalShards": "pieces shards counts shuffle shuffle_block max_open names",
+    "penstock.data:Savable": ("make shards snapshot_every snapshot_s capture_rng batch_rows collect_every config"),
+    "penstock.data.writing.writers:Writer": "out columns compression hashes size_limit exist_ok",
 }
 """module:class -> parameters that it has at least."""
 

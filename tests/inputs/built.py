@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from penstock.proto import tensors
-from penstock.worker import collate, current_assignment, empty, lease
+from penstock.proto.batch import flatten
+from penstock.worker import collate, current_assignment, empty
+from penstock.worker.batch import entry_lease
 
-lease.WORTH_FROM = 0  # in the runner that imports this
+entry_lease.WORTH_FROM = 0  # in the runner that imports this
 
 ROWS = 8
 WIDTH = 512
@@ -74,8 +75,8 @@ def count_moved() -> None:
 
         return moving
 
-    tensors._move = counted(tensors._move)  # type: ignore[assignment]
-    tensors._move_holding = counted(tensors._move_holding)
+    flatten._move = counted(flatten._move)  # type: ignore[assignment]
+    flatten._move_holding = counted(flatten._move_holding)
 
 
 def watched(samples: list[Any]) -> Any:

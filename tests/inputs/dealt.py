@@ -6,7 +6,7 @@ from typing import Any
 
 from listed import Counting, Listed
 
-from penstock.worker.datasets import LogicalShards, Repeated, ShardLoader
+from penstock.data import LogicalShards, Repeated, ShardLoader
 
 
 def listed(lengths: list[int], **options: Any) -> ShardLoader:

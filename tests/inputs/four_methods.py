@@ -9,7 +9,7 @@ import torch
 from third_party import ROWS
 from torch.utils.data import DataLoader, Dataset
 
-from penstock.proto.restartable import get_worker_state
+from penstock.proto.state.restartable import get_worker_state
 from penstock.worker import current_assignment
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from penstock.worker.datasets import MapLoader
+from penstock.data import MapLoader
 
 __all__ = ["SAMPLES", "mapped"]
 

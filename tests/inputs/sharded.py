@@ -6,7 +6,7 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.worker.datasets import StreamingDataset, StreamingLoader
+from penstock.data import StreamingDataset, StreamingLoader
 
 
 def streamed(where: str, cache: str, **options: Any) -> StreamingLoader:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from penstock.worker.datasets import Savable, ShardLoader
+from penstock.data import Savable, ShardLoader
 
 
 class Splitting(IterableDataset[int]):

@@ -13,7 +13,8 @@ import traced_writer
 from saved_states import mark_of, state_of
 from traced_writer import forget, operations, points, stop_at
 
-from penstock.client.checkpoint import AsyncCheckpointer, process
+from penstock.client.checkpoint import AsyncCheckpointer
+from penstock.client.checkpoint.saving import writer_process
 from penstock.proto.errors import CheckpointError
 
 __all__ = ["killed"]
@@ -23,7 +24,7 @@ def killed(folder: str, room: str, victim: int, every: int) -> list[dict[str, An
     """Save step 1, and then step 2 again and again, with the victim's writer killed at one operation after the other:
     each `every`th. What this rank saw each time."""
     rank, where, records = dist.get_rank(), Path(folder), Path(room)
-    process.WRITER = traced_writer.THIS
+    writer_process.WRITER = traced_writer.THIS
     os.environ[traced_writer.ROOM] = room
     good = where.with_name("good")
     found = []

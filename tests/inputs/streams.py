@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from penstock.proto.restartable import get_worker_state
+from penstock.proto.state.restartable import get_worker_state
 from penstock.worker import current_assignment
 
 
@@ -550,14 +550,14 @@ class Numbered(Dataset[Any]):
 
 def epochs(batches: int = 6) -> Any:
     """Shuffled anew in each pass, also in one that is begun after one that was left."""
-    from penstock.worker.datasets import MapLoader
+    from penstock.data import MapLoader
 
     return MapLoader(Numbered(), batch_size=1, shuffle=True)
 
 
 def short_epochs() -> Any:
     """Two batches an epoch: workers are many epochs ahead of the loop."""
-    from penstock.worker.datasets import MapLoader
+    from penstock.data import MapLoader
 
     return MapLoader(Numbered(), batch_size=6, shuffle=True)
 

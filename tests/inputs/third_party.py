@@ -29,7 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from penstock.proto.assignment import Assignment, assigned
+from penstock.proto.state.assignment import Assignment, assigned
 from penstock.worker import current_assignment
 
 BATCHES = 12

@@ -26,7 +26,7 @@ from trainers import forked
 from xxhash import xxh3_64_intdigest
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.run import Run
+from penstock.client.stream.open_run import Run
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 

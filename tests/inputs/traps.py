@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import streams
 from torch.utils.data import DataLoader
 
-from penstock.proto.lane import Producer
-from penstock.worker import current_assignment, runner
-from penstock.worker.ledger import Ledger
-from penstock.worker.source import Source
+from penstock.proto.lane.endpoints import Producer
+from penstock.worker import current_assignment
+from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.runner import runner
 
 
 class Point(NamedTuple):

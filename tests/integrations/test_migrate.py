@@ -17,7 +17,7 @@ from documented import REPO, Block, blocks
 from neighbours import beside
 
 from penstock.client import Appliance
-from penstock.worker.datasets import MDSWriter
+from penstock.data import MDSWriter
 
 TORCH, STATEFUL = "From a torch DataLoader", "From StatefulDataLoader"
 STREAMING, ENERGON, TF_DATA = "From mosaicml-streaming", "From Megatron Energon", "From tf.data service"

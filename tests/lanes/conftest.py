@@ -27,15 +27,15 @@ from typing import Any
 import pytest
 from pki import Pki
 
-from penstock.client.landing import Lander
-from penstock.proto.compression import NAMES, Unpacker, load
-from penstock.proto.frames import BATCH, Frame
-from penstock.proto.lane import LANE_PROTOCOL, MAX_FRAME, Consumer, check_peer, connect_local
-from penstock.proto.lane_tls import accept_tls_blocking
-from penstock.proto.tcp import read_hello
-from penstock.proto.tls import Tls, load_tls
+from penstock.client.stream.receiver_process import Lander
+from penstock.proto.lane.compression import NAMES, Unpacker, load
+from penstock.proto.lane.endpoints import LANE_PROTOCOL, MAX_FRAME, Consumer, check_peer, connect_local
+from penstock.proto.lane.frames import BATCH, Frame
+from penstock.proto.lane.tcp import read_hello
+from penstock.proto.lane.tls_socket import accept_tls_blocking
+from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.pump import Pump
+from penstock.worker.daemon.sender import Pump
 
 DEADLINE_S = 20.0
 """Seconds after which a wait has failed; nothing here takes more than a fraction of one."""

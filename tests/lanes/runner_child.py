@@ -19,8 +19,8 @@ from collections import deque
 from typing import Any
 
 from penstock.proto.errors import PenstockError
-from penstock.proto.frames import pack_shapes
-from penstock.proto.lane import Producer
+from penstock.proto.lane.endpoints import Producer
+from penstock.proto.lane.frames import pack_shapes
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 Item = dict[str, Any]

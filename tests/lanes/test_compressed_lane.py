@@ -16,13 +16,13 @@ from tests.lanes.test_lander import SLOT, batch, drain
 from tests.lanes.test_lander import Rig as LanderRig
 from tests.lanes.test_pump import Rig as PumpRig
 
-from penstock.client.landing import Lander
-from penstock.proto.compression import NAMES, PIECE, SMALLEST, Packer, load
+from penstock.client.stream.receiver_process import Lander
 from penstock.proto.errors import LaneLostError
-from penstock.proto.frames import ERROR, Frame, pack_shapes
-from penstock.proto.tcp import CHECK_BYTES, sealed
+from penstock.proto.lane.compression import NAMES, PIECE, SMALLEST, Packer, load
+from penstock.proto.lane.frames import ERROR, Frame, pack_shapes
+from penstock.proto.lane.tcp import CHECK_BYTES, sealed
 from penstock.proto.v1 import lane_pb2
-from penstock.worker import pump
+from penstock.worker.daemon import sender
 
 CODECS = sorted(NAMES.values())
 BOTH = pytest.mark.parametrize("number", CODECS)
@@ -64,7 +64,7 @@ def test_the_pump_compresses_what_shrinks(number: int) -> None:
 def test_the_pump_takes_turns_with_the_acks(number: int) -> None:
     """A ring full of frames comes in few packets: what a turn leaves of one is not forgotten."""
     rig = PumpRig(codecs=[number]).start()
-    size = pump.PACKED_A_TURN // 2 + 1
+    size = sender.PACKED_A_TURN // 2 + 1
     for _ in range(3):
         first = rig.total + 1
         rig.producer._group = 1000  # all frames in one packet
@@ -86,7 +86,7 @@ def test_what_the_worker_lacks_is_said_once_and_the_lane_works(
     asked: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "lz4", None)
-    pump._say_that_it_is_missing.cache_clear()
+    sender._say_that_it_is_missing.cache_clear()
     for _ in range(2):
         rig = PumpRig(codecs=asked).start()
         rig.publish(50_000, 50_000)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from lz4 import block
 from tests.lanes.conftest import unpacked
 
-from penstock.proto.compression import (
+from penstock.proto.errors import InvalidArgumentError, ProtocolError
+from penstock.proto.lane.compression import (
     ENOUGH,
     MOST_SKIPPED,
     NAMES,
@@ -32,7 +33,6 @@ from penstock.proto.compression import (
     load,
     require,
 )
-from penstock.proto.errors import InvalidArgumentError, ProtocolError
 from penstock.proto.v1 import lane_pb2
 
 CODECS = sorted(NAMES.values())

@@ -16,7 +16,8 @@ from lane_frames import a_frame, ack_of, frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import LaneClosedError, LaneLostError, ProtocolError
-from penstock.proto.frames import (
+from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, check_peer
+from penstock.proto.lane.frames import (
     BATCH,
     END,
     ERROR,
@@ -30,8 +31,7 @@ from penstock.proto.frames import (
     Frame,
     framed,
 )
-from penstock.proto.lane import MAX_FRAME, Consumer, check_peer
-from penstock.proto.ring import GIANT_BYTES, PAGE, Ring, grown, ring_bytes, slots_for
+from penstock.proto.lane.ring import GIANT_BYTES, PAGE, Ring, grown, ring_bytes, slots_for
 
 Pair = tuple[socket.socket, Consumer]
 

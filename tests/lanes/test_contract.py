@@ -20,8 +20,8 @@ from tests.lanes.conftest import (
 )
 
 from penstock.proto.errors import LaneClosedError, LaneLostError
-from penstock.proto.frames import CLOSE, END, ERROR, unpack_shapes
-from penstock.proto.lane import dims_of
+from penstock.proto.lane.endpoints import dims_of
+from penstock.proto.lane.frames import CLOSE, END, ERROR, unpack_shapes
 from penstock.proto.v1 import lane_pb2
 
 Place = tuple[int, int]

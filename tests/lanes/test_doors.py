@@ -10,13 +10,13 @@ from census import until
 from lane_doors import doors, refusing
 from tests.lanes.conftest import next_frame
 
-from penstock.client.landing import Lander
+from penstock.client.stream.receiver_process import Lander
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
-from penstock.proto.frames import CLOSE, ERROR
-from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
-from penstock.proto.tcp import sealed
+from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
+from penstock.proto.lane.frames import CLOSE, ERROR
+from penstock.proto.lane.tcp import sealed
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.lanes import slot_of
+from penstock.worker.daemon.listeners import slot_of
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from lane_frames import a_frame, ack_of, checked, read_sealed
 from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload, wait_for
 
-from penstock.client.landing import Lander
-from penstock.proto import tcp
+from penstock.client.stream.receiver_process import Lander
 from penstock.proto.errors import LaneLostError, PenstockError
-from penstock.proto.frames import BATCH, CLOSE, END, ERROR, RING, STRUCTURE, Ack, Frame
-from penstock.proto.lane import MAX_FRAME, Consumer, connect_local
-from penstock.proto.tcp import SEAL
+from penstock.proto.lane import tcp
+from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, connect_local
+from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, RING, STRUCTURE, Ack, Frame
+from penstock.proto.lane.tcp import SEAL
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 SLOT = 1 << 20

@@ -18,9 +18,9 @@ from lane_frames import frame_of
 from tests.lanes.conftest import count_rings
 
 from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, LaneLostError
-from penstock.proto.frames import BATCH, END, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
-from penstock.proto.lane import MAX_FRAME, Consumer, Producer, Slab
-from penstock.proto.ring import PAGE, Ring, RingBudget
+from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, Producer, Slab
+from penstock.proto.lane.frames import BATCH, END, HEAD, MAX_PACKET, RING, STRUCTURE, Ack, Frame, pack_shapes
+from penstock.proto.lane.ring import PAGE, Ring, RingBudget
 from penstock.proto.v1 import lane_pb2, records_pb2
 
 pytestmark = pytest.mark.usefixtures("_nothing_is_left")

@@ -18,12 +18,12 @@ from lane_frames import a_frame, frame_of, read_sealed
 from tests.lanes.conftest import DEADLINE_S, content, count_rings, unpacked, wait_for
 from xxhash import xxh3_64
 
-from penstock.proto import tcp
-from penstock.proto.frames import BATCH, CLOSE, END, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed, pack_shapes
-from penstock.proto.lane import Producer
-from penstock.proto.tcp import CHECK_BYTES, check_of, is_checked
+from penstock.proto.lane import tcp
+from penstock.proto.lane.endpoints import Producer
+from penstock.proto.lane.frames import BATCH, CLOSE, END, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed, pack_shapes
+from penstock.proto.lane.tcp import CHECK_BYTES, check_of, is_checked
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.pump import FRAMES_A_TURN, MAX_OUT, Pump
+from penstock.worker.daemon.sender import FRAMES_A_TURN, MAX_OUT, Pump
 
 
 class Rig:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.proto import tcp
 from penstock.proto.errors import BatchCorruptError, DeadlineError, LaneLostError, PenstockError, ProtocolError
-from penstock.proto.lane import MAX_FRAME
-from penstock.proto.tcp import SEAL, sealed
+from penstock.proto.lane import tcp
+from penstock.proto.lane.endpoints import MAX_FRAME
+from penstock.proto.lane.tcp import SEAL, sealed
 from penstock.proto.v1 import lane_pb2
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, wrap_buffer
+from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import InvalidArgumentError, ProtocolError
-from penstock.proto.structure import Structure
-from penstock.proto.tensors import Assembler, FlatBatch, Flattener, wrap_buffer
 
 SIZE = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.proto.assignment import NEUTRAL, assigned, current_assignment, looked_at, set_assignment
+from penstock.proto.state.assignment import NEUTRAL, assigned, current_assignment, looked_at, set_assignment
 
 
 def test_a_sibling_that_starts_later_does_not_wipe_out_our_look() -> None:

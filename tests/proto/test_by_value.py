@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import streams
 
-from penstock.client.reference import Reference, ship
-from penstock.proto.by_value import dump, load
+from penstock.client.states.code_reference import Reference, ship
 from penstock.proto.errors import InputFnNotAllowedError, InvalidArgumentError, UnsupportedStateError
-from penstock.proto.state import decode_state
+from penstock.proto.state.by_value import dump, load
+from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.usercode import BY_VALUE, load_input_fn, unpacked
+from penstock.worker.processes.user_code import BY_VALUE, load_input_fn, unpacked
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from penstock.proto.cage import enter, why_not_whole
+from penstock.runtime.process.sandbox import enter, why_not_whole
 
 INSIDE = """
 import ctypes, json, os, signal, subprocess, sys
-from penstock.proto.cage import enter
+from penstock.runtime.process.sandbox import enter
 
 def tried(do):
     try:
@@ -61,7 +61,7 @@ def test_what_a_kernel_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             return 0
 
     old = Old()
-    monkeypatch.setattr("penstock.proto.cage._libc", old)
+    monkeypatch.setattr("penstock.runtime.process.sandbox._libc", old)
     for old.version, says in ((-1, "the kernel has no Landlock"), (4, "version 4 of Landlock"), (6, "")):
         assert says in why_not_whole()
         assert bool(why_not_whole()) == bool(says)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.proto import dialer
-from penstock.proto.dialer import Dialer
-from penstock.proto.tcp import round_trip_s, unreachable
+from penstock.proto.lane import dialer
+from penstock.proto.lane.dialer import Dialer
+from penstock.proto.lane.tcp import round_trip_s, unreachable
 
 
 @pytest.fixture

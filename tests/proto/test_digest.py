@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.proto.digest import EDGE, FULL_BELOW, WORDS, batch_digest, rows_digest
-from penstock.proto.tensors import Flattener, wrap_buffer
+from penstock.proto.batch.digest import EDGE, FULL_BELOW, WORDS, batch_digest, rows_digest
+from penstock.proto.batch.flatten import Flattener, wrap_buffer
 
 KNOWN = (0xFFCA8C0BF9AE2DD, 0x59319B0FE32F1CFC, 0xF5C2140065FE99A1)
 
@@ -49,7 +49,7 @@ def test_known_values() -> None:
 
 def test_it_is_the_same_in_every_process() -> None:
     code = (
-        "from penstock.proto.digest import batch_digest; d = bytes(range(256)) * 4000; "
+        "from penstock.proto.batch.digest import batch_digest; d = bytes(range(256)) * 4000; "
         "print(batch_digest(7, d, 0, len(d), [1, 2]))"
     )
     data = bytes(range(256)) * 4000

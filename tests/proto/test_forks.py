@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.proto import forks
 from penstock.proto.errors import ForkedProcessError
+from penstock.runtime.process import forks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.proto import free_memory, ring
-from penstock.proto.ring import Ring
+from penstock.proto.lane import ring
+from penstock.proto.lane.ring import Ring
+from penstock.runtime.process import free_memory
 
 GIB = 1 << 30
 

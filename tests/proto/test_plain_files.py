@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.proto.plain_files import open_plain
+from penstock.runtime.files.plain_files import open_plain
 
 WRITE = os.O_RDWR | os.O_CREAT
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.proto.errors import EmptyInputError, InvalidArgumentError
-from penstock.proto.position import Position, advance, chain_at
+from penstock.proto.state.position import Position, advance, chain_at
 
 
 def test_slots_take_turns() -> None:

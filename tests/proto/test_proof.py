@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.proto.proof import CALLERS_KEPT, SCHEME, Caller, Challenged, Prover, Verifier
-from penstock.proto.tokens import Tokens
+from penstock.proto.rpc.credentials.token_proof import CALLERS_KEPT, SCHEME, Caller, Challenged, Prover, Verifier
+from penstock.proto.rpc.credentials.tokens import Tokens
 
 TOKEN, OTHER = "a" * 64, "b" * 64
 

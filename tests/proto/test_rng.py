@@ -18,7 +18,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateVersionError, UnsupportedStateError
-from penstock.proto.rng import RNG_FORMAT_VERSION, capture_rng, derive_seed, restore_rng, seed_rng, torch_rng_state
+from penstock.proto.state.generators import (
+    RNG_FORMAT_VERSION,
+    capture_rng,
+    derive_seed,
+    restore_rng,
+    seed_rng,
+    torch_rng_state,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +133,7 @@ def test_a_state_crosses_processes() -> None:
     draw(["gauss", "normal", "randn"])
     code = (
         "import sys, random, numpy as np, torch\n"
-        "from penstock.proto.rng import restore_rng\n"
+        "from penstock.proto.state.generators import restore_rng\n"
         "restore_rng(sys.stdin.buffer.read())\n"
         "print([random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), *torch.randn(3).tolist()])\n"
     )

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError
-from penstock.proto.job import JobSettings, check_file
-from penstock.proto.settings import find, source_of
-from penstock.proto.settings_file import read_settings_file, token_file_of_settings
-from penstock.proto.tokens import read_token
+from penstock.proto.rpc.credentials.tokens import read_token
+from penstock.runtime.config.job_settings import JobSettings, check_file
+from penstock.runtime.config.settings import find, source_of
+from penstock.runtime.config.settings_file import read_settings_file, token_file_of_settings
 
 
 @pytest.fixture

@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.proto import state, state_json
 from penstock.proto.errors import UnsupportedStateError
-from penstock.proto.state import MAX_DEPTH, decode_state, encode_state
-from penstock.proto.state_json import state_as_json
+from penstock.proto.state import codec as state
+from penstock.proto.state import state_json
+from penstock.proto.state.codec import MAX_DEPTH, decode_state, encode_state
+from penstock.proto.state.state_json import state_as_json
 
 # torch says it once a process, at the first complex32 that it allocates; see test_decoding_warns_of_nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.proto.errors import StateCorruptError, StateVersionError
-from penstock.proto.state import FORMAT_VERSION, decode_state, encode_state
-from penstock.proto.state_json import state_as_json
+from penstock.proto.state.codec import FORMAT_VERSION, decode_state, encode_state
+from penstock.proto.state.state_json import state_as_json
 
 
 def seal(tree: bytes, blobs: bytes = b"", *, version: int = FORMAT_VERSION, flags: int = 0) -> bytes:

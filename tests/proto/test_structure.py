@@ -20,10 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.proto import classes
+from penstock.proto.batch import classes
+from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, register_class, required_nbytes, wrap_buffer
+from penstock.proto.batch.structure import Structure
 from penstock.proto.errors import InvalidArgumentError, ProtocolError, UnsupportedLeafError
-from penstock.proto.structure import Structure
-from penstock.proto.tensors import Assembler, FlatBatch, Flattener, register_class, required_nbytes, wrap_buffer
 
 
 class Pair(NamedTuple):
@@ -134,7 +134,7 @@ def test_structures_are_frozen_and_torch_is_not_needed_to_read_them() -> None:
     with pytest.raises(AttributeError):
         made.key = 1  # type: ignore[misc]
     code = (
-        "import sys; from penstock.proto.structure import Structure, required_nbytes; "
+        "import sys; from penstock.proto.batch.structure import Structure, required_nbytes; "
         f"s = Structure.from_bytes({made.to_bytes()!r}); assert s.describe() == {made.describe()!r}; "
         f"assert s.key == {made.key}; assert required_nbytes(s, [17]) == 128; assert 'torch' not in sys.modules"
     )

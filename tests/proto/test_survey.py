@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.proto.batch.flatten import Flattener
+from penstock.proto.batch.structure import MAX_LEAVES
 from penstock.proto.errors import InvalidArgumentError, UnsupportedLeafError
-from penstock.proto.structure import MAX_LEAVES
-from penstock.proto.tensors import Flattener
 
 
 class Pair(NamedTuple):

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.proto import structure, tensors
+from penstock.proto.batch import flatten, structure
+from penstock.proto.batch.flatten import Assembler, FlatBatch, Flattener, required_nbytes, wrap_buffer
+from penstock.proto.batch.structure import MAX_DEPTH, MAX_LEAVES, Structure
+from penstock.proto.batch.tree import TORCH_NAMES
 from penstock.proto.errors import ProtocolError, StructureChangedError, UnsupportedLeafError
-from penstock.proto.structure import MAX_DEPTH, MAX_LEAVES, Structure
-from penstock.proto.survey import TORCH_NAMES
-from penstock.proto.tensors import Assembler, FlatBatch, Flattener, required_nbytes, wrap_buffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -580,6 +580,6 @@ def test_flatten_leaves_the_users_objects_alone() -> None:
 
 
 def test_large_leaves_take_the_other_road() -> None:
-    n = tensors.HOLD_LOCK_UP_TO + 1
+    n = flatten.HOLD_LOCK_UP_TO + 1
     x = torch.randint(0, 255, (n,), dtype=torch.uint8)
     same([x, x.numpy(), x.numpy().tobytes()], trip([x, x.numpy(), x.numpy().tobytes()]))

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.appliance.admission import Admission, address_of
-from penstock.appliance.limits import Admissions, Limits
-from penstock.appliance.server import IN_MEMORY, serve
+from penstock.appliance.edge.rate_limits import Admission, address_of
+from penstock.appliance.edge.server import IN_MEMORY, serve
+from penstock.appliance.model.limits import Admissions, Limits
 from penstock.appliance.testing import World
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.errors import OverloadedError
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 FEW = Admissions(peer_per_s=2.0, peer_burst=3, all_per_s=4.0, all_burst=5, peers_max=4)

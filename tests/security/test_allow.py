@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.appliance.limits import Limits
+from penstock.appliance.model.limits import Limits
 from penstock.appliance.testing import FakeWorker, World
-from penstock.proto.allow import under
 from penstock.proto.errors import InputFnNotAllowedError
+from penstock.proto.state.allowed_modules import under
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.usercode import check_plain, load_input_fn
+from penstock.worker.processes.user_code import check_plain, load_input_fn
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from served import TOKEN as SERVED_TOKEN
 from served import coordinator as served
 from waiting import wait_until
 
-from penstock.proto import connections
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.connections import Connection, surplus
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
+from penstock.proto.rpc import connection_limits
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.connection_limits import Connection, surplus
 
 FILES = 128
 """Descriptors that the coordinator may have, about 50 of which it needs itself."""
@@ -78,7 +78,7 @@ def test_who_says_nothing_is_ended_and_who_showed_a_token_stays(
         async with served() as address, AsyncCoordinatorClient(address, SERVED_TOKEN) as client:
             await client.status()
             host, _, port = address.rpartition(":")
-            monkeypatch.setattr(connections, "DEADLINE_S", 0.0)  # only now: the client was new, too
+            monkeypatch.setattr(connection_limits, "DEADLINE_S", 0.0)  # only now: the client was new, too
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(HTTP2)
             async with asyncio.timeout(20):
@@ -95,7 +95,7 @@ def test_who_says_nothing_is_ended_and_who_showed_a_token_stays(
 
 def test_the_soft_limit_of_files_is_raised_to_the_hard_one() -> None:
     code = (
-        "import resource; from penstock.proto.connections import raise_file_limit; "
+        "import resource; from penstock.proto.rpc.connection_limits import raise_file_limit; "
         "raise_file_limit(); raise_file_limit(); print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     command = ["sh", "-c", 'ulimit -n 300; ulimit -Sn 200; exec "$@"', "sh", sys.executable, "-c", code]
@@ -119,9 +119,9 @@ def test_the_greediest_address_loses_its_oldest_first() -> None:
 def test_only_who_made_no_call_has_a_deadline() -> None:
     first, second, third = _from("10.0.0.1", 3)
     silent = {first.peer, second.peer}
-    assert surplus([third, second, first], silent, connections.DEADLINE_S, 9) == []
-    assert surplus([third, second, first], silent, connections.DEADLINE_S + 0.0005, 9) == [first]
-    assert surplus([third, second, first], silent, connections.DEADLINE_S + 9, 9) == [first, second]
+    assert surplus([third, second, first], silent, connection_limits.DEADLINE_S, 9) == []
+    assert surplus([third, second, first], silent, connection_limits.DEADLINE_S + 0.0005, 9) == [first]
+    assert surplus([third, second, first], silent, connection_limits.DEADLINE_S + 9, 9) == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,6 @@ def test_only_who_made_no_call_has_a_deadline() -> None:
     ],
 )
 def test_peers_are_those_that_the_kernel_names(said: str, peer: tuple[str, int] | None) -> None:
-    assert connections._peer_of(said) == peer
+    assert connection_limits._peer_of(said) == peer
     if peer is not None:
-        assert connections._address(peer[0]) == peer[0]
+        assert connection_limits._address(peer[0]) == peer[0]

@@ -17,13 +17,13 @@ from lane_frames import frame_of
 from pki import Pair, Pki
 
 from penstock.proto.errors import AuthenticationError, SupersededError, UnsafeBindError
-from penstock.proto.frames import Frame
-from penstock.proto.lane import LANE_PROTOCOL
-from penstock.proto.tcp import SEAL, sealed
-from penstock.proto.tls import load_tls
+from penstock.proto.lane.endpoints import LANE_PROTOCOL
+from penstock.proto.lane.frames import Frame
+from penstock.proto.lane.tcp import SEAL, sealed
+from penstock.proto.rpc.tls import load_tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker import lanes
-from penstock.worker.lanes import WAITING, LaneDoors
+from penstock.worker.daemon import listeners
+from penstock.worker.daemon.listeners import WAITING, LaneDoors
 
 HELLO = sealed(lane_pb2.Hello(protocol=LANE_PROTOCOL, run="job/0").SerializeToString())
 
@@ -95,7 +95,7 @@ def test_a_thousand_silent_peers_shut_nobody_out_and_hold_few_descriptors() -> N
 
 
 def test_who_says_nothing_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(lanes, "HELLO_DEADLINE_S", 0.2)
+    monkeypatch.setattr(listeners, "HELLO_DEADLINE_S", 0.2)
 
     async def body(doors: LaneDoors) -> None:
         loop = asyncio.get_running_loop()
@@ -219,7 +219,7 @@ def test_a_door_to_other_machines_needs_tls_or_a_word(pki: Pki, pair: Pair) -> N
 
 
 def test_what_a_peer_says_cannot_forge_a_line_of_the_log() -> None:
-    from penstock.proto.logs import OneLine, printable
+    from penstock.runtime.telemetry.logs import OneLine, printable
 
     record = logging.LogRecord(
         "n", logging.WARNING, "f", 1, "run %s", ("a\n2026 INFO forged\x1b[2J" + "x" * 99_999,), None

@@ -18,13 +18,13 @@ import pytest
 from lane_doors import doors, refusing
 from pki import Pair, Pki
 
-from penstock.proto import channel
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.channel import Served, server_aio
 from penstock.proto.errors import AuthenticationError, CoordinatorUnavailableError, TlsError
-from penstock.proto.lane_tls import connect_tls
-from penstock.proto.tls import Renewing, Tls, expires, host_of, load_tls
-from penstock.proto.tokens import Tokens, read_again, read_token, read_tokens
+from penstock.proto.lane.tls_socket import connect_tls
+from penstock.proto.rpc import channel
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.channel import Served, server_aio
+from penstock.proto.rpc.credentials.tokens import Tokens, read_again, read_token, read_tokens
+from penstock.proto.rpc.tls import Renewing, Tls, expires, host_of, load_tls
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 

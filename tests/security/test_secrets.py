@@ -12,8 +12,8 @@ import pytest
 from pki import Pki
 from tests.security.conftest import INPUTS, SECRETS, TOKENS, Starter, tls_flags
 
-from penstock.client.rendezvous import Place
-from penstock.worker.daemon import Settings
+from penstock.client.api.rendezvous import Place
+from penstock.worker.daemon.daemon import Settings
 
 TRAIN = """
 import json, sys

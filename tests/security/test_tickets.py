@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.appliance.journal import StateDir
+from penstock.appliance.storage.journal import StateDir
 from penstock.appliance.testing import World
 from penstock.proto.errors import AuthenticationError, SupersededError
-from penstock.proto.tickets import TERM_S, check_ticket, expiry, lane_key, make_ticket
+from penstock.proto.rpc.credentials.tickets import TERM_S, check_ticket, expiry, lane_key, make_ticket
 
 SECRET = b"s" * 32
 PLACE = ("job/0", 1, 0, 2, 7)

@@ -10,9 +10,9 @@ import pytest
 from pki import Pair, Pki
 from tests.security.conftest import SECRETS, Starter, tls_flags
 
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.errors import CoordinatorUnavailableError, PenstockError, TlsError
-from penstock.proto.tls import Tls, load_tls
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 QUICK_S = 8.0

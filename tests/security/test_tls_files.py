@@ -10,7 +10,7 @@ import pytest
 from pki import Pair, Pki
 
 from penstock.proto.errors import TlsError
-from penstock.proto.tls import load_tls
+from penstock.proto.rpc.tls import load_tls
 
 
 def test_none_given_is_no_tls() -> None:

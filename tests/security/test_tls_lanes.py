@@ -21,16 +21,16 @@ from lane_frames import a_frame, checked
 from pki import Pair, Pki
 from tests.lanes.conftest import next_frame
 
-from penstock.client.landing import Lander
-from penstock.proto import tcp
+from penstock.client.stream.receiver_process import Lander
 from penstock.proto.errors import AuthenticationError, LaneLostError
-from penstock.proto.frames import BATCH, ERROR, RING, STRUCTURE, Ack
-from penstock.proto.lane import LANE_PROTOCOL, Consumer, connect_local
-from penstock.proto.lane_tls import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
-from penstock.proto.producer import Producer
-from penstock.proto.tls import Tls, load_tls
+from penstock.proto.lane import tcp
+from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
+from penstock.proto.lane.frames import BATCH, ERROR, RING, STRUCTURE, Ack
+from penstock.proto.lane.producer import Producer
+from penstock.proto.lane.tls_socket import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
+from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.pump import Pump
+from penstock.worker.daemon.sender import Pump
 
 QUICK_S = 8.0
 REFUSED = AuthenticationError("the daemon was asked")

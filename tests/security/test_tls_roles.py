@@ -11,12 +11,12 @@ from lane_doors import doors, refusing
 from pki import Pair, Pki
 from tests.security.conftest import SECRETS, Starter, tls_flags
 
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, TlsError
-from penstock.proto.lane import LANE_PROTOCOL
-from penstock.proto.lane_tls import connect_tls
-from penstock.proto.tcp import sealed
-from penstock.proto.tls import Tls, host_of, load_tls
+from penstock.proto.lane.endpoints import LANE_PROTOCOL
+from penstock.proto.lane.tcp import sealed
+from penstock.proto.lane.tls_socket import connect_tls
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.tls import Tls, host_of, load_tls
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
 

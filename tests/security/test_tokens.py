@@ -21,8 +21,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from tests.security.conftest import SECRETS, Starter
 
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.channel import connect_aio, server_aio
 from penstock.proto.errors import (
     AuthenticationError,
     CoordinatorUnavailableError,
@@ -31,13 +29,15 @@ from penstock.proto.errors import (
     PenstockError,
     SupersededError,
 )
-from penstock.proto.proof import CHALLENGE_KEY, PROOF_KEY
-from penstock.proto.roles import METHODS, ROLES, Role
-from penstock.proto.secrecy import keep_memory_private
-from penstock.proto.tokens import Tokens, read_token, read_tokens
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.channel import connect_aio, server_aio
+from penstock.proto.rpc.credentials.roles import METHODS, ROLES, Role
+from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY
+from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
+from penstock.proto.rpc.wire_errors import abort
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
-from penstock.proto.wire_errors import abort
+from penstock.runtime.process.memory_secrecy import keep_memory_private
 
 TEXT = "client:c-token\nworker:w-token\n\n admin:a-token \n"
 

@@ -18,10 +18,10 @@ import pytest
 from pki import Pair, Pki
 from tests.security.conftest import SECRETS, TOKENS
 
-from penstock.proto import web
 from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError, UnsafeBindError
-from penstock.proto.tls import load_tls
-from penstock.proto.web import Page, WebServer
+from penstock.proto.rpc.tls import load_tls
+from penstock.runtime.web import http_server
+from penstock.runtime.web.http_server import Page, WebServer
 
 HTML = "text/html; charset=utf-8"
 
@@ -192,7 +192,7 @@ def test_an_address_that_cannot_be() -> None:
 
 
 def test_callers_that_say_nothing_keep_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "REQUEST_S", 2.0)
+    monkeypatch.setattr(http_server, "REQUEST_S", 2.0)
     with serving() as server:
         host, _, port = server.address.rpartition(":")
         before = threading.active_count()
@@ -215,7 +215,7 @@ def test_callers_that_say_nothing_keep_no_thread(monkeypatch: pytest.MonkeyPatch
 
 
 def test_callers_that_say_a_letter_now_and_then_keep_no_thread_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "REQUEST_S", 0.5)
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.5)
     with serving() as server:
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port))) as slow:
@@ -231,7 +231,7 @@ def test_callers_that_say_a_letter_now_and_then_keep_no_thread_either(monkeypatc
 
 
 def test_more_callers_than_there_is_room_for_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "AT_ONCE", 4)
+    monkeypatch.setattr(http_server, "AT_ONCE", 4)
     with serving() as server, contextlib.ExitStack() as silent:
         host, _, port = server.address.rpartition(":")
         for _ in range(4):
@@ -250,19 +250,19 @@ def test_more_callers_than_there_is_room_for_are_hung_up_on(monkeypatch: pytest.
 
 def test_as_many_as_there_is_room_for_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nobody takes them, as on a busy machine."""
-    taking, take = threading.Event(), web._Server.get_request
+    taking, take = threading.Event(), http_server._Server.get_request
 
-    def late(server: web._Server) -> tuple[socket.socket, object]:
+    def late(server: http_server._Server) -> tuple[socket.socket, object]:
         assert taking.wait(20)
         return take(server)
 
-    monkeypatch.setattr(web._Server, "get_request", late)
+    monkeypatch.setattr(http_server._Server, "get_request", late)
     with serving() as server, contextlib.ExitStack() as callers:
         host, _, port = server.address.rpartition(":")
         try:
             socks = [
                 callers.enter_context(socket.create_connection((host, int(port)), timeout=5))
-                for _ in range(web.AT_ONCE - 4)
+                for _ in range(http_server.AT_ONCE - 4)
             ]
         finally:
             taking.set()
@@ -273,7 +273,7 @@ def test_as_many_as_there_is_room_for_may_come_at_once(monkeypatch: pytest.Monke
 
 FORKS = """
 import os
-from penstock.proto.web import WebServer
+from penstock.runtime.web.http_server import WebServer
 print(WebServer("127.0.0.1:0", {}).address, flush=True)
 if os.fork():
     os._exit(1)

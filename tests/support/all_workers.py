@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.proto.assignment import Assignment, assigned
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.assignment import Assignment, assigned
+from penstock.proto.state.codec import decode_state, encode_state
 
 __all__ = ["AllWorkers", "Shape", "saved"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.proto.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
+from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:

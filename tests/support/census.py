@@ -122,7 +122,7 @@ def census(pid: int) -> Counter[str]:
             parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if b"penstock.worker.zygote" in command and parent == pid:
+        if b"penstock.worker.runner.fork_server" in command and parent == pid:
             found["zygotes"] += 1
         else:
             found["processes"] += 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
 
 __all__ = ["ENDS", "INSIDE", "OVER", "Chain", "compare", "plain", "runners", "whole"]
 

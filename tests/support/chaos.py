@@ -195,7 +195,7 @@ class World:
             elif not trainer.over:
                 self._signal([trainer.pid], False, later)
         elif "lander" in what:
-            self._signal(children(trainer.pid, "lander.py") if not trainer.over else [], "kill" in what, later)
+            self._signal(children(trainer.pid, "receiver.py") if not trainer.over else [], "kill" in what, later)
         elif "daemon's control" in what or "deafen" in what:
             proxy = self.proxies[number]
             if "cut" in what:

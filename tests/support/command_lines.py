@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from penstock.deploy.cli import app
+from penstock.deploy.cli.main import app
 
 __all__ = ["commands", "problem"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.client.saved import read
+from penstock.client.states.saved_state import read
 
 __all__ = ["described"]
 

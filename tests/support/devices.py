@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.client.cuda import PageLocks
-from penstock.client.device import Event, copied
-from penstock.proto.ring import Ring
+from penstock.client.stream.cuda import PageLocks
+from penstock.client.stream.device import Event, copied
+from penstock.proto.lane.ring import Ring
 
 __all__ = ["FakeBackend", "FakeCopy", "FakeRuntime"]
 
 
 class FakeRuntime:
-    """What penstock.client.cuda.PageLocks needs of torch.cuda.cudart()."""
+    """What penstock.client.stream.cuda.PageLocks needs of torch.cuda.cudart()."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -82,7 +82,7 @@ class FakeCopy:
 
 
 class FakeBackend:
-    """See penstock.client.device.Backend.
+    """See penstock.client.stream.device.Backend.
 
     Args:
         patience: how often a copy's event may be asked in vain before the copy happens. None: it happens only by

@@ -14,8 +14,8 @@ import sys
 from typing import Any
 
 from penstock.appliance.__main__ import main
-from penstock.appliance.registry import Registry
-from penstock.appliance.service import Service
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.edge.service import Service
 
 
 def _set(point: str, marker: str) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from penstock.proto.rng import derive_seed
-from penstock.proto.state import decode_state, encode_state
-from penstock.worker.datasets.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.generators import derive_seed
 
 __all__ = ["Given", "Placed", "again", "first", "whole"]
 

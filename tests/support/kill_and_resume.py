@@ -27,7 +27,7 @@ IMPORTED = (
     "torch._dynamo",  # which FSDP2, DDP and optimizers import when they are used, in each rank
     "torch.distributed.checkpoint.state_dict",
     "penstock.client.checkpoint",
-    "penstock.worker.datasets",
+    "penstock.data",
 )
 DEADLINE_S = 120.0
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.proto.errors import PenstockError
-from penstock.proto.tls import Tls
+from penstock.proto.rpc.tls import Tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.lanes import Attach, LaneDoors
+from penstock.worker.daemon.listeners import Attach, LaneDoors
 
 __all__ = ["doors", "refusing"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64
 
-from penstock.proto import tcp
-from penstock.proto.frames import Ack, Frame, pack_shapes, read_ack, read_frame
-from penstock.proto.tcp import SEAL, check_of, is_checked
+from penstock.proto.lane import tcp
+from penstock.proto.lane.frames import Ack, Frame, pack_shapes, read_ack, read_frame
+from penstock.proto.lane.tcp import SEAL, check_of, is_checked
 from penstock.proto.v1 import records_pb2
 
 __all__ = ["a_frame", "ack_of", "checked", "frame_of", "read_sealed"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from given_shards import Given
 
-from penstock.worker.datasets import (
+from penstock.data import (
     Chunked,
     Filtered,
     Grouped,

@@ -8,9 +8,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from penstock.appliance.limits import Limits
-from penstock.appliance.server import announcer, serve
-from penstock.proto.channel import read_tokens
+from penstock.appliance.edge.server import announcer, serve
+from penstock.appliance.model.limits import Limits
+from penstock.proto.rpc.channel import read_tokens
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.data.sharded.protocol import Place, Token
 from penstock.proto.errors import StateCorruptError
-from penstock.worker.datasets.sharded.protocol import Place, Token
 
 __all__ = ["Counting", "Listed"]
 

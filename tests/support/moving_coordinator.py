@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from penstock.proto.calls import AsyncCoordinatorClient, CoordinatorClient
-from penstock.proto.channel import Served, server_aio
 from penstock.proto.errors import CoordinatorUnavailableError
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.channel import Served, server_aio
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import coordinator_pb2_grpc as rpc
 

@@ -13,8 +13,8 @@ import torch.utils.data
 from torchdata.nodes import IterableWrapper, Mapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from penstock.worker.datasets import LogicalShards, Savable
-from penstock.worker.datasets.sharded.protocol import ShardedSource
+from penstock.data import LogicalShards, Savable
+from penstock.data.sharded.protocol import ShardedSource
 
 __all__ = ["SOURCES", "Counter", "CountsLate", "Numbers", "drawing", "graph", "rows_of", "shuffled_loader"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.appliance.states import Gathering
+from penstock.appliance.states.state_query import Gathering
 from penstock.appliance.testing import FakeBox, FakeWorker
 from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb

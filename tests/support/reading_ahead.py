@@ -10,7 +10,7 @@ from typing import Any
 import streams
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.saved import read
+from penstock.client.states.saved_state import read
 
 __all__ = ["PASS", "STEPS", "WHOLE", "ahead_by", "following", "place_of", "places"]
 

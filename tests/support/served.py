@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.appliance.limits import Limits
-from penstock.appliance.server import IN_MEMORY, serve
-from penstock.proto.calls import AsyncCoordinatorClient
-from penstock.proto.position import Position
+from penstock.appliance.edge.server import IN_MEMORY, serve
+from penstock.appliance.model.limits import Limits
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 TOKEN = "token"

@@ -6,9 +6,9 @@ import json
 import random
 from pathlib import Path
 
-from penstock.worker.datasets.formats.hashes import digest_of
-from penstock.worker.datasets.formats.packing import extension_of, pack
-from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
+from penstock.data.cache.file_hashes import digest_of
+from penstock.data.formats.compressed_files import extension_of, pack
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 
 __all__ = ["make_shards", "raw_bytes", "size_of_files"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.worker.datasets.formats.writing import MDSWriter
+from penstock.data.writing.writers import MDSWriter
 
 __all__ = ["numbers"]
 

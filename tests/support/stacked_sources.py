@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.worker.datasets import (
+from penstock.data import (
     Chunked,
     Filtered,
     LogicalShards,
@@ -19,7 +19,7 @@ from penstock.worker.datasets import (
     Savable,
     WindowShuffled,
 )
-from penstock.worker.datasets.sharded.protocol import ShardedSource
+from penstock.data.sharded.protocol import ShardedSource
 
 __all__ = ["SOURCES", "stacks", "texts"]
 

@@ -1,7 +1,7 @@
 """The checkpoint writer, with all that it does to the disk recorded, and killed at one of these operations if told to.
 
-A program, which tests have started in the place of client/penstock/client/checkpoint/writer.py, and which runs just
-that: with the functions by which it, and what it uses, changes files replaced by ones that also keep a record. One
+A program, which tests have started in the place of client/penstock/client/checkpoint/saving/writer.py, and which runs
+just that: with the functions by which it, and what it uses, changes files replaced by ones that also keep a record. One
 operation at a time, so that the record has them in the order in which they took effect.
 
 And what tests need to do so: `traced` has it started, `stop_at` says where it is to be killed, `operations` reads the

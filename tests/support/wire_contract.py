@@ -20,10 +20,10 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto
 
-from penstock.proto.frames import LANE_PROTOCOL
-from penstock.proto.roles import READ_ONLY
+from penstock.proto.lane.frames import LANE_PROTOCOL
+from penstock.proto.rpc.credentials.roles import READ_ONLY
+from penstock.proto.rpc.version import PROTOCOL
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.proto.version import PROTOCOL
 
 BASELINE = Path(__file__).parents[1] / "proto" / "baseline.json"
 FILES: tuple[FileDescriptor, ...] = (coordinator_pb2.DESCRIPTOR, lane_pb2.DESCRIPTOR, records_pb2.DESCRIPTOR)

@@ -16,8 +16,8 @@ from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader, DataLoaderCheckpoint
 from penstock.proto import errors
-from penstock.proto.calls import CoordinatorClient
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.state.codec import decode_state, encode_state
 
 
 def drain(appliance: Appliance, loader: DataLoader, steps: int | None = None) -> list[Any]:

@@ -16,7 +16,7 @@ from cluster import TOKEN, Cluster, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.proto.calls import CoordinatorClient
+from penstock.proto.rpc.calls import CoordinatorClient
 
 SLOW_S = 0.04
 

@@ -14,7 +14,7 @@ from chains import ENDS, INSIDE, OVER, Chain, compare, plain, whole
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
 
 STEPS = 64
 

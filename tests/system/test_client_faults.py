@@ -11,8 +11,8 @@ from census import alive, census, descendants, runners, settled, until
 from cluster import TOKEN, running
 from job import Job
 
-from penstock.proto.calls import CoordinatorClient
 from penstock.proto.errors import StateUnavailableError
+from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LEASE_S = 10.0

@@ -13,10 +13,10 @@ import pytest
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.state import decode_state, encode_state
-from penstock.proto.tensors import Flattener
-from penstock.worker.lease import VAIN_LIMIT
-from penstock.worker.offprint import Offprint
+from penstock.proto.batch.flatten import Flattener
+from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.worker.batch.entry_lease import VAIN_LIMIT
 
 STEPS = 90
 

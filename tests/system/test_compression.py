@@ -15,7 +15,8 @@ import pytest
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto import compression, errors
+from penstock.proto import errors
+from penstock.proto.lane import compression
 
 BATCHES = 12
 

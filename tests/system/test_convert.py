@@ -14,10 +14,10 @@ from neighbours import beside
 from typer.testing import CliRunner
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.deploy.cli import app
-from penstock.deploy.convert import convert
+from penstock.deploy.cli.main import app
+from penstock.deploy.operations.convert_state import convert
 from penstock.proto.errors import StateMismatchError
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 from cluster import TOKEN, Cluster, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.calls import CoordinatorClient
 from penstock.proto.errors import UnknownWorkerError
+from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 COUNT = 100_000

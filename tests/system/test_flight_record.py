@@ -14,7 +14,7 @@ import streams
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.saved import read
+from penstock.client.states.saved_state import read
 from penstock.proto import errors
 
 

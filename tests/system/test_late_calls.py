@@ -16,7 +16,7 @@ from family import runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.proto.calls import AsyncCoordinatorClient
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

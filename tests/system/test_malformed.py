@@ -15,9 +15,9 @@ import pytest
 from bearer import metadata
 from cluster import TOKEN, Cluster, running
 
-from penstock.proto.calls import CoordinatorClient
-from penstock.proto.channel import REQUEST_MAX, SERVICE
-from penstock.proto.wire_errors import METADATA_MAX
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.rpc.channel import REQUEST_MAX, SERVICE
+from penstock.proto.rpc.wire_errors import METADATA_MAX
 
 Call = Callable[..., tuple[grpc.StatusCode, str]]
 MIB = 1 << 20

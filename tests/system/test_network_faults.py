@@ -19,7 +19,7 @@ from cluster import TOKEN, Cluster, running
 from proxy import Proxy
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.client.run import Run
+from penstock.client.stream.open_run import Run
 from penstock.proto import errors
 from penstock.proto.v1 import coordinator_pb2 as pb
 

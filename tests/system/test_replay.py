@@ -21,17 +21,17 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.deploy.archive import Archive, RunningArchive, StoppedArchive
-from penstock.deploy.cli import app
-from penstock.deploy.convert import convert
-from penstock.deploy.crew import Crew, Forker, Task
-from penstock.deploy.replay import Request, replay
-from penstock.deploy.replayed import tables
-from penstock.deploy.route import route
-from penstock.deploy.saved_file import SavedFile
+from penstock.deploy.cli.main import app
+from penstock.deploy.operations.convert_state import convert
+from penstock.deploy.operations.saved_file import SavedFile
+from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
+from penstock.deploy.replay.plan import route
+from penstock.deploy.replay.replay_batch import Request, replay
+from penstock.deploy.replay.replay_processes import Crew, Forker, Task
+from penstock.deploy.replay.replay_report import tables
 from penstock.proto import errors
-from penstock.proto.calls import CoordinatorClient
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
 
 SEED = 7

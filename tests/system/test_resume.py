@@ -19,7 +19,7 @@ import torch
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
 from penstock.worker import current_assignment
 
 PASS = 12

@@ -11,7 +11,7 @@ import streams
 from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.ring import MAX_SLOTS
+from penstock.proto.lane.ring import MAX_SLOTS
 from penstock.worker import current_assignment
 
 

@@ -16,8 +16,8 @@ from family import runners
 from shard_server import Fault, ShardServer
 
 from penstock.client import Appliance, DataExecutor, DataLoader
+from penstock.data import MDSWriter
 from penstock.proto import errors
-from penstock.worker.datasets import MDSWriter
 
 SAMPLES, BATCH = 1000, 24
 

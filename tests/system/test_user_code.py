@@ -26,7 +26,7 @@ from family import alive, children_of, eventually, memory_of, parents, runners, 
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.proto.cage import why_not_whole
+from penstock.runtime.process.sandbox import why_not_whole
 
 HASTY_S = 5.0
 """The deadline of loops that are to run into it. What hangs is told at half of it, and has to be known by its end."""

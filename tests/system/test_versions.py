@@ -11,18 +11,18 @@ import streams
 from cluster import TOKEN, Cluster, running
 
 from penstock.client import Appliance, DataExecutor, DataLoader
-from penstock.proto.version import PROTOCOL, VERSION
+from penstock.proto.rpc.version import PROTOCOL, VERSION
 
 OTHER = """
 import sys
-import penstock.proto.version as version
+import penstock.proto.rpc.version as version
 version.VERSION, version.PROTOCOL = "{version}", {protocol}
 from penstock.{package}.__main__ import main
 sys.argv[0] = "penstock.{package}"
 sys.exit(main())
 """
 TRAINER = """
-import penstock.proto.version as version
+import penstock.proto.rpc.version as version
 version.VERSION, version.PROTOCOL = "0.99.0", 99
 import streams
 from penstock.client import Appliance, DataLoader

@@ -24,7 +24,7 @@ from waiting import wait_until
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
-from penstock.proto.calls import CoordinatorClient
+from penstock.proto.rpc.calls import CoordinatorClient
 
 
 def plain(batch: Any) -> Any:

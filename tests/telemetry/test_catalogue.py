@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from penstock.appliance.metrics import Vitals, readings
+from penstock.appliance.edge.coordinator_metrics import Vitals, readings
 from penstock.proto.errors import InvalidArgumentError
-from penstock.proto.metric_catalogue import CATALOGUE, Metric
-from penstock.proto.metrics import Collector, Readings, metrics_route
-from penstock.proto.tallies import CallTally, Histogram
 from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.telemetry.counters import CallTally, Histogram
+from penstock.runtime.telemetry.metric_catalogue import CATALOGUE, Metric
+from penstock.runtime.web.prometheus import Collector, Readings, metrics_route
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 LABELS = {"run", "box", "slot", "worker", "phase", "method", "status", "lane", "process", "version"}
@@ -75,7 +75,7 @@ def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: p
 
 def test_who_asks_for_nothing_imports_nothing() -> None:
     program = (
-        "import sys, penstock.appliance.server, penstock.worker.daemon, penstock.deploy.daemons, penstock.client\n"
+        "import sys, penstock.appliance.edge.server, penstock.worker.daemon.daemon, penstock.deploy.operations.run_daemon, penstock.client\n"
         "print([name for name in sys.modules if name.startswith(('prometheus', 'opentelemetry'))])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.client import Appliance, metrics, watched
+from penstock.client import Appliance, metrics
 from penstock.client.metrics import open_web
-from penstock.client.watched import Saves
+from penstock.client.stream import open_streams
+from penstock.client.stream.open_streams import Saves
 from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PortTakenError, UnsafeBindError
 
 
@@ -78,13 +79,13 @@ def test_traces_that_cannot_be_had_are_an_error_with_the_remedy(monkeypatch: pyt
 
 
 def test_saves_are_counted_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "saves", Saves())
-    watched.saves.begun()
-    watched.saves.begun()
-    watched.saves.stalled(0.25)
-    watched.saves.ended(10, 2.0, 1000, ok=True)
-    watched.saves.ended(20, 3.0, 5, ok=False)
+    monkeypatch.setattr(open_streams, "saves", Saves())
+    open_streams.saves.begun()
+    open_streams.saves.begun()
+    open_streams.saves.stalled(0.25)
+    open_streams.saves.ended(10, 2.0, 1000, ok=True)
+    open_streams.saves.ended(20, 3.0, 5, ok=False)
     (found,) = [f for f in metrics.collector().collect() if f.name == "penstock_checkpoint_saves"]
     assert {sample.labels["status"]: sample.value for sample in found.samples} == {"ok": 1, "error": 1}
-    saves = watched.saves
+    saves = open_streams.saves
     assert (saves.in_flight, saves.last_step, saves.last_write_s, saves.written_bytes) == (0, 10, 2.0, 1005)

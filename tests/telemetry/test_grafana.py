@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.proto.metric_catalogue import BY_NAME, Metric
+from penstock.runtime.telemetry.metric_catalogue import BY_NAME, Metric
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 SCRAPED = {"instance", "job"}

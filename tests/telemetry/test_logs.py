@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.proto.logs import LONGEST, About, JsonLines, Repeated, TextLines, about
+from penstock.runtime.telemetry.logs import LONGEST, About, JsonLines, Repeated, TextLines, about
 
 NASTY = 'a\n2026-01-01 00:00:00,000 INFO penstock: forged\r\x1b[2J\x00\x9b\u2028\u202e"}\ud800'
 

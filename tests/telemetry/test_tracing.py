@@ -9,7 +9,7 @@ import sys
 import time
 
 PROGRAM = """
-from penstock.proto import tracing
+from penstock.proto.rpc import tracing
 tracing.start("test")
 tracing._provider.get_tracer("test").start_span("last").end()
 print("ended", flush=True)

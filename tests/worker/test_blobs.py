@@ -12,8 +12,8 @@ import pytest
 
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.blobs import Blobs
-from penstock.worker.control import Message, assignment_of, payload_of
+from penstock.worker.helpers.blobs import Blobs
+from penstock.worker.processes.control_channel import Message, assignment_of, payload_of
 
 VALUE = bytes(range(256)) * 100
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torchs
 
-from penstock.proto.lane import Producer
-from penstock.proto.survey import TORCH_NAMES
-from penstock.proto.tensors import Flattener
-from penstock.worker import building, collate, empty, stacking
-from penstock.worker import lease as module
-from penstock.worker.lease import Lease
+from penstock.proto.batch.flatten import Flattener
+from penstock.proto.batch.tree import TORCH_NAMES
+from penstock.proto.lane.endpoints import Producer
+from penstock.worker import collate, empty
+from penstock.worker.batch import building, stacking
+from penstock.worker.batch import entry_lease as module
+from penstock.worker.batch.entry_lease import Lease
 
 SLOT = 1 << 16
 TORCH = [

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from penstock.proto.errors import WorkerLostError
-from penstock.worker.children import Child, Zygote
-from penstock.worker.control import Channel
-from penstock.worker.orphans import own_children
-from penstock.worker.tempdirs import TempDirs
+from penstock.worker.processes.child_processes import Child, Zygote
+from penstock.worker.processes.control_channel import Channel
+from penstock.worker.processes.orphans import own_children
+from penstock.worker.processes.temporary_folders import TempDirs
 
 
 def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
@@ -45,8 +45,8 @@ def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
 
 STARTED = """
 import asyncio
-from penstock.worker import children
-from penstock.worker.tempdirs import TempDirs
+from penstock.worker.processes import child_processes as children
+from penstock.worker.processes.temporary_folders import TempDirs
 
 start = asyncio.create_subprocess_exec
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.proto.errors import InputFnError, LaneLostError, ProtocolError
-from penstock.worker.control import Channel, Inbox, Message, encode_head, plain_detail
+from penstock.worker.processes.control_channel import Channel, Inbox, Message, encode_head, plain_detail
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -13,10 +13,10 @@ import pytest
 
 from penstock.proto.errors import SupersededError
 from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
-from penstock.worker.daemon import Daemon, Settings
-from penstock.worker.processor import cores
-from penstock.worker.proofs import Findings
-from penstock.worker.slot import Slot, Tally
+from penstock.worker.daemon.daemon import Daemon, Settings
+from penstock.worker.daemon.proofs import Findings
+from penstock.worker.daemon.slot import Slot, Tally
+from penstock.worker.resources.processor_time import cores
 
 
 def reply(version: int, *generations: int) -> coordinator_pb2.HeartbeatReply:
@@ -87,7 +87,7 @@ def test_a_slot_that_cannot_be_begun_is_reported_lost_and_the_others_start(monke
         def report(self) -> coordinator_pb2.SlotReport:
             return coordinator_pb2.SlotReport(generation=self.generation)
 
-    monkeypatch.setattr("penstock.worker.daemon.Slot", Begun)
+    monkeypatch.setattr("penstock.worker.daemon.daemon.Slot", Begun)
     monkeypatch.setattr(Daemon, "_stop_slot", lambda daemon, key: daemon._slots.pop(key))
 
     async def hear() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.proofs import Findings
-from penstock.worker.slot import Slot, Tally
-from penstock.worker.snapshots import Kept
+from penstock.worker.daemon.proofs import Findings
+from penstock.worker.daemon.slot import Slot, Tally
+from penstock.worker.daemon.snapshots import Kept
 
 DEADLINE_S = 10.0
 

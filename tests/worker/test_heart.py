@@ -7,7 +7,7 @@ import time
 
 from penstock.proto.errors import CoordinatorUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.heart import HANGS_S, LATE, Heart
+from penstock.worker.daemon.heartbeats import HANGS_S, LATE, Heart
 
 LEASE_S = 0.4
 DEADLINE_S = 20

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from penstock.proto.assignment import assigned, current_assignment
 from penstock.proto.errors import InputFnError
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.assignment import assigned, current_assignment
+from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.children import Zygote
-from penstock.worker.control import Message
-from penstock.worker.helper import _warm_up
-from penstock.worker.helpers import PAYS, Helpers
-from penstock.worker.ledger import Ledger
-from penstock.worker.scratches import run_task
-from penstock.worker.source import Source
-from penstock.worker.tempdirs import TempDirs
-from penstock.worker.turn_queue import TurnQueue
+from penstock.worker.helpers.helper_pool import PAYS, Helpers
+from penstock.worker.helpers.replayers import run_task
+from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.processes.child_processes import Zygote
+from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.resources.turn_queue import TurnQueue
+from penstock.worker.runner.helper_process import _warm_up
 
 DEADLINE_S = 60.0
 

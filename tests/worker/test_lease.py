@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.proto.lane import Producer, Slab
-from penstock.proto.tensors import FlatBatch, Flattener
-from penstock.worker import lease as module
-from penstock.worker.lease import VAIN_LIMIT, Lease
+from penstock.proto.batch.flatten import FlatBatch, Flattener
+from penstock.proto.lane.endpoints import Producer, Slab
+from penstock.worker.batch import entry_lease as module
+from penstock.worker.batch.entry_lease import VAIN_LIMIT, Lease
 
 SLOT = 4096
 SLOTS = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.worker.ledger import EARLY, ENDS, ENTRIES, Entry, Ledger
+from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, Entry, Ledger
 
 
 def test_the_daemon_reads_what_the_runner_wrote() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.worker.ledger import Ledger
-from penstock.worker.metrics import health
+from penstock.worker.daemon.worker_metrics import health
+from penstock.worker.processes.progress_page import Ledger
 
 
 @pytest.mark.parametrize(

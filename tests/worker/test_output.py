@@ -8,8 +8,15 @@ import threading
 
 import pytest
 
-from penstock.worker import output
-from penstock.worker.output import BURST, BYTES_PER_S, LINES_PER_S, LONGEST_LINE, Lines, unblocked_logging
+from penstock.worker.processes import child_output
+from penstock.worker.processes.child_output import (
+    BURST,
+    BYTES_PER_S,
+    LINES_PER_S,
+    LONGEST_LINE,
+    Lines,
+    unblocked_logging,
+)
 
 
 def test_lines_come_whole_however_they_arrive() -> None:
@@ -55,7 +62,7 @@ def test_reading_is_bounded_in_bytes() -> None:
 
 
 def test_a_log_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "QUEUED", 100)
+    monkeypatch.setattr(child_output, "QUEUED", 100)
     read, write = os.pipe()
     root, log = logging.getLogger(), logging.getLogger("penstock.test")
     before, level = list(root.handlers), root.level

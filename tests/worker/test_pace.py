@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.daemon import HOLD_S, Daemon, Settings
-from penstock.worker.slot import Share
+from penstock.worker.daemon.daemon import HOLD_S, Daemon, Settings
+from penstock.worker.daemon.slot import Share
 
 
 def with_daemon(body: Any) -> None:

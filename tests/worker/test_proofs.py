@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from penstock.proto.assignment import assigned, current_assignment
+from penstock.proto.batch.replay_digest import Offprint
 from penstock.proto.errors import ReplayMismatchError
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.assignment import assigned, current_assignment
+from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.offprint import Offprint
-from penstock.worker.restart_points import END, Base
-from penstock.worker.scratch import _advanced, _prove
-from penstock.worker.source import Source
-from penstock.worker.starting import start
-from penstock.worker.ways import FRESH, KEPT, REPLAY
+from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY
+from penstock.worker.loader.restart_points import END, Base
+from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.start import start
+from penstock.worker.runner.replayer import _advanced, _prove
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ import pytest
 
 from penstock.proto.errors import DeadlineError, PenstockError, WorkerLostError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.control import Message
-from penstock.worker.ledger import Ledger
-from penstock.worker.proofs import FIRST_DEPTH, LAPSES, Findings, Prover
-from penstock.worker.slot import Slot
-from penstock.worker.snapshots import Kept, SnapshotStore
+from penstock.worker.daemon.proofs import FIRST_DEPTH, LAPSES, Findings, Prover
+from penstock.worker.daemon.slot import Slot
+from penstock.worker.daemon.snapshots import Kept, SnapshotStore
+from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.progress_page import Ledger
 
 GOOD = {"same": True, "rewinds": "", "took": 0.0}
 

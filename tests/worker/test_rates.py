@@ -10,10 +10,10 @@ from typing import Any
 from unittest.mock import Mock
 
 from penstock.proto.v1 import records_pb2
-from penstock.worker.processor import Use, used_by
-from penstock.worker.proofs import Findings
-from penstock.worker.rates import Rates
-from penstock.worker.slot import Slot
+from penstock.worker.daemon.proofs import Findings
+from penstock.worker.daemon.slot import Slot
+from penstock.worker.resources.processor_time import Use, used_by
+from penstock.worker.resources.rates import Rates
 
 
 def test_a_batch_takes_what_was_worked_and_the_rate_is_what_was_taken() -> None:

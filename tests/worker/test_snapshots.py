@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.worker import snapshots
-from penstock.worker.snapshots import Kept, SnapshotStore
+from penstock.worker.daemon import snapshots
+from penstock.worker.daemon.snapshots import Kept, SnapshotStore
 
 
 def base(

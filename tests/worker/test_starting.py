@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from penstock.proto.errors import ReplayMismatchError
-from penstock.proto.state import encode_state
+from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import records_pb2
-from penstock.worker.crossing import catch_up, leave
-from penstock.worker.restart_points import END
-from penstock.worker.source import Source
+from penstock.worker.loader.epoch_crossing import catch_up, leave
+from penstock.worker.loader.restart_points import END
+from penstock.worker.loader.restorable_loader import Source
 
 
 def source_of(empty: int) -> Source:

@@ -10,22 +10,22 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.proto.assignment import assigned, current_assignment
+from penstock.proto.batch.replay_digest import Offprint
 from penstock.proto.errors import StateUnavailableError
-from penstock.proto.state import encode_state
+from penstock.proto.state.assignment import assigned, current_assignment
+from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
-from penstock.worker.control import Channel
-from penstock.worker.crossing import catch_up, leave, travel
-from penstock.worker.ledger import Ledger
-from penstock.worker.offprint import Offprint
-from penstock.worker.proofs import Findings
-from penstock.worker.restart_points import END, Base
-from penstock.worker.scratch import _state
-from penstock.worker.slot import Host, Slot
-from penstock.worker.snapshots import Kept, SnapshotStore
-from penstock.worker.source import Source
-from penstock.worker.states import POLL_S, States
+from penstock.worker.daemon.proofs import Findings
+from penstock.worker.daemon.slot import Host, Slot
+from penstock.worker.daemon.slot_states import POLL_S, States
+from penstock.worker.daemon.snapshots import Kept, SnapshotStore
+from penstock.worker.loader.epoch_crossing import catch_up, leave, travel
+from penstock.worker.loader.restart_points import END, Base
+from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.processes.control_channel import Channel
+from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.runner.replayer import _state
 
 DEADLINE_S = 10.0
 

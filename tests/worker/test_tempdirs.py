@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.tempdirs import TempDirs
+from penstock.worker.processes.temporary_folders import TempDirs
 
 DAEMON = """
 import sys
-from penstock.worker.tempdirs import TempDirs
+from penstock.worker.processes.temporary_folders import TempDirs
 dirs = TempDirs()
 print(dirs.make(), flush=True)
 sys.stdin.read()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.processor import NOTHING, cores, unless_it_stands_still, used_by
-from penstock.worker.turn_queue import TurnQueue
+from penstock.worker.resources.processor_time import NOTHING, cores, unless_it_stands_still, used_by
+from penstock.worker.resources.turn_queue import TurnQueue
 
 
 @contextmanager

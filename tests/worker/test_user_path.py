@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.user_path import interpreter, why_not_searched
+from penstock.worker.processes.user_path import interpreter, why_not_searched
 
 PROBE = """
 def main():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.worker.ledger import Ledger
-from penstock.worker.watch import HANG_S, Stall, hang_s
+from penstock.worker.daemon.stall_watch import HANG_S, Stall, hang_s
+from penstock.worker.processes.progress_page import Ledger
 
 
 def test_a_batch_is_progress_although_the_activity_stays_the_same() -> None:

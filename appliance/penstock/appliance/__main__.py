@@ -20,16 +20,16 @@ from dataclasses import replace
 # gRPC reports a taken port on standard error by itself, in words of its own; our error says it once and plainly.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from penstock.appliance.limits import MEMORY_BUDGET, Limits
-from penstock.appliance.server import IN_MEMORY, announcer, serve
-from penstock.proto.channel import load_tls, read_tokens
+from penstock.appliance.edge.server import IN_MEMORY, announcer, serve
+from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
 from penstock.proto.errors import PenstockError, UnsafeBindError
-from penstock.proto.own_folders import OwnFolder
-from penstock.proto.secrecy import keep_memory_private
-from penstock.proto.sizes import bytes_of
+from penstock.proto.rpc.channel import load_tls, read_tokens
+from penstock.runtime.config.sizes import bytes_of
+from penstock.runtime.files.private_folders import OwnFolder
+from penstock.runtime.process.memory_secrecy import keep_memory_private
 
 UNSAFE_BIND = 16
-"""The exit code of penstock.deploy.exits, for the same thing."""
+"""The exit code of penstock.deploy.console.exit_codes, for the same thing."""
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS")
     for what in ("ca", "cert", "key", "name"):
-        parser.add_argument(f"--tls-{what}", default="", help="see penstock.proto.tls")
+        parser.add_argument(f"--tls-{what}", default="", help="see penstock.proto.rpc.tls")
     parser.add_argument("--http", default="", help="host:port of the dashboard (default: none)")
     parser.add_argument("--worker-lease-s", type=float, default=defaults.worker_lease_s)
     parser.add_argument("--client-lease-s", type=float, default=defaults.client_lease_s)

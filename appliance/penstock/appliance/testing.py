@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from penstock.appliance.books import Topic
-from penstock.appliance.journal import Journal, StateDir
-from penstock.appliance.ledger import Ledger
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import Slot
-from penstock.appliance.opening import start_of
-from penstock.appliance.registry import Registry
+from penstock.appliance.core.cluster_state import Topic
+from penstock.appliance.core.opening import start_of
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.model.entities import Slot
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.journal import Journal, StateDir
+from penstock.appliance.storage.snapshot_index import Ledger
 from penstock.proto.errors import PenstockError
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

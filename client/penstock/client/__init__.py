@@ -1,15 +1,15 @@
 """The training job: an ordinary iterator that can be saved at any step and resumed exactly."""
 
-from penstock.client.appliance import Appliance
-from penstock.client.batch_sizes import infer_batch_size
-from penstock.client.closure import checkpoint_closure
-from penstock.client.executor import DataExecutor
-from penstock.client.loader import DataLoader
-from penstock.client.lookahead import Lookahead
-from penstock.client.num_steps import compute_num_steps
-from penstock.client.sample_log import SampleLog
-from penstock.proto.assignment import get_streaming_batch_size
-from penstock.proto.restartable import DataLoaderCheckpoint, RestartableDataLoader, get_worker_state
+from penstock.client.api.appliance import Appliance
+from penstock.client.api.checkpoint_closure import checkpoint_closure
+from penstock.client.api.data_executor import DataExecutor
+from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.lookahead import Lookahead
+from penstock.client.api.num_steps import compute_num_steps
+from penstock.client.api.sample_log import SampleLog
+from penstock.client.states.batch_sizes import infer_batch_size
+from penstock.proto.state.assignment import get_streaming_batch_size
+from penstock.proto.state.restartable import DataLoaderCheckpoint, RestartableDataLoader, get_worker_state
 
 __all__ = [
     "Appliance",

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.proto.errors import PenstockError
-from penstock.proto.own_folders import OwnFolder
+from penstock.runtime.files.private_folders import OwnFolder
 
 __all__ = ["Embedded"]
 

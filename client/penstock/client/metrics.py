@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.client import watched
-from penstock.client.feed import Feed
-from penstock.proto.addresses import check_address, is_local
+from penstock.client.stream import open_streams
+from penstock.client.stream.ordered_reader import Feed
 from penstock.proto.errors import InvalidArgumentError, PortTakenError, UnsafeBindError
-from penstock.proto.metrics import Collector, Readings, cpu_seconds, metrics_route, require_prometheus
-from penstock.proto.tls import Tls
-from penstock.proto.web import WebServer
+from penstock.proto.rpc.addresses import check_address, is_local
+from penstock.proto.rpc.tls import Tls
+from penstock.runtime.web.http_server import WebServer
+from penstock.runtime.web.prometheus import Collector, Readings, cpu_seconds, metrics_route, require_prometheus
 
 __all__ = ["collector", "open_web"]
 
@@ -45,12 +45,12 @@ def _readings() -> Readings:
     feeds = {(feed.run.name, feed.run.box): feed for feed in sorted(_open_feeds(), key=lambda feed: feed.run.attempt)}
     for feed in feeds.values():
         _read_feed(found, feed)
-    pids = [lander.pid for lander in watched.landers.all()]
+    pids = [lander.pid for lander in open_streams.landers.all()]
     landers = [pid for pid in pids if pid is not None]
     if landers:
         found.add("penstock_client_lander_cpu_seconds_total", cpu_seconds(landers))
         found.add("penstock_client_lander_memory_bytes", sum(map(_resident, landers)))
-    saves = watched.saves
+    saves = open_streams.saves
     found.add("penstock_checkpoint_saves_total", saves.ok, status="ok")
     found.add("penstock_checkpoint_saves_total", saves.failed, status="error")
     found.add("penstock_checkpoint_in_flight", saves.in_flight)
@@ -63,7 +63,7 @@ def _readings() -> Readings:
 
 
 def _open_feeds() -> Iterator[Feed]:
-    return (feed for feed in watched.feeds.all() if not feed.run.closed)
+    return (feed for feed in open_streams.feeds.all() if not feed.run.closed)
 
 
 def _read_feed(found: Readings, feed: Feed) -> None:

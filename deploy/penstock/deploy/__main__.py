@@ -11,7 +11,7 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point."""
     try:
-        from penstock.deploy.cli import main as run
+        from penstock.deploy.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

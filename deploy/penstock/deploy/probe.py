@@ -6,7 +6,8 @@ Typer, no pydantic, and gRPC only for a coordinator.
 
 A coordinator is live if it answers at all, and ready if it says SERVING. The question goes the way that callers' go,
 with TLS and all: one that shows a certificate that has run out is not live, and is healed by a new start. A worker is
-live if rounds of its heartbeat end, and ready if the coordinator answers them: see penstock.proto.pulse.
+live if rounds of its heartbeat end, and ready if the coordinator answers them: see
+penstock.runtime.process.liveness_file.
 
 Exit status: 0 well, 1 not, or nobody can tell, 2 a mistake on the command line; 1 and 2 with a line on standard
 error.
@@ -62,7 +63,7 @@ def _given(flag_value: str | None, flag: str, name: str) -> str:
 
 
 def _look_at_worker(file: str, ready: bool, within_s: float | None) -> None:
-    from penstock.proto.pulse import read_pulse
+    from penstock.runtime.process.liveness_file import read_pulse
 
     pulse = read_pulse(file)
     if ready and pulse.heard_s_ago > (within_s or READY_S):
@@ -76,7 +77,7 @@ def _ask_coordinator(listen: str, ready: bool) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-    from penstock.proto.channel import SERVICE, connect, load_tls, translating
+    from penstock.proto.rpc.channel import SERVICE, connect, load_tls, translating
 
     host, _, port = listen.rpartition(":")
     address = f"{_ANY.get(host, host)}:{port}"

@@ -50,7 +50,7 @@
         ├── LaneLostError (ConnectionError)    the peer vanished
         └── ProtocolError                      bytes from a peer that cannot be what they claim
 
-No `grpc.RpcError` leaves Penstock: `penstock.proto.channel` translates both ways with CATALOGUE. A remote
+No `grpc.RpcError` leaves Penstock: `penstock.proto.rpc.channel` translates both ways with CATALOGUE. A remote
 traceback travels with its error and is shown with it; nothing is unpickled to rebuild an exception.
 """
 

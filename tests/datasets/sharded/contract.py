@@ -19,10 +19,10 @@ from typing import Any
 
 from all_workers import AllWorkers, Shape, saved
 
-from penstock.proto.state import encode_state
-from penstock.worker.datasets.sharded.loader import ShardLoader
-from penstock.worker.datasets.sharded.opaque import without_snapshots
-from penstock.worker.datasets.sharded.protocol import Cursor, ShardedSource, Token
+from penstock.data.sharded.protocol import Cursor, ShardedSource, Token
+from penstock.data.sharded.shard_loader import ShardLoader
+from penstock.data.sharded.sources.opaque import without_snapshots
+from penstock.proto.state.codec import encode_state
 
 __all__ = ["CURSOR_CHECKS", "LOADER_CHECKS", "Fleet", "Make", "Shape", "encoded", "epochs_of", "samples_of"]
 
@@ -225,7 +225,7 @@ def can_be_closed_twice(make: Make) -> None:
 
 def uses_no_global_randomness(make: Make) -> None:
     """What the process's generators hold neither decides anything nor is changed."""
-    from penstock.proto.rng import capture_rng, restore_rng, seed_rng
+    from penstock.proto.state.generators import capture_rng, restore_rng, seed_rng
 
     source, before = make(), capture_rng()
     first = samples_of(source, 0)

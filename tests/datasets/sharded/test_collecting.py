@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.worker.datasets import Savable
+from penstock.data import Savable
 
 
 class Node:

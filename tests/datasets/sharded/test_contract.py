@@ -15,7 +15,7 @@ import torch
 from listed import Counting, Listed
 from tests.datasets.sharded.contract import CURSOR_CHECKS, LOADER_CHECKS, Make
 
-from penstock.worker.datasets import LogicalShards
+from penstock.data import LogicalShards
 
 
 def numbers() -> Iterator[int]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.worker.datasets.sharded.grid import Grid
-from penstock.worker.datasets.sharded.rounds import Rounds
+from penstock.data.sharded.endless_order import Grid
+from penstock.data.sharded.round_robin import Rounds
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 9), st.just(0)), min_size=1, max_size=9)
 
@@ -122,7 +122,7 @@ def test_a_worker_s_own_shards_are_those_that_its_rows_lie_in(
 def test_a_shard_is_read_by_one_worker_alone_where_boxes_and_workers_divide(
     boxes: int, workers: int, batch: int, partitions: int, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.worker.datasets.sharded.grid.AT_ONCE", 5)
+    monkeypatch.setattr("penstock.data.sharded.endless_order.AT_ONCE", 5)
     grid = Grid(36, partitions, 12)
     readers: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for box in range(boxes):

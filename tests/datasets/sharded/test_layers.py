@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from given_shards import Given, Placed, again, first, whole
 
-from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
-from penstock.worker.datasets import (
+from penstock.data import (
     Chunked,
     Filtered,
     Mapped,
@@ -25,7 +24,8 @@ from penstock.worker.datasets import (
     SkipSample,
     WindowShuffled,
 )
-from penstock.worker.datasets.sharded import layer
+from penstock.data.sharded.layers import layer
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
 
 NUMBERS = [list(range(10)), list(range(100, 103))]
 

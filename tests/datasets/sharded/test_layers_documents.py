@@ -12,9 +12,9 @@ from given_shards import Given, again, first, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.data import Chunked, Mapped, Packed, Repeated
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.proto.state import encode_state
-from penstock.worker.datasets import Chunked, Mapped, Packed, Repeated
+from penstock.proto.state.codec import encode_state
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 99) | st.integers(0, 1), max_size=12), max_size=12)
 SEPARATOR = st.sampled_from([None, -1])

@@ -10,7 +10,7 @@ import pytest
 from given_shards import Given
 from tests.datasets.sharded.contract import Fleet, Shape
 
-from penstock.worker.datasets import Mixture, Packed, Repeated, ShardedSource, WindowShuffled
+from penstock.data import Mixture, Packed, Repeated, ShardedSource, WindowShuffled
 
 CHAINS: list[list[Shape]] = [[(2, 1), (3, 1), (5, 1)], [(1, 12), (1, 11), (1, 12)], [(1, 1), (4, 16), (1, 1)]]
 

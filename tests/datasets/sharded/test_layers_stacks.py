@@ -12,9 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from layer_stacks import STACKS, add, documents, keep, pick
 
-from penstock.proto.errors import DatasetError
-from penstock.proto.state import encode_state
-from penstock.worker.datasets import (
+from penstock.data import (
     Chunked,
     Cursor,
     Filtered,
@@ -25,7 +23,9 @@ from penstock.worker.datasets import (
     ShardedSource,
     WindowShuffled,
 )
-from penstock.worker.datasets.sharded.layer import Layer
+from penstock.data.sharded.layers.layer import Layer
+from penstock.proto.errors import DatasetError
+from penstock.proto.state.codec import encode_state
 
 MOST = 40
 Over = Callable[[ShardedSource], ShardedSource]

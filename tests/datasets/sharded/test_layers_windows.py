@@ -11,8 +11,8 @@ from given_shards import Given, again, first, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.data import Grouped, Mapped, Mixture, Repeated, ShardLoader, WindowShuffled
 from penstock.proto.errors import DatasetError
-from penstock.worker.datasets import Grouped, Mapped, Mixture, Repeated, ShardLoader, WindowShuffled
 
 
 @given(st.integers(0, 25), st.integers(1, 12), st.booleans())

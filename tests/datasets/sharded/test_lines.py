@@ -11,10 +11,10 @@ from all_workers import AllWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.data import LineFile, LogicalShards, Mapped, Repeated, ShardLoader
+from penstock.data.sharded.sources.lines import cut_files
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateMismatchError
-from penstock.worker.cadence import Cadence
-from penstock.worker.datasets import LineFile, LogicalShards, Mapped, Repeated, ShardLoader
-from penstock.worker.datasets.sharded.lines import cut_files
+from penstock.proto.state.snapshot_cadence import Cadence
 
 
 def write(folder: Path, *counts: int) -> list[Path]:

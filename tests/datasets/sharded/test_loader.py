@@ -15,11 +15,11 @@ from listed import Counting, Listed
 from tests.datasets.sharded.contract import SEED, Fleet, Shape
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from penstock.data.ordering.partition import Dealing
+from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.proto.restartable import RestartableDataLoader
-from penstock.proto.rng import capture_rng
-from penstock.worker.datasets.ordering.dealing import Dealing
-from penstock.worker.datasets.sharded.loader import ShardLoader
+from penstock.proto.state.generators import capture_rng
+from penstock.proto.state.restartable import RestartableDataLoader
 
 SHAPES: list[Shape] = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (1, 11), (12, 1)]
 UNEQUAL = [7, 0, 23, 1, 12]

@@ -12,12 +12,12 @@ import torch
 from listed import Counting, Listed
 from opaque_streams import Counter
 
+from penstock.data import LogicalShards
+from penstock.data.sharded.protocol import Place, Token
+from penstock.data.sharded.shard_keys import LARGEST
+from penstock.data.sharded.shard_loader import ShardLoader
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
-from penstock.worker.building import collate
-from penstock.worker.datasets import LogicalShards
-from penstock.worker.datasets.sharded.keys import LARGEST
-from penstock.worker.datasets.sharded.loader import ShardLoader
-from penstock.worker.datasets.sharded.protocol import Place, Token
+from penstock.worker.batch.building import collate
 
 
 def loader_of(source: Any, **options: Any) -> ShardLoader:

@@ -16,15 +16,7 @@ from all_workers import saved
 from listed import Counting, Listed
 from tests.datasets.sharded.contract import Fleet, Shape
 
-from penstock.proto.assignment import Assignment, assigned
-from penstock.proto.errors import (
-    DatasetError,
-    InvalidArgumentError,
-    StateCorruptError,
-    StateMismatchError,
-    StateVersionError,
-)
-from penstock.worker.datasets import (
+from penstock.data import (
     Chunked,
     Filtered,
     LogicalShards,
@@ -35,10 +27,18 @@ from penstock.worker.datasets import (
     Repeated,
     WindowShuffled,
 )
-from penstock.worker.datasets.sharded.loader import ShardLoader
-from penstock.worker.datasets.sharded.protocol import Place, Token
-from penstock.worker.datasets.sharded.rounds import Rounds
-from penstock.worker.datasets.sharded.states import differences
+from penstock.data.sharded.protocol import Place, Token
+from penstock.data.sharded.round_robin import Rounds
+from penstock.data.sharded.shard_loader import ShardLoader
+from penstock.data.sharded.shard_states import differences
+from penstock.proto.errors import (
+    DatasetError,
+    InvalidArgumentError,
+    StateCorruptError,
+    StateMismatchError,
+    StateVersionError,
+)
+from penstock.proto.state.assignment import Assignment, assigned
 
 UNEQUAL = [7, 0, 23, 1, 12]
 

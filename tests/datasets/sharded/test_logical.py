@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from opaque_streams import Counter, Numbers
 from shardsets import numbers
 
+from penstock.data import LogicalShards, StreamingDataset, StreamingLoader
+from penstock.data.ordering.permutation import Ints
+from penstock.data.sharded.protocol import ShardedSource, Token
+from penstock.data.sharded.sources.indexed_pieces import cut
+from penstock.data.sharded.sources.sequential_pieces import dealt
 from penstock.proto.errors import StateCorruptError
-from penstock.proto.state import decode_state, encode_state
-from penstock.worker.datasets import LogicalShards, StreamingDataset, StreamingLoader
-from penstock.worker.datasets.ordering.permutation import Ints
-from penstock.worker.datasets.sharded.protocol import ShardedSource, Token
-from penstock.worker.datasets.sharded.ranges import cut
-from penstock.worker.datasets.sharded.runs import dealt
+from penstock.proto.state.codec import decode_state, encode_state
 
 SEED = 3
 

@@ -14,12 +14,12 @@ import torch
 from forked import join_all
 from opaque_streams import Counter
 
+from penstock.data import Filtered, Grouped, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
+from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.sources import sequential_pieces
+from penstock.data.sharded.sources.sequential_pieces import dealt
 from penstock.proto.errors import DatasetError, InvalidArgumentError, ReplayMismatchError, StateCorruptError
-from penstock.proto.state import decode_state, encode_state
-from penstock.worker.datasets import Filtered, Grouped, LogicalShards, MapLoader, Mapped, Repeated, ShardLoader
-from penstock.worker.datasets.sharded import runs
-from penstock.worker.datasets.sharded.protocol import Token
-from penstock.worker.datasets.sharded.runs import dealt
+from penstock.proto.state.codec import decode_state, encode_state
 
 SEED = 3
 
@@ -446,7 +446,7 @@ def test_pieces_are_dealt_once_for_epochs_that_shards_are_in_together(monkeypatc
         dealings.append(epoch)
         return dealt(*arguments, epoch=epoch, **options)
 
-    monkeypatch.setattr(runs, "dealt", counted)
+    monkeypatch.setattr(sequential_pieces, "dealt", counted)
     source = LogicalShards([partial(iter, [n]) for n in range(8)], shards=2, shuffle=True)
     for _ in range(3):
         for epoch in range(5):

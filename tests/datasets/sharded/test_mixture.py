@@ -15,13 +15,13 @@ from given_shards import Given, again, first, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.data import Mixture, Repeated, ShardedSource, WindowShuffled
+from penstock.data.sharded.layers import mixture, mixture_shares
+from penstock.data.sharded.layers.mixture import Stop
+from penstock.data.sharded.layers.mixture_shares import MOST_PARTS, Turns, parts_of, turns_of
+from penstock.data.sharded.protocol import Cursor, Place
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
-from penstock.proto.rng import derive_seed
-from penstock.worker.datasets import Mixture, Repeated, ShardedSource, WindowShuffled
-from penstock.worker.datasets.sharded import mixture, shares
-from penstock.worker.datasets.sharded.mixture import Stop
-from penstock.worker.datasets.sharded.protocol import Cursor, Place
-from penstock.worker.datasets.sharded.shares import MOST_PARTS, Turns, parts_of, turns_of
+from penstock.proto.state.generators import derive_seed
 
 # --- weights
 
@@ -89,7 +89,7 @@ def worst(parts: Sequence[int], order: Any) -> Fraction:
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), st.integers(0, 3))
 def test_shares_are_within_one_sample_at_every_prefix(parts: list[int], block: int) -> None:
-    order = turns_of(tuple(parts)).many(np.arange((block + 2) * shares.PLACES))
+    order = turns_of(tuple(parts)).many(np.arange((block + 2) * mixture_shares.PLACES))
     assert worst(parts, order) < 1
 
 
@@ -100,7 +100,7 @@ def test_shares_are_within_one_sample_at_every_prefix(parts: list[int], block: i
 )
 def test_shares_of_harder_weights(weights: list[float]) -> None:
     parts = parts_of(weights)
-    assert worst(parts, turns_of(parts).many(np.arange(sum(parts) + shares.PLACES))) < 1
+    assert worst(parts, turns_of(parts).many(np.arange(sum(parts) + mixture_shares.PLACES))) < 1
 
 
 def test_one_place_or_many() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.datasets.sharded.contract import Fleet, Shape
 
+from penstock.data import Chunked, Mixture, Packed, ShardedSource
+from penstock.data.sharded.protocol import Cursor
 from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError
-from penstock.worker.datasets import Chunked, Mixture, Packed, ShardedSource
-from penstock.worker.datasets.sharded.protocol import Cursor
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 

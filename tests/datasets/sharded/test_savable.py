@@ -20,6 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opaque_streams import Counter, CountsLate, drawing, rows_of
 
+from penstock.data import Savable
+from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.sources import opaque
+from penstock.data.sharded.sources.sample_digest import Digests
 from penstock.proto.errors import (
     DatasetError,
     InvalidArgumentError,
@@ -28,12 +32,8 @@ from penstock.proto.errors import (
     StateMismatchError,
     UnsupportedStateError,
 )
-from penstock.proto.state import decode_state, encode_state
-from penstock.worker import cadence
-from penstock.worker.datasets import Savable
-from penstock.worker.datasets.sharded import opaque
-from penstock.worker.datasets.sharded.digests import Digests
-from penstock.worker.datasets.sharded.protocol import Token
+from penstock.proto.state import snapshot_cadence
+from penstock.proto.state.codec import decode_state, encode_state
 
 SEED = 3
 
@@ -63,7 +63,7 @@ def rest(source: Savable, token: Token = None, seed: int = SEED, shard: int = 0,
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots are taken whenever they may be, whatever they cost: by count alone."""
-    monkeypatch.setattr(cadence, "SHARE", 1.0)
+    monkeypatch.setattr(snapshot_cadence, "SHARE", 1.0)
 
 
 class Clock:
@@ -71,7 +71,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in (cadence, opaque):
+        for module in (snapshot_cadence, opaque):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 

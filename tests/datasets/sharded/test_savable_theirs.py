@@ -12,9 +12,9 @@ import torch.utils.data
 from opaque_streams import Numbers, graph, shuffled_loader
 from torchdata.nodes import IterableWrapper, Loader, Mapper, MapStyleWrapper
 
-from penstock.proto.state import decode_state, encode_state
-from penstock.worker import cadence
-from penstock.worker.datasets import Savable
+from penstock.data import Savable
+from penstock.proto.state import snapshot_cadence
+from penstock.proto.state.codec import decode_state, encode_state
 
 SEED = 3
 
@@ -38,7 +38,7 @@ def split(make: Callable[[int], Any], place: int, every: int = 1) -> tuple[bytes
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "SHARE", 1.0)
+    monkeypatch.setattr(snapshot_cadence, "SHARE", 1.0)
 
 
 @pytest.mark.parametrize("every", [1, 3])

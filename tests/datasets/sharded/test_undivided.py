@@ -10,9 +10,9 @@ from splitting import Splitting
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from penstock.proto.assignment import Assignment, assigned, current_assignment
-from penstock.worker.datasets import LogicalShards, MapLoader, Savable, ShardLoader
-from penstock.worker.datasets.sharded.protocol import ShardedSource
+from penstock.data import LogicalShards, MapLoader, Savable, ShardLoader
+from penstock.data.sharded.protocol import ShardedSource
+from penstock.proto.state.assignment import Assignment, assigned, current_assignment
 
 
 def ours(shard: int) -> MapLoader:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from targets.target import Target, pieces, script
 
+from penstock.data.formats.compressed_files import COMPRESSIONS, pack, unpack
+from penstock.data.formats.index import INDEX, read_index, write_index
+from penstock.data.formats.readers import open_shard
+from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError
-from penstock.worker.datasets.formats.index import INDEX, read_index, write_index
-from penstock.worker.datasets.formats.packing import COMPRESSIONS, pack, unpack
-from penstock.worker.datasets.formats.readers import open_shard
-from penstock.worker.datasets.formats.shards import Shard, ShardFile, StoredFile
 
 __all__ = ["TARGETS"]
 

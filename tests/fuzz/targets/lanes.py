@@ -18,11 +18,13 @@ import torch
 from lane_frames import a_frame, frame_of
 from targets.target import Target, pieces, script
 
-from penstock.client import lander
-from penstock.client.lanes import SlotLane
-from penstock.proto.digest import batch_digest
+from penstock.client.stream import receiver
+from penstock.client.stream.lane_reader import SlotLane
+from penstock.proto.batch.digest import batch_digest
+from penstock.proto.batch.flatten import Flattener
+from penstock.proto.batch.structure import MAX_LEAVES, MAX_RANK
 from penstock.proto.errors import LaneLostError
-from penstock.proto.frames import (
+from penstock.proto.lane.frames import (
     BATCH,
     CLOSE,
     END,
@@ -36,15 +38,13 @@ from penstock.proto.frames import (
     framed,
     pack_shapes,
 )
-from penstock.proto.producer import MOST_WANTED, Producer
-from penstock.proto.ring import PAGE, Ring, RingBudget
-from penstock.proto.structure import MAX_LEAVES, MAX_RANK
-from penstock.proto.tcp import read_hello, sealed
-from penstock.proto.tensors import Flattener
-from penstock.proto.tls import host_of
+from penstock.proto.lane.producer import MOST_WANTED, Producer
+from penstock.proto.lane.ring import PAGE, Ring, RingBudget
+from penstock.proto.lane.tcp import read_hello, sealed
+from penstock.proto.rpc.tls import host_of
 from penstock.proto.v1 import lane_pb2, records_pb2
-from penstock.worker.lanes import check_hello
-from penstock.worker.pump import Pump
+from penstock.worker.daemon.listeners import check_hello
+from penstock.worker.daemon.sender import Pump
 
 __all__ = ["TARGETS"]
 
@@ -341,7 +341,7 @@ def _lander(data: bytes) -> None:
     consumer, local = _pair(socket.SOCK_SEQPACKET)
     consumer.setblocking(False)
     far, near = _tcp_pair()
-    lane = lander.Lane(cast(lander.Loop, loop), local, 1 << 16)
+    lane = receiver.Lane(cast(receiver.Loop, loop), local, 1 << 16)
     fd = local.fileno()
     with consumer, far, near:
         consumer.send(steps[0][1] if steps and steps[0][1] else b"\0")
@@ -371,7 +371,7 @@ def _lander(data: bytes) -> None:
         lane.end("the fuzzer has")
 
 
-def _drive(lane: lander.Lane, loop: _Loop) -> None:
+def _drive(lane: receiver.Lane, loop: _Loop) -> None:
     for _ in range(100):
         if lane.over:
             return

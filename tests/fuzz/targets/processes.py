@@ -12,20 +12,20 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
-from penstock.appliance.books import Books
-from penstock.appliance.events import Events
-from penstock.appliance.journal import TABLES, Journal
-from penstock.appliance.ledger import Ledger as Snapshots
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import SlotKey
-from penstock.appliance.registry import Registry
-from penstock.appliance.restore import restore
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.recovery import restore
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.model.entities import SlotKey
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.model.recent_events import Events
+from penstock.appliance.storage.journal import TABLES, Journal
+from penstock.appliance.storage.snapshot_index import Ledger as Snapshots
 from penstock.appliance.testing import World
 from penstock.proto.errors import PenstockError, ProtocolError
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
-from penstock.worker.control import Inbox, Message, counts, encode_head
-from penstock.worker.ledger import Ledger
+from penstock.worker.processes.control_channel import Inbox, Message, counts, encode_head
+from penstock.worker.processes.progress_page import Ledger
 
 __all__ = ["TARGETS"]
 

@@ -13,18 +13,18 @@ import torch
 import xxhash
 from targets.target import Target, pieces, script, words
 
-from penstock.client import saved
-from penstock.proto.channel import detail_of, error_of
-from penstock.proto.compression import PIECE, Packer, Unpacker, check_claim, load
+from penstock.client.states import saved_state
+from penstock.proto.batch.flatten import Assembler, Flattener, wrap_buffer
+from penstock.proto.batch.structure import Structure, required_nbytes
 from penstock.proto.errors import PenstockError, ProtocolError
-from penstock.proto.position import Position, advance
-from penstock.proto.rng import capture_rng, restore_rng
-from penstock.proto.state import decode_state, encode_state
-from penstock.proto.state_json import state_as_json
-from penstock.proto.structure import Structure, required_nbytes
-from penstock.proto.tensors import Assembler, Flattener, wrap_buffer
+from penstock.proto.lane.compression import PIECE, Packer, Unpacker, check_claim, load
+from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.generators import capture_rng, restore_rng
+from penstock.proto.state.position import Position, advance
+from penstock.proto.state.state_json import state_as_json
 from penstock.proto.v1 import records_pb2
-from penstock.worker.restart_points import Base, Past, Place
+from penstock.worker.loader.restart_points import Base, Past, Place
 
 __all__ = ["TARGETS"]
 
@@ -152,19 +152,21 @@ def _base_seeds() -> list[bytes]:
 
 
 def _saved(data: bytes) -> None:
-    read = saved.read({saved.KEY: {"format": 1, "step": 3, "record": sealed(data)}, saved.STATE: None, "user": 1})
+    read = saved_state.read(
+        {saved_state.KEY: {"format": 1, "step": 3, "record": sealed(data)}, saved_state.STATE: None, "user": 1}
+    )
     if read.positions:
         read.start(0, read.num_boxes, read.num_workers_per_box, strict=True)
 
 
 def _saved_seeds() -> list[bytes]:
-    parts = [saved.Part(0, slot, 2 - slot, 8, 1, {"at": [0, 1, 1, 4]}, {"n": 1}) for slot in range(2)]
+    parts = [saved_state.Part(0, slot, 2 - slot, 8, 1, {"at": [0, 1, 1, 4]}, {"n": 1}) for slot in range(2)]
     position = Position(3, 0, [0, 1], 1, [2, 1], [2, 1])
     records = [
-        saved.Saved(3, "m:f", methods, 1, 2, 5, positions=[position], parts=parts, aggregated={"user": 1})
+        saved_state.Saved(3, "m:f", methods, 1, 2, 5, positions=[position], parts=parts, aggregated={"user": 1})
         for methods in (2, 4)
     ]
-    return [record.to_dict()[saved.KEY]["record"][:-8] for record in records]
+    return [record.to_dict()[saved_state.KEY]["record"][:-8] for record in records]
 
 
 def _rng(data: bytes) -> None:

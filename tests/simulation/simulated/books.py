@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from simulated.disk import Disk
 
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import Place, Slot, SlotKey, Worker
-from penstock.appliance.registry import Registry
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.model.entities import Place, Slot, SlotKey, Worker
+from penstock.appliance.model.limits import Limits
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["Before", "check_books", "check_disk", "check_moves"]

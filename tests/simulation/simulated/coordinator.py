@@ -14,11 +14,11 @@ from simulated.disk import Disk, Fate, SimulatedJournal, SimulatedStore
 from simulated.truth import Truth
 from simulated.virtual import World
 
-from penstock.appliance.books import Topic
-from penstock.appliance.ledger import Ledger
-from penstock.appliance.limits import Limits
-from penstock.appliance.registry import Registry
-from penstock.appliance.service import Service, Signals
+from penstock.appliance.core.cluster_state import Topic
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.edge.service import Service, Signals
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.storage.snapshot_index import Ledger
 
 __all__ = ["NAME", "Coordinator"]
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from simulated.virtual import Crash
 
-from penstock.appliance.closed import ClosedRun
-from penstock.appliance.database import Marks, behind
-from penstock.appliance.journal import TABLES, Journal, Rows
-from penstock.appliance.ledger import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
-from penstock.appliance.model import SlotKey
-from penstock.appliance.store import Store
+from penstock.appliance.model.entities import SlotKey
+from penstock.appliance.states.closed_runs import ClosedRun
+from penstock.appliance.storage.database import Marks, behind
+from penstock.appliance.storage.journal import TABLES, Journal, Rows
+from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.errors import JournalError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.appliance import progress, restore
-from penstock.appliance.books import Books
-from penstock.appliance.handover import HandOvers
-from penstock.appliance.ledger import Ledger
-from penstock.appliance.registry import Registry
-from penstock.appliance.service import Service
-from penstock.appliance.states import Gathering
-from penstock.appliance.syncing import Syncing
+from penstock.appliance.core import box_progress, recovery
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.migration import HandOvers
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.edge.service import Service
+from penstock.appliance.states.state_query import Gathering
+from penstock.appliance.storage.group_commit import Syncing
+from penstock.appliance.storage.snapshot_index import Ledger
 
 __all__ = ["MUTATIONS", "Mutation", "applied"]
 
@@ -68,12 +68,12 @@ MUTATIONS = (
         "    box.reported_at = now",
         "pass",
     ),
-    Mutation("leases are not whole after a restart", restore, "_fill", "now + worker_lease_s", "now + 0.5"),
+    Mutation("leases are not whole after a restart", recovery, "_fill", "now + worker_lease_s", "now + 0.5"),
     Mutation("what it slept through is others' silence", Registry, "tick", "if late > 0:", "if False:"),
     Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[first:]", "kept[:first]"),
     Mutation(
         "the window of states is not kept",
-        progress,
+        box_progress,
         "advance",
         "history[0].total[slot.key.slot]",
         "position.total[slot.key.slot]",
@@ -97,7 +97,7 @@ MUTATIONS = (
         "a successor keeps its place when it is dismissed", Books, "dismiss", "worker.slots.discard(slot.key)", "pass"
     ),
     Mutation("a successor's generation is not written down", Books, "appoint", "self.journal.put(", "dict("),
-    Mutation("a restarted coordinator forgets who waits", restore, "_slot", "books.waiting[slot.key] = slot", "pass"),
+    Mutation("a restarted coordinator forgets who waits", recovery, "_slot", "books.waiting[slot.key] = slot", "pass"),
 )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from simulated.virtual import Process, World
 
-from penstock.proto.channel import detail_of, error_of
 from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, PenstockError
+from penstock.proto.rpc.channel import detail_of, error_of
 
 __all__ = ["Network", "Weather"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from penstock.proto.position import Position
+from penstock.proto.state.position import Position
 
 __all__ = ["Batch", "BoxPlan", "RunPlan"]
 

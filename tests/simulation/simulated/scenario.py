@@ -23,7 +23,7 @@ from simulated.truth import Truth
 from simulated.virtual import Process, World
 from simulated.worker import Daemon
 
-from penstock.appliance.limits import Limits
+from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 

@@ -19,9 +19,9 @@ from simulated.truth import Truth
 from simulated.virtual import Process, World
 from simulated.worker import AWAY, CALL_S, HOLD_S, Take
 
-from penstock.proto.calls import FetchedState, Gather, blob_name, blob_parts
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
-from penstock.proto.position import Position
+from penstock.proto.rpc.calls import FetchedState, Gather, blob_name, blob_parts
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 __all__ = ["Job"]

@@ -18,12 +18,12 @@ from simulated.disk import Disk
 from simulated.reference import Batch, BoxPlan, RunPlan
 from simulated.virtual import World
 
-from penstock.appliance.limits import Limits
-from penstock.appliance.model import SlotKey, client_of
-from penstock.appliance.registry import Registry
-from penstock.proto.calls import FetchedState
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.model.entities import SlotKey, client_of
+from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import DeadlineError, PenstockError, StateUnavailableError, WorkerLostError
-from penstock.proto.position import Position
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

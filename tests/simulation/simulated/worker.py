@@ -1,7 +1,7 @@
 """A worker daemon and its runners, as far as the coordinator and a training loop can tell them from real ones.
 
-The daemon does what penstock.worker.daemon does: it registers, holds one long poll and tells changes beside it, makes
-what it runs equal to what it is told, sends snapshots, answers state requests. A runner produces the reference's
+The daemon does what penstock.worker.daemon.daemon does: it registers, holds one long poll and tells changes beside it,
+makes what it runs equal to what it is told, sends snapshots, answers state requests. A runner produces the reference's
 batches, a few ahead of the loop, takes snapshots as it goes, and on recovery replays from the base that the real one
 would choose. What a runner claims or serves is checked against the truth on the spot.
 """
@@ -17,8 +17,6 @@ from simulated.reference import Batch, BoxPlan
 from simulated.truth import Base, Owner, Truth
 from simulated.virtual import Process, World
 
-from penstock.proto.calls import Gather, answer_parts, snapshot_parts
-from penstock.proto.channel import detail_of
 from penstock.proto.errors import (
     CoordinatorUnavailableError,
     DeadlineError,
@@ -28,7 +26,9 @@ from penstock.proto.errors import (
     SupersededError,
     WorkerLostError,
 )
-from penstock.proto.tickets import check_ticket
+from penstock.proto.rpc.calls import Gather, answer_parts, snapshot_parts
+from penstock.proto.rpc.channel import detail_of
+from penstock.proto.rpc.credentials.tickets import check_ticket
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 

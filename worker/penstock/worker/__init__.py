@@ -1,6 +1,6 @@
 """The input node: a daemon that runs users' loaders in child processes and streams their batches."""
 
-from penstock.proto.assignment import current_assignment, get_streaming_batch_size
-from penstock.worker.building import collate, empty
+from penstock.proto.state.assignment import current_assignment, get_streaming_batch_size
+from penstock.worker.batch.building import collate, empty
 
 __all__ = ["collate", "current_assignment", "empty", "get_streaming_batch_size"]

@@ -11,14 +11,14 @@ import logging
 import os
 import sys
 
-from penstock.proto.channel import load_tls, read_token
 from penstock.proto.errors import PenstockError, UnsafeBindError
-from penstock.proto.secrecy import keep_memory_private
-from penstock.worker.children import START_DEADLINE_S
-from penstock.worker.daemon import Settings, serve
+from penstock.proto.rpc.channel import load_tls, read_token
+from penstock.runtime.process.memory_secrecy import keep_memory_private
+from penstock.worker.daemon.daemon import Settings, serve
+from penstock.worker.processes.child_processes import START_DEADLINE_S
 
 UNSAFE_BIND = 16
-"""The exit code of penstock.deploy.exits, for the same thing."""
+"""The exit code of penstock.deploy.console.exit_codes, for the same thing."""
 
 
 def main() -> int:

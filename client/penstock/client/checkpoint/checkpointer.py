@@ -26,16 +26,16 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from penstock.client import watched
-from penstock.client.checkpoint.agreement import Agreed, Agreement
-from penstock.client.checkpoint.calls import Calls, SignalWatch
-from penstock.client.checkpoint.process import Pending, WriterProcess, wait_all
-from penstock.client.checkpoint.ranks import Ranks
-from penstock.client.checkpoint.restoring import TRIES, Loaded, chosen, load
-from penstock.client.checkpoint.staging import Buffer, Staged
-from penstock.proto.checkpoints import checkpoints, newest, step_name
+from penstock.client.checkpoint.restoring.restore import TRIES, Loaded, chosen, load
+from penstock.client.checkpoint.saving.agreement import Agreed, Agreement
+from penstock.client.checkpoint.saving.ranks import Ranks
+from penstock.client.checkpoint.saving.save_lock import Calls, SignalWatch
+from penstock.client.checkpoint.saving.tensor_staging import Buffer, Staged
+from penstock.client.checkpoint.saving.writer_process import Pending, WriterProcess, wait_all
+from penstock.client.stream import open_streams
 from penstock.proto.errors import CheckpointError, InvalidArgumentError, PenstockError
-from penstock.proto.forks import Owner
+from penstock.proto.state.checkpoint_files import checkpoints, newest, step_name
+from penstock.runtime.process.forks import Owner
 
 __all__ = ["AsyncCheckpointer", "Progress"]
 
@@ -159,7 +159,7 @@ class AsyncCheckpointer:
             while not self._save(step, state):
                 pass
         finally:
-            watched.saves.stalled(time.monotonic() - began)
+            open_streams.saves.stalled(time.monotonic() - began)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> bool:
         """False if there was no room after all: another thread's save, or a signal handler's, has taken it."""
@@ -242,7 +242,7 @@ class AsyncCheckpointer:
             self._writer.submit(pending, buffer.image, [one.image for one in self._buffers if one.image is not None])
         if failure is not None:
             if ranks.size == 1:
-                watched.saves.refused()
+                open_streams.saves.refused()
             raise CheckpointError(f"step {step} was not saved: rank {ranks.rank}: {request['error']}") from failure
 
     def _stage(self, agreed: Agreed, buffer: Buffer) -> Staged:

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from penstock.client.checkpoint.buckets import Bucket, Item, assign
-from penstock.client.checkpoint.torch_private import write_item
-from penstock.proto.checkpoints import METADATA
+from penstock.client.checkpoint.saving.file_layout import Bucket, Item, assign
+from penstock.client.checkpoint.values.torch_private import write_item
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
-from penstock.proto.whole_files import sync_folder, write_whole
+from penstock.proto.state.checkpoint_files import METADATA
+from penstock.runtime.files.atomic_files import sync_folder, write_whole
 
 __all__ = ["AsyncFileSystemWriter"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from penstock.client.lookahead import Lookahead
+from penstock.client.api.lookahead import Lookahead
 
 __all__ = ["LoaderState"]
 

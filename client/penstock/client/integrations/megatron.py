@@ -33,15 +33,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from penstock.client.checkpoint.frames import frame_of, is_plain, saved_bytes
-from penstock.client.checkpoint.image import Image
-from penstock.client.checkpoint.planning import Key, LocalItem, RankLayout, lay_out
-from penstock.client.checkpoint.staging import Buffer
+from penstock.client.checkpoint.saving.planning import Key, LocalItem, RankLayout, lay_out
+from penstock.client.checkpoint.saving.shared_image import Image
+from penstock.client.checkpoint.saving.tensor_staging import Buffer
+from penstock.client.checkpoint.saving.writer import write_file
 from penstock.client.checkpoint.storage import AsyncFileSystemWriter
-from penstock.client.checkpoint.torch_private import StorageInfo, StoragePrefix, wrap_exception
-from penstock.client.checkpoint.writer import write_file
-from penstock.proto.checkpoints import METADATA
+from penstock.client.checkpoint.values.torch_frames import frame_of, is_plain, saved_bytes
+from penstock.client.checkpoint.values.torch_private import StorageInfo, StoragePrefix, wrap_exception
 from penstock.proto.errors import CheckpointError, InvalidArgumentError
+from penstock.proto.state.checkpoint_files import METADATA
 
 __all__ = ["FileSystemWriterAsync"]
 

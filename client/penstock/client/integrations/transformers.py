@@ -18,9 +18,9 @@ from typing import Any, cast
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from penstock.client.lookahead import Lookahead
+from penstock.client.api.lookahead import Lookahead
 from penstock.proto.errors import InvalidArgumentError, StateMismatchError
-from penstock.proto.state import decode_state, encode_state
+from penstock.proto.state.codec import decode_state, encode_state
 
 __all__ = ["LoaderState", "newest_checkpoint"]
 

@@ -23,16 +23,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.deploy.engines.folder import open_log
-from penstock.deploy.exits import BUG, CommandError
-from penstock.proto.logs import printable
+from penstock.deploy.console.exit_codes import BUG, CommandError
+from penstock.deploy.engines.fleet_folder import open_log
+from penstock.runtime.telemetry.logs import printable
 
 __all__ = ["COORDINATOR_GRACE_S", "LONGEST_PAUSE_S", "WORKER_GRACE_S", "Keeper", "last_words"]
 
 _log = logging.getLogger("penstock.deploy.engines")
 
 HOPELESS = frozenset({2, 3, 12, 15, 16})
-"""Exit codes (penstock.deploy.exits) of what another try does not mend: usage, TLS, token, version, unsafe address."""
+"""Exit codes (penstock.deploy.console.exit_codes) of what another try does not mend: usage, TLS, token, version, unsafe
+address."""
 QUICK_DEATHS = 5
 """In a row, before a daemon is given up. With the pauses below that is 8 s of trying."""
 STEADY_S = 30.0

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.engines.base import Fleet, Plan
-from penstock.deploy.engines.tools import called
-from penstock.deploy.exits import USAGE, CommandError
+from penstock.deploy.console.exit_codes import USAGE, CommandError
+from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.external_commands import called
 from penstock.proto.errors import PenstockError, UnsafeBindError
 
 __all__ = ["KubernetesEngine", "manifests", "render"]

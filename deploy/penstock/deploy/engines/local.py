@@ -1,6 +1,7 @@
 """The local engine: real daemons on this machine, under a supervisor in the foreground or, detached, of its own.
 
-All that is known of a detached one is in its folder (penstock.deploy.engines.folder), so that another shell finds it.
+All that is known of a detached one is in its folder (penstock.deploy.engines.fleet_folder), so that another shell finds
+it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.deploy.engines.base import Fleet, Plan
-from penstock.deploy.engines.folder import Folder, Identity, open_log
+from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, USAGE, CommandError
+from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.fleet_folder import Folder, Identity, open_log
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, last_words
-from penstock.deploy.exits import BUG, INTERRUPTED, USAGE, CommandError
 from penstock.proto.errors import DeadlineError
 
 __all__ = ["LocalEngine"]

@@ -19,12 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.engines.base import Fleet, Plan, worker_name
-from penstock.deploy.engines.folder import Folder
+from penstock.deploy.console.exit_codes import USAGE, CommandError
+from penstock.deploy.engines.engine import Fleet, Plan, worker_name
+from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.ray_actor import DaemonActor, node_folder
-from penstock.deploy.exits import USAGE, CommandError
-from penstock.proto.addresses import refuse_unsafe
 from penstock.proto.errors import AuthenticationError, DeadlineError, PenstockError
+from penstock.proto.rpc.addresses import refuse_unsafe
 
 __all__ = ["NAMESPACE", "RayEngine", "worker_options"]
 

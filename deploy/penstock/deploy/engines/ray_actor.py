@@ -14,10 +14,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.engines.base import Plan
-from penstock.deploy.engines.folder import Folder
+from penstock.deploy.console.exit_codes import CommandError
+from penstock.deploy.engines.engine import Plan
+from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, LONGEST_PAUSE_S, WORKER_GRACE_S, Keeper
-from penstock.deploy.exits import CommandError
 
 __all__ = ["DaemonActor", "node_folder"]
 

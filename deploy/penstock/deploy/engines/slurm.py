@@ -13,11 +13,11 @@ import time
 from importlib import resources
 from pathlib import Path
 
-from penstock.deploy.engines.base import Fleet, Plan
-from penstock.deploy.engines.folder import Folder
+from penstock.deploy.console.exit_codes import USAGE, CommandError
+from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.external_commands import called
+from penstock.deploy.engines.fleet_folder import Folder
 from penstock.deploy.engines.keeper import last_words
-from penstock.deploy.engines.tools import called
-from penstock.deploy.exits import USAGE, CommandError
 from penstock.proto.errors import DeadlineError, PenstockError, UnsafeBindError
 
 __all__ = ["SlurmEngine", "render"]

@@ -24,11 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.ending import ending
-from penstock.deploy.engines.base import Fleet, Plan, worker_name
-from penstock.deploy.engines.folder import Folder, Identity
+from penstock.deploy.console.exit_codes import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
+from penstock.deploy.console.signals import ending
+from penstock.deploy.engines.engine import Fleet, Plan, worker_name
+from penstock.deploy.engines.fleet_folder import Folder, Identity
 from penstock.deploy.engines.keeper import COORDINATOR_GRACE_S, WORKER_GRACE_S, Keeper
-from penstock.deploy.exits import BUG, INTERRUPTED, PORT_TAKEN, USAGE, CommandError, exit_code
 from penstock.proto.errors import DeadlineError, PenstockError
 
 __all__ = ["supervise"]

@@ -72,17 +72,17 @@ class _StateFormat:
 class _StateFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateFormat.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     STATE_ENVELOPE: _StateFormat.ValueType  # 0
-    """exact, and what a resume needs: see penstock.proto.state"""
+    """exact, and what a resume needs: see penstock.proto.state.codec"""
     STATE_JSON: _StateFormat.ValueType  # 1
-    """JSON in UTF-8, to be read: see penstock.proto.state_json. Up to 8 MiB a record"""
+    """JSON in UTF-8, to be read: see penstock.proto.state.state_json. Up to 8 MiB a record"""
 
 class StateFormat(_StateFormat, metaclass=_StateFormatEnumTypeWrapper):
     """How the states of the records are written."""
 
 STATE_ENVELOPE: StateFormat.ValueType  # 0
-"""exact, and what a resume needs: see penstock.proto.state"""
+"""exact, and what a resume needs: see penstock.proto.state.codec"""
 STATE_JSON: StateFormat.ValueType  # 1
-"""JSON in UTF-8, to be read: see penstock.proto.state_json. Up to 8 MiB a record"""
+"""JSON in UTF-8, to be read: see penstock.proto.state.state_json. Up to 8 MiB a record"""
 Global___StateFormat: _TypeAlias = StateFormat  # noqa: Y015
 
 @_typing.final
@@ -1707,7 +1707,7 @@ Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
 
 @_typing.final
 class Bottleneck(_message.Message):
-    """What a run's speed hangs on: see penstock.appliance.bottleneck."""
+    """What a run's speed hangs on: see penstock.appliance.policies.bottleneck."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1821,7 +1821,7 @@ class Event(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """see penstock.appliance.events"""
+    """see penstock.appliance.model.recent_events"""
     fault: _builtins.bool
     """nobody asked for it"""
     wall_s: _builtins.float

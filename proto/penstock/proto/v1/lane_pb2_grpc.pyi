@@ -4,7 +4,7 @@ isort:skip_file
 The data plane's frames, the same on both lanes.
 
 A consumer opens with one Hello, the message below, and then only sends acks. The producer sends frames. Frames and
-acks are fixed headers and not messages, for there is one for each batch or few; penstock.proto.frames writes and
+acks are fixed headers and not messages, for there is one for each batch or few; penstock.proto.lane.frames writes and
 reads them. All numbers are little endian and unsigned; x is a byte of 0 that nobody reads.
 
   frame  u8 kind, u8 codec, u8 flags, x, u32 ring, u32 slot, u32 structure, u32 cut, u32 size,
@@ -16,7 +16,7 @@ Kinds of frames, and the fields that they use. What is not named is 0.
 
   1 BATCH      total: this batch's count over the run, from 1. epoch. ring, slot: where it lies. structure: its id.
                nbytes: of its region. digest: of structure, shapes and region; flag 1: of every byte, 2: of rows, else as
-               penstock.proto.digest samples it. cut: abandons that the producer had seen; frames with fewer than the
+               penstock.proto.batch.digest samples it. cut: abandons that the producer had seen; frames with fewer than the
                consumer has sent belong to a pass that was left, and are to be ignored unreleased. The rest: its
                shapes, u64 each; or there is no rest, and `size` shapes lie behind the region in its slot.
                Over TCP, codec: how its payload travels, and wire: bytes of it then, fewer than without.
@@ -30,7 +30,7 @@ Local lane: a SEQPACKET Unix socket between runner and consumer. A packet holds 
 u32 length in front; payload lies in a memfd ring whose descriptor comes in the packet behind the RING frame, which
 ends its own. Hello and acks are a packet each.
 
-TCP lane: Hello, frames and acks all travel sealed (penstock.proto.tcp): u32 length, u32 its complement, u64 xxh3 of
+TCP lane: Hello, frames and acks all travel sealed (penstock.proto.lane.tcp): u32 length, u32 its complement, u64 xxh3 of
 what follows, and that. The payload of `nbytes` + 8 * `size` bytes follows its BATCH frame, or `wire` bytes of it where
 the frame names a codec. Behind a payload that has a codec, flag 2, or more than 64 KiB in `nbytes`, comes the u64 xxh3 of
 the payload as it travelled; of others the batch's digest covers every byte. What arrives otherwise is fetched again.

@@ -131,7 +131,7 @@ Global___BoxPosition: _TypeAlias = BoxPosition  # noqa: Y015
 @_typing.final
 class LoaderSpec(_message.Message):
     """What a run's loader is made of. User code is named, never shipped: "module:qualname" and arguments in the safe
-    state envelope (penstock.proto.state).
+    state envelope (penstock.proto.state.codec).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

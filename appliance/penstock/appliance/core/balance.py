@@ -1,0 +1,162 @@
+"""Which slots should be elsewhere: a function of what is measured.
+
+A move costs a runner's start on another worker and a short replay, so it is made for two reasons only.
+
+Stragglers. A box takes its slots' batches in turn, so one slow slot holds up the loop, whatever the others do. Who that
+is, bottleneck.py finds: the slot that the loop waits for while the others have batches lying ready and take less time
+for each, or whose own come late. If it costs the loop a tenth of its time, it goes to a worker where it has not been,
+on another machine if there is one with room: what is slow is a machine, its neighbours, or the network. It may also be
+the slot's own data; so the wait before the next such move doubles each time, and there are few of them.
+
+Load. When workers join, slots go from those that are fullest to those that are emptiest, as long as that makes a
+difference of a quarter of a worker. Not away from the box's own host, where a batch costs one memcpy. And not to a
+worker that stragglers of the same run have left: it is the emptiest for that, and what came would leave it again.
+
+Neither for a loader that would replay its whole pass, or whose randomness is in no snapshot: the replay would hold the
+loop up for longer than it gains.
+
+Pure: books are looked at, never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.views import facts
+from penstock.appliance.model.entities import Attempt, Box, Place, Slot, Worker
+from penstock.appliance.policies.bottleneck import Finding, find
+from penstock.proto.state.allowed_modules import module_of
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+ONE_IN = 100
+"""Of all slots so many may be on their way for the sake of balance, and one in any case."""
+STRAGGLES = 0.10
+"""Share of its time that a loop waits for a slot before something is done about it."""
+NUDGES = 3
+"""Times that a slot is moved for it is waited for: what is slow everywhere is slow by itself."""
+WORTH = 0.25
+"""Of a worker's capacity: a smaller difference in load is no reason to move."""
+
+
+@dataclass(frozen=True)
+class Move:
+    slot: Slot
+    worker: Worker
+    why: str
+    nudge: bool = False
+    """For the loop waits for it: its own data may be the reason, and then no place helps."""
+
+
+def plan(books: Books, now: float, room: int) -> list[Move]:
+    """At most `room` moves, each slot and each worker in one of them at most."""
+    moves: list[Move] = []
+    taken: set[str] = set()
+    for move in (*_stragglers(books, now), *_levelled(books, now)):
+        if len(moves) >= room:
+            break
+        if move.worker.name not in taken and move.slot not in [other.slot for other in moves]:
+            moves.append(move)
+            taken |= {move.worker.name, move.slot.worker}
+    return moves
+
+
+def _settled(books: Books, slot: Slot, now: float, times: int = 1) -> bool:
+    """It runs well where it is, has done so for long enough, and can be moved at little cost."""
+    return (
+        slot.phase == pb.READY
+        and slot.successor is None
+        and not slot.gauge.behind
+        and _is_cheap(slot)
+        and now >= slot.left_alone_until
+        and now - slot.moved_at >= books.limits.balance_after_s * times
+    )
+
+
+def _is_cheap(slot: Slot) -> bool:
+    """It goes on from a snapshot. What has no states replays its whole pass, and that is worse than what it is moved
+    for."""
+    traits = slot.traits
+    return traits is not None and traits.state_methods >= 2 and not traits.not_restartable and not traits.own_workers
+
+
+def _stragglers(books: Books, now: float) -> Iterator[Move]:
+    for attempt in books.open_attempts():
+        boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE and not box.pass_ended]
+        found = [finding for box in boxes if (finding := _held_up(books, box)) is not None]
+        slow = {finding.worker for finding in found}
+        for finding in sorted(found, key=lambda finding: -finding.wait_share * finding.blame):
+            assert finding.box is not None
+            assert finding.slot is not None
+            slot = attempt.boxes[finding.box].slots[finding.slot]
+            if len(slot.was_slow_at) >= NUDGES or not _settled(books, slot, now, 1 << len(slot.was_slow_at)):
+                continue
+            worker = _elsewhere(books, slot, slow | slot.was_slow_at | slot.unfit_at(books.workers))
+            if worker is not None:
+                share = f"{finding.wait_share * finding.blame:.0%}"
+                why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
+                yield Move(slot, worker, why, nudge=True)
+
+
+def _held_up(books: Books, box: Box) -> Finding | None:
+    """By one slot, enough to do something about it."""
+    finding = find([facts(books, box)])
+    if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
+        return None
+    return finding if finding.wait_share * finding.blame >= STRAGGLES else None
+
+
+def _elsewhere(books: Books, slot: Slot, slow: set[str]) -> Worker | None:
+    """A place for a straggler: on another machine if there is one. `slow`: workers that will not do."""
+    _, box = books.box_of(slot)
+    opening = box.opening
+    owner = books.workers.get(slot.worker)
+    here = {worker.name for worker in books.workers.values() if owner and worker.host_id == owner.host_id}
+    slow = slow | _far(books, box)
+    for barred in (slow | here, slow | {slot.worker}):
+        worker = books.room.choose(slot, opening.host_id, opening.loader.input_fn, barred)
+        if worker is not None:
+            return worker
+    return None
+
+
+def _far(books: Books, box: Box) -> set[str]:
+    """Workers that the box could not reach of late."""
+    return box.unreachable_since(books.events.now - books.limits.unreachable_s)
+
+
+def _levelled(books: Books, now: float) -> Iterator[Move]:
+    there = [worker for worker in books.workers.values() if worker.registered and not worker.draining]
+    fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
+    emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
+    slow = {(attempt.run, name) for attempt in books.open_attempts() for name in _slow_for(attempt)}
+    for full, empty in zip(fullest, emptiest, strict=False):
+        if full.load - (len(empty.slots) + 1) / empty.capacity < WORTH:
+            return
+        slots = [books.slot(key) for key in full.slots]
+        fitting = [
+            slot
+            for slot in slots
+            if slot is not None and (slot.key.run, empty.name) not in slow and _may_go(books, slot, full, empty, now)
+        ]
+        slot = min(fitting, key=lambda slot: slot.key, default=None)
+        if slot is not None:
+            why = f"worker {full.name} has {len(full.slots)} slots and worker {empty.name} {len(empty.slots)}"
+            yield Move(slot, empty, why)
+
+
+def _slow_for(attempt: Attempt) -> set[str]:
+    """Workers that its stragglers have left. One that is slow wherever it is says nothing about them."""
+    slots = (slot for box in attempt.boxes.values() for slot in box.slots)
+    return {name for slot in slots if len(slot.was_slow_at) < NUDGES for name in slot.was_slow_at}
+
+
+def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
+    if slot.worker != full.name or not _settled(books, slot, now):
+        return False
+    _, box = books.box_of(slot)
+    opening = box.opening
+    near = full.host_id == opening.host_id != empty.host_id
+    barred = slot.was_slow_at | slot.unfit_at(books.workers) | _far(books, box)
+    return not near and empty.name not in barred and empty.may_run(module_of(opening.loader.input_fn))

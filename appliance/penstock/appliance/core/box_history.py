@@ -1,0 +1,229 @@
+"""What is kept of a box's stream, so that a batch that was delivered can be made again: `penstock replay`.
+
+Batches are nowhere kept, and need not be: how the box was opened, which passes its loop left, which batches were left
+out, and any place to start from make every one of them again. A running coordinator tells this from its books; of
+attempts that are over, and of a coordinator that is stopped, the journal tells it.
+
+Reading the files of a stopped coordinator changes nothing in them. Its lock is taken meanwhile, so that none is started
+on them; one that runs has the newer half of the truth in its memory, and is to be asked instead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from penstock.appliance.core.opening import start_of
+from penstock.appliance.model.entities import Attempt, AttemptState, Box, Place, SlotKey
+from penstock.appliance.storage.database import SCHEMA, check_commits, read_only
+from penstock.appliance.storage.journal import TABLES, checked
+from penstock.appliance.storage.snapshot_index import Kept, Ledger
+from penstock.proto.errors import JournalError
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["StoppedCoordinator", "Track", "past", "track_of", "with_snapshots"]
+
+KNOWN = 8
+"""Positions of a box that are kept on disk, about: with 65,536 slots each of all boxes takes 400 KB."""
+
+
+@dataclass(frozen=True)
+class Track:
+    """What the books have of a box, as of now. Taken in no time and made into a message later: of all boxes of a large
+    attempt that takes seconds, in which the event loop would hear no heartbeat."""
+
+    attempt: int
+    seed: int
+    opening: pb.OpenRunRequest
+    base: Position
+    settled: bool
+    known: Sequence[Position | records_pb2.BoxPosition]
+    cuts: Mapping[int, int]
+    slots: Sequence[tuple[Mapping[tuple[int, int], int], records_pb2.LoaderTraits | None]]
+    """Batches that are left out, and traits."""
+    snapshots: Mapping[SlotKey, Sequence[Kept]] = field(default_factory=dict)
+
+    def message(self) -> pb.History:
+        history = _opened(self.attempt, self.opening, self.base, self.seed)
+        history.settled = self.settled
+        history.known.extend(at.to_proto() if isinstance(at, Position) else at for at in self.known)
+        history.cuts.extend(pb.Cut(epoch=epoch, step=step) for epoch, step in sorted(self.cuts.items()))
+        for left_out, traits in self.slots:
+            skips = [records_pb2.Skip(epoch=e, total=t, count=n) for (e, t), n in sorted(left_out.items())]
+            history.slots.add(skips=skips, traits=traits)
+        for key, kept in self.snapshots.items():
+            headers = (_header(key, one.total, one.epoch, one.size, one.origin) for one in kept)
+            history.slots[key.slot].snapshots.extend(headers)
+        return history
+
+    def thinned(self) -> Track:
+        """As it is kept: the last known position, and a few of those before it."""
+        few = self.known[:-1][:: max(1, len(self.known) // KNOWN)]
+        return replace(self, known=[*few, *self.known[-1:]])
+
+    def kept(self) -> bytes:
+        """For the journal. Snapshots have an index of their own."""
+        return self.message().SerializeToString()
+
+
+def track_of(attempt: Attempt, box: Box) -> Track:
+    """As the books have it."""
+    reports = box.place is Place.LIVE and attempt.state is AttemptState.OPEN
+    settled = (box.told and (reports or box.place is Place.CLOSED)) or box.settled
+    slots = [(dict(slot.skips), slot.traits) for slot in box.slots]
+    return Track(attempt.number, attempt.seed, box.opening, box.base, settled, _known(box), dict(box.cuts), slots)
+
+
+def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
+    """Where it is known to have been, by this process of the coordinator and by those before it."""
+    found: dict[int, Position | records_pb2.BoxPosition] = {at.step: at for at in box.earlier}
+    found |= {at.step: at for at in box.history}
+    if box.delivered.slots:
+        found.setdefault(box.delivered.step, box.delivered)
+    return [found[step] for step in sorted(found)]
+
+
+def with_snapshots(attempt: Attempt, box: Box, ledger: Ledger) -> Track:
+    """And with the snapshots that there are."""
+    snapshots = {slot.key: list(ledger.snapshots(slot.key)) for slot in box.slots}
+    return replace(track_of(attempt, box), snapshots=snapshots)
+
+
+def _opened(attempt: int, opening: pb.OpenRunRequest, base: Position, seed: int) -> pb.History:
+    history = pb.History(attempt=attempt, opening=opening)
+    for name in ("attempt_key", "host_id"):
+        history.opening.ClearField(name)
+    history.opening.has_seed, history.opening.seed = True, seed
+    history.opening.base.CopyFrom(base.to_proto())
+    return history
+
+
+def _header(key: SlotKey, total: int, epoch: int, size: int, origin: bool) -> pb.SnapshotHeader:
+    return pb.SnapshotHeader(**key._asdict(), total=total, epoch=epoch, size=size, origin=origin)
+
+
+# ---- from files
+
+
+@contextmanager
+def _reading(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
+    """A database of ours, read only."""
+    try:
+        with read_only(path, in_use=in_use) as db:
+            (found,) = db.execute("PRAGMA user_version").fetchone()
+            if found > SCHEMA:
+                raise JournalError(
+                    f"{path} was written by a newer Penstock (schema {found}, this one knows {SCHEMA}): "
+                    "use that release"
+                )
+            yield db
+    except (sqlite3.Error, DecodeError) as error:
+        raise JournalError(f"{path} cannot be read as a journal: {error}") from error
+
+
+def _rows(db: sqlite3.Connection, table: str, **where: str | int) -> list[Any]:
+    """Those with these values, by key; none of a table that an older release did not have."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone():
+        return []
+    condition = " AND ".join(f"{column}=?" for column in where)
+    keys = ", ".join(TABLES[table][0]) if table in TABLES else "epoch, total"
+    rows = db.execute(f"SELECT * FROM {table} WHERE {condition} ORDER BY {keys}", tuple(where.values())).fetchall()
+    name = db.execute("PRAGMA database_list").fetchone()["file"]
+    return [checked(table, row, name) for row in rows] if table in TABLES else rows
+
+
+def past(journal: Path, run: str, box: int, *, in_use: bool = True) -> list[pb.History]:
+    """Of the attempts that are over, oldest first."""
+    with _reading(journal, in_use=in_use) as db:
+        return [pb.History.FromString(row["history"]) for row in _rows(db, "tracks", run=run, box=box) if row["over"]]
+
+
+class StoppedCoordinator:
+    """The state directory of a coordinator that does not run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._journal, self._store = path / "journal.db", path / "snapshots.db"
+        if not self._journal.is_file():
+            raise JournalError(f"{path} is no state directory of a coordinator: it has no journal.db")
+        try:
+            self._lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise JournalError(f"the state directory {path} cannot be read: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise JournalError(
+                f"the state directory {path} is in use by a coordinator that runs: ask that one (--coordinator)"
+            ) from error
+        try:
+            for database in (self._journal, self._store):
+                check_commits(database)
+        except JournalError:
+            self.close()
+            raise
+
+    def __enter__(self) -> StoppedCoordinator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def histories(self, run: str, box: int) -> list[pb.History]:
+        """Of all attempts, oldest first; empty for a run or box that is not known."""
+        found = past(self._journal, run, box, in_use=False)
+        with _reading(self._journal) as db:
+            for row in _rows(db, "boxes", run=run, box=box):
+                if row["opening"] is not None:
+                    (of_run,) = _rows(db, "runs", run=run)
+                    found.append(self._open_one(db, run, row, int(of_run["seed"])))
+        return found
+
+    def _open_one(self, db: sqlite3.Connection, run: str, row: Any, seed: int) -> pb.History:
+        place: dict[str, str | int] = {"run": run, "attempt": row["attempt"], "box": row["box"]}
+        opening = pb.OpenRunRequest.FromString(row["opening"])
+        history = _opened(row["attempt"], opening, start_of(opening), seed)
+        for track in _rows(db, "tracks", **place):
+            last = pb.History.FromString(track["history"])
+            history.known.extend(last.known)
+            # One that was at work has gone on since, from what its lanes held.
+            history.settled = last.settled and row["place"] == Place.CLOSED.value
+        history.cuts.extend(pb.Cut(epoch=cut["epoch"], step=cut["step"]) for cut in _rows(db, "cuts", **place))
+        with _reading(self._store) as store:
+            for slot in _rows(db, "slots", **place):
+                at = {**place, "slot": slot["slot"]}
+                of_slot = history.slots.add(
+                    skips=[
+                        records_pb2.Skip(epoch=skip["epoch"], total=skip["total"], count=skip["count"])
+                        for skip in _rows(db, "skips", **at)
+                    ],
+                    snapshots=[pb.SnapshotHeader.FromString(one["header"]) for one in _rows(store, "snapshots", **at)],
+                )
+                if slot["traits"] is not None:
+                    of_slot.traits.ParseFromString(slot["traits"])
+        return history
+
+    def find_snapshot(self, header: pb.SnapshotHeader) -> bytes | None:
+        with _reading(self._store) as db:
+            at = ("run", "attempt", "box", "slot", "total", "epoch")
+            rows = _rows(db, "snapshots", **{name: getattr(header, name) for name in at})
+        return bytes(rows[0]["data"]) if rows else None
+
+    def blob(self, name: str) -> bytes | None:
+        with _reading(self._store) as db:
+            found = db.execute("SELECT data FROM blobs WHERE name=?", (name,)).fetchone()
+        return bytes(found["data"]) if found else None

@@ -1,0 +1,51 @@
+"""What a box's report says of its way: where its loop is, where passes ended, and what nobody can ask for any more."""
+
+from __future__ import annotations
+
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.model.entities import Attempt, Box
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+def advance(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+    """The box was handed all up to `request.delivered`, which is not before what is known."""
+    position = Position.from_proto(request.delivered)
+    steps, box.delivered = position.step - box.step, request.delivered
+    _note_ends(books, attempt, box, position)
+    box.measure(now, steps)
+    # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
+    history, edge = box.history, box.step - box.retention
+    if box.step - history[-1].step >= max(1, box.retention // books.limits.history_entries):
+        history.append(position)
+    while len(history) > 1 and history[1].step <= edge:
+        history.popleft()
+        box.ends = {end: total for end, total in box.ends.items() if end[1] >= history[0].epoch}
+    if history[0].step <= edge:
+        for slot in box.slots:
+            books.ledger.trim(slot.key, history[0].total[slot.key.slot])
+
+
+def note_cuts(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+    """The passes that its loop left. Raises InvalidArgumentError for more than there is room for."""
+    for cut in request.cuts:
+        if cut.epoch in box.cuts:
+            continue
+        if len(box.cuts) >= books.limits.cuts_max:
+            raise InvalidArgumentError(f"box {box.number} has left {len(box.cuts)} passes: there is no more room")
+        for other in attempt.boxes.values() if attempt.note_cut(box, cut.epoch, cut.step) else [box]:
+            books.touch(attempt, other)
+        books.save_cut(attempt, box, cut.epoch)
+
+
+def _note_ends(books: Books, attempt: Attempt, box: Box, position: Position) -> None:
+    for number in set(range(attempt.num_workers)) - set(position.live):
+        box.ends[number, position.epoch] = position.total[number]
+    if len(box.ends) > books.limits.ends_max:
+        epochs = sorted({epoch for _, epoch in box.ends})
+        newer = epochs[len(epochs) // 2]
+        box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}
+    if position.epoch > box.base.epoch:  # where this pass began, the one before had ended or was left
+        begun = zip(position.total, position.delivered, strict=True)
+        box.ends |= {(k, position.epoch - 1): total - delivered for k, (total, delivered) in enumerate(begun)}

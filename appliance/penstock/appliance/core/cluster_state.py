@@ -1,0 +1,506 @@
+"""The books: all runs and workers, and the elementary moves on them. Each move keeps four things in step: the objects,
+the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
+
+Moves are small and total: `move` takes a slot from whoever has it, `end` closes an attempt, and so on. Who may ask for
+one, and when, is in state_machine.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from penstock.appliance.core import box_history
+from penstock.appliance.model.entities import (
+    Attempt,
+    AttemptState,
+    Box,
+    Loss,
+    Past,
+    Place,
+    Run,
+    Slot,
+    SlotKey,
+    Successor,
+    Worker,
+)
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.model.recent_events import Events
+from penstock.appliance.policies import quarantine
+from penstock.appliance.policies.lease_policy import Pace, Share, of_boxes, of_workers, share
+from penstock.appliance.policies.placement import Room
+from penstock.appliance.storage.journal import TABLES, Journal
+from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.proto.errors import OverloadedError, SupersededError, UnknownRunError
+from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.rpc.credentials.tickets import lane_key, make_ticket
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+Topic = tuple[str | int, ...]
+"""What changed: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
+
+
+class Books:
+    def __init__(
+        self, journal: Journal, ledger: Ledger, limits: Limits, changed: Callable[[Topic], None], events: Events
+    ) -> None:
+        self.journal = journal
+        self.ledger = ledger
+        self.limits = limits
+        self.changed = changed
+        self.events = events
+        self.runs: dict[str, Run] = {}
+        self.workers: dict[str, Worker] = {}
+        self.room = Room(self.workers)
+        self.fleet, self.fleet_at = 0, 0.0
+        """The number of workers that the pace follows, and since when: see `count_fleet`."""
+        self.strain = 1.0
+        """See pace.strained."""
+        self.live_boxes = 0
+        self.slots_held: Counter[str] = Counter()
+        """Slots of open attempts, by the token that opened them."""
+        """As counted by the last tick, and those opened since."""
+        self.placed = 0
+        """Slots that workers have."""
+        self.appointed: dict[SlotKey, Slot] = {}
+        """Slots that have a successor."""
+        self.waiting: dict[SlotKey, Slot] = {}
+        """Slots of live boxes that no worker has, in the order in which they began to wait."""
+        self.touched: set[tuple[str, int, int]] = set()
+        """(run, attempt, box) whose slots or progress changed: their part of state queries is to be planned again."""
+        self.tickets_expire = 0
+        """Seconds since the epoch, for tickets made from now on: see penstock.proto.rpc.credentials.tickets."""
+        self._version = journal.boots << 32
+
+    # ------------------------------------------------------------------------------------------------ small things
+
+    def next_version(self) -> int:
+        """Rises over all objects and all restarts, so that no two views are ever taken for the same."""
+        self._version += 1
+        return self._version
+
+    def bump_worker(self, worker: Worker) -> None:
+        self.room.offer(worker)
+        worker.version = self.next_version()
+        self.changed(("worker", worker.name))
+
+    def bump_box(self, attempt: Attempt, box: Box) -> None:
+        box.version = self.next_version()
+        self.touch(attempt, box)
+        self.changed(("box", attempt.run, attempt.number, box.number))
+
+    def worker_pace(self) -> Pace:
+        return of_workers(max(self.fleet, len(self.workers)), self.strain, self.limits)
+
+    def count_fleet(self, now: float) -> None:
+        """The pace follows a fleet that grows at once, and one that shrinks after a while: a coordinator that has lost
+        many because there was more to do than it could would else ask the others for more calls, and lose them too."""
+        if len(self.workers) >= self.fleet or now - self.fleet_at > self.limits.shrinks_after_s:
+            self.fleet, self.fleet_at = len(self.workers), now
+
+    def box_pace(self) -> Pace:
+        return of_boxes(self.live_boxes, self.strain, self.limits)
+
+    def snapshot_share(self) -> Share:
+        """What each slot may send of snapshots."""
+        calls_per_s = len(self.workers) / self.worker_pace().beat_s + self.live_boxes / self.box_pace().beat_s
+        return share(self.placed, calls_per_s, self.limits)
+
+    def touch(self, attempt: Attempt, box: Box) -> None:
+        self.touched.add((attempt.run, attempt.number, box.number))
+
+    def lane_key(self, key: SlotKey, generation: int) -> bytes:
+        """What a worker checks tickets with. Derived, so that it outlives a restart and is in no file."""
+        return lane_key(self.journal.secret, *key, generation)
+
+    def ticket(self, key: SlotKey, generation: int) -> str:
+        """What a lane's hello must show."""
+        return make_ticket(self.lane_key(key, generation), self.tickets_expire)
+
+    # ----------------------------------------------------------------------------------------------------- finding
+
+    def attempt(self, run_name: str, number: int) -> Attempt:
+        """The open attempt of that number. Raises UnknownRunError, SupersededError."""
+        run = self.runs.get(run_name)
+        if run is None:
+            raise UnknownRunError(f"the coordinator knows no run {run_name!r}")
+        if run.current is not None and run.current.number == number:
+            return run.current
+        past = run.past.get(number)
+        if past is not None:
+            raise SupersededError(past.why)
+        if number < run.attempt:
+            raise SupersededError(f"attempt {number} of run {run_name} is over; the newest one is {run.attempt}")
+        raise UnknownRunError(f"run {run_name} has no attempt {number}; the newest one is {run.attempt}")
+
+    def slot(self, key: SlotKey) -> Slot | None:
+        run = self.runs.get(key.run)
+        if run is None or run.current is None or run.current.number != key.attempt:
+            return None
+        box = run.current.boxes.get(key.box)
+        return box.slots[key.slot] if box is not None and key.slot < len(box.slots) else None
+
+    def open_attempts(self) -> list[Attempt]:
+        return [run.current for run in self.runs.values() if run.current is not None]
+
+    def box_of(self, slot: Slot) -> tuple[Attempt, Box]:
+        attempt = self.runs[slot.key.run].current
+        assert attempt is not None
+        return attempt, attempt.boxes[slot.key.box]
+
+    # ------------------------------------------------------------------------------------------------ the journal
+
+    def save_run(self, run: Run) -> None:
+        row = {"run": run.name, "seed": str(run.seed), "num_boxes": run.num_boxes, "num_workers": run.num_workers}
+        self.journal.put("runs", row | {"attempt": run.attempt, "generation": run.generation})
+
+    def save_attempt(self, attempt: Attempt) -> None:
+        row = {"run": attempt.run, "attempt": attempt.number, "key": attempt.key, "opened_by": attempt.opened_by}
+        self.journal.put("attempts", row | {"state": attempt.state.value, "why": attempt.why})
+
+    def save_box(self, attempt: Attempt, box: Box) -> None:
+        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number, "client_id": box.client}
+        still = attempt.state is AttemptState.OPEN
+        opening = box.opening.SerializeToString() if still else None
+        self.journal.put("boxes", row | {"place": box.place.value, "opening": opening})
+
+    def save_slot(self, slot: Slot) -> None:
+        row: dict[str, object] = dict(slot.key._asdict())
+        row |= {"generation": slot.generation, "phase": int(slot.phase), "worker": slot.worker, "session": slot.session}
+        row |= {"ever_ready": slot.ever_ready, "recovery": slot.recovery, "restarts": slot.restarts, "note": slot.note}
+        row["traits"] = None if slot.traits is None else slot.traits.SerializeToString()
+        row["error"] = None if slot.error is None else slot.error.SerializeToString()
+        self.journal.put("slots", row)
+
+    def _save_skip(self, slot: Slot, epoch: int, total: int) -> None:
+        row: dict[str, object] = dict(slot.key._asdict()) | {"epoch": epoch, "total": total}
+        self.journal.put("skips", row | {"count": slot.skips[epoch, total], "own": slot.skipped[epoch, total]})
+
+    def save_cut(self, attempt: Attempt, box: Box, epoch: int) -> None:
+        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
+        self.journal.put("cuts", row | {"epoch": epoch, "step": box.cuts[epoch]})
+
+    def save_track(self, attempt: Attempt, box: Box) -> None:
+        """Where its loop was, and all else that a batch of an attempt that is over can be made again from."""
+        row = {"run": attempt.run, "attempt": attempt.number, "box": box.number}
+        over = attempt.state is not AttemptState.OPEN
+        self.journal.put("tracks", row | {"over": over, "history": box_history.track_of(attempt, box).thinned().kept})
+
+    def track(self, run_name: str, box_number: int) -> box_history.Track | None:
+        """In the open attempt, if it has that box."""
+        run = self.runs.get(run_name)
+        attempt = run.current if run is not None else None
+        box = attempt.boxes.get(box_number) if attempt is not None else None
+        return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.ledger)
+
+    def forget(self, run: Run) -> None:
+        """Drops everything about a run that will not be opened again."""
+        for table in TABLES:
+            self.journal.drop(table, run=run.name)
+        del self.runs[run.name]
+
+    # ---------------------------------------------------------------------------------------------------- attempts
+
+    def check_room(self, request: pb.OpenRunRequest, credential: str, superseded: Attempt | None) -> None:
+        """Raises OverloadedError if another box would be more than the coordinator has room for. `superseded`: an
+        attempt that ends first."""
+        count, held, all_held = request.num_workers_per_box, self.slots_held[credential], self.slots_held.total()
+        for box in superseded.boxes.values() if superseded is not None else ():
+            all_held -= len(box.slots)
+            held -= len(box.slots) * (box.credential == credential)
+        for what, there, limit in (
+            ("one token", held, self.limits.slots_max),
+            ("all tokens", all_held, self.limits.slots_open_max),
+        ):
+            if there + count > limit:
+                raise OverloadedError(
+                    f"{count} more workers: {there} of the {limit} that {what} may have in open runs are there; close "
+                    "runs that are over"
+                )
+
+    def add_box(
+        self,
+        attempt: Attempt,
+        client: str,
+        request: pb.OpenRunRequest,
+        base: Position,
+        now: float,
+        credential: str = "",
+    ) -> Box:
+        run = self.runs[attempt.run]
+        self.live_boxes += 1
+        lease = now + self.box_pace().lease_s
+        box = Box(request.box, client, request, base, Place.LIVE, lease, 0, credential=credential, reported_at=now)
+        self.slots_held[credential] += attempt.num_workers
+        box.history.append(base)
+        attempt.boxes[box.number] = box
+        for number in range(attempt.num_workers):
+            slot = Slot(SlotKey(attempt.run, attempt.number, box.number, number), run.generation + 1)
+            box.slots.append(slot)
+            self.waiting[slot.key] = slot
+            self.save_slot(slot)
+        self.save_box(attempt, box)
+        self.bump_box(attempt, box)
+        text = f"box {box.number} of {attempt.shape} is in attempt {attempt.number}, from host {request.host_id or '?'}"
+        self.events.add("box opened", text, run=attempt.run, attempt=attempt.number, box=box.number)
+        return box
+
+    def end(self, attempt: Attempt, state: AttemptState, why: str) -> None:
+        """The attempt is over: nobody owns anything of it any more, and its calls are refused with `why`."""
+        run = self.runs[attempt.run]
+        attempt.state, attempt.why = state, why
+        self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
+        run.current = None
+        for box in attempt.boxes.values():
+            self.slots_held[box.credential] -= len(box.slots)
+            for slot in box.slots:
+                self.dismiss(slot)
+                self._detach(slot)
+                self.waiting.pop(slot.key, None)
+                run.generation = max(run.generation, slot.generation, slot.reserved)
+            self.save_box(attempt, box)
+            self.save_track(attempt, box)
+            self.bump_box(attempt, box)
+        clients = {box.number: box.client for box in attempt.boxes.values()}
+        run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
+        for table in ("slots", "skips", "cuts", "reserved"):
+            self.journal.drop(table, run=attempt.run, attempt=attempt.number)
+        self.save_attempt(attempt)
+        self.save_run(run)
+        while len(run.past) > self.limits.past_attempts:
+            oldest = min(run.past)
+            del run.past[oldest]
+            self.journal.drop("attempts", run=run.name, attempt=oldest)
+            self.journal.drop("boxes", run=run.name, attempt=oldest)
+            self.journal.drop("tracks", run=run.name, attempt=oldest)
+        self.ledger.drop_attempt(attempt.run, attempt.number)
+
+    def vacate(self, attempt: Attempt, box: Box, place: Place, note: str) -> None:
+        """The box's client is gone or has closed: its workers are free at once."""
+        box.place = place
+        kind = "box lost" if place is Place.GONE else "box closed"
+        self.events.add(kind, note, run=attempt.run, attempt=attempt.number, box=box.number)
+        if box.told:
+            self.save_track(attempt, box)
+        for slot in box.slots:
+            self.waiting.pop(slot.key, None)
+            self.dismiss(slot)
+            if self._detach(slot):
+                slot.generation = slot.next_generation
+                if slot.phase != pb.FAILED:
+                    slot.phase, slot.note = pb.WAITING, note
+                    slot.gauge.restart(0.0)
+                    slot.restarts += 1
+            self.save_slot(slot)
+        self.save_box(attempt, box)
+        self.bump_box(attempt, box)
+
+    def revive(self, attempt: Attempt, box: Box, now: float) -> None:
+        """The client of a place that was given up is back, and nobody has opened the next attempt meanwhile."""
+        box.place = Place.LIVE
+        text = f"the training job of box {box.number} was heard of again"
+        self.events.add("box back", text, run=attempt.run, attempt=attempt.number, box=box.number)
+        box.lease_until = now + self.box_pace().lease_s
+        for slot in box.slots:
+            if slot.phase == pb.WAITING:
+                self.waiting[slot.key] = slot
+        self.save_box(attempt, box)
+        self.bump_box(attempt, box)
+
+    # ------------------------------------------------------------------------------------------------------- slots
+
+    def _tell(self, kind: str, text: str, slot: Slot, worker: str) -> None:
+        """Of a slot, to those who look."""
+        place = {name: value for name, value in slot.key._asdict().items() if name != "run"}
+        self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **place)
+
+    def _detach(self, slot: Slot) -> bool:
+        """Takes the slot from its worker's set; false if it had none."""
+        if not slot.worker:
+            return False
+        worker = self.workers.get(slot.worker)
+        if worker is not None and slot.key in worker.slots:
+            worker.slots.discard(slot.key)
+            self.bump_worker(worker)
+        slot.worker = slot.session = ""
+        self.placed -= 1
+        return True
+
+    def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
+        """Takes the slot from its worker, to be placed again under the next generation.
+
+        `loss_at`: the time, if something died; None for an orderly hand-over, which counts against nobody.
+        `making`: the place of the batch that it was making as it died.
+        """
+        attempt, box = self.box_of(slot)
+        loser = slot.worker
+        self._detach(slot)
+        if slot.phase == pb.FAILED:  # its error is final; only the lane to its last batches is gone now
+            self.save_slot(slot)
+            self.bump_box(attempt, box)
+            return
+        slot.generation = slot.next_generation
+        slot.phase, slot.note, slot.doing, slot.handed_over = pb.WAITING, note, "", False
+        slot.start_place = 0, 0
+        slot.restarts += 1
+        if loss_at is not None:
+            loss = Loss(loss_at, loser, note, box.total(slot.key.slot), making)
+            horizon = loss_at - self.limits.loss_window_s
+            slot.losses = [*quarantine.still_count(slot.losses, loss, horizon), loss]
+        self._tell("slot moved" if loss_at is None else "slot lost", note, slot, loser)
+        if len(slot.losses) > self.limits.losses:
+            self._give_up(box, slot)
+        slot.gauge.restart(self.events.now)
+        if slot.phase == pb.WAITING and slot.successor is not None:
+            self._succeed(slot)
+        elif slot.phase == pb.WAITING:
+            self.waiting[slot.key] = slot
+        else:
+            self.dismiss(slot)
+        self.save_slot(slot)
+        self.bump_box(attempt, box)
+
+    def _give_up(self, box: Box, slot: Slot) -> None:
+        """It was lost too often: it fails, or the batch that did it is left out."""
+        place = quarantine.culprit(slot.losses)
+        if place is None or not box.opening.loader.options.skip_poison:
+            error = quarantine.verdict(box, slot, place, self.limits.loss_window_s)
+            slot.phase, slot.error = pb.FAILED, detail_of(error)
+            self._tell("slot failed", error.message, slot, "")
+            return
+        count, name = len(slot.losses), quarantine.name_of(box, slot, place)
+        quarantine.leave_out(slot, place)
+        self._save_skip(slot, place.epoch, place.total)
+        slot.note = f"{name} is quarantined and left out, for it killed its runner {count} times: {slot.note}"
+        self._tell("batch quarantined", slot.note, slot, "")
+
+    def fail(self, slot: Slot, error: records_pb2.ErrorDetail) -> None:
+        """For good. The worker keeps the slot: the batches before the error are in its ring, to be delivered first."""
+        attempt, box = self.box_of(slot)
+        self.dismiss(slot)
+        slot.phase, slot.error = pb.FAILED, detail_of(error_of(error))  # cut to size: it goes into every view
+        self._tell("slot failed", f"{slot}: {slot.error.message}", slot, slot.worker)
+        self.save_slot(slot)
+        self.bump_box(attempt, box)
+
+    def note_rate(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
+        """How fast its runner is, and how far ahead; or how many start before it."""
+        slot.batches_per_s, slot.batch_s = report.batches_per_s, report.batch_s
+        slot.batch_cpu_s, slot.batch_delay_s = report.batch_cpu_s, report.batch_delay_s
+        _, box = self.box_of(slot)
+        start_place = report.start_place, report.start_queue
+        if start_place != slot.start_place:
+            slot.start_place = start_place
+            # Told with the next answer, which is a beat away at most. Each start changes the place of all that wait: to
+            # wake their boxes each time would be a call for each pair of them.
+            box.version = self.next_version()
+        slot.gauge.report(now, report.produced, max(report.delivered, box.total(slot.key.slot)))
+        if slot.gauge.lost_at and not slot.gauge.behind:
+            lost_at, slot.gauge.lost_at = slot.gauge.lost_at, 0.0
+            text = f"{slot} goes on at worker {slot.worker}, {now - lost_at:.1f} s after it lost its runner"
+            self._tell("slot recovered", text, slot, slot.worker)
+
+    def place_waiting(self) -> None:
+        """Gives waiting slots to workers that have room."""
+        if self.room.is_full:
+            return
+        stuck: set[str] = set()
+        """What no worker with room may run: one slot's answer is that of all with the same input_fn."""
+        for slot in list(self.waiting.values()):
+            attempt, box = self.box_of(slot)
+            opened, input_fn = box.opening, box.opening.loader.input_fn
+            if input_fn in stuck:
+                continue
+            far = box.unreachable_since(self.events.now - self.limits.unreachable_s) if box.unreachable else set()
+            worker = self.room.choose(slot, opened.host_id, input_fn, far)
+            if worker is None and far:
+                far = box.unreachable_since(self.events.now - self.limits.unreachable_again_s)
+                worker = self.room.choose(slot, opened.host_id, input_fn, far)
+                worker = worker or self.room.choose(slot, opened.host_id, input_fn)
+            if worker is None:
+                stuck.add(input_fn)
+                continue
+            del self.waiting[slot.key]
+            slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
+            # A slot that has given something out must be taken over; one that never ran just starts.
+            slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.ledger.snapshots(slot.key)))
+            worker.slots.add(slot.key)
+            self.placed += 1
+            self.save_slot(slot)
+            self.bump_worker(worker)
+            self.bump_box(attempt, box)
+            if self.room.is_full:
+                return
+
+    def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
+        """Workers whose lease ended so long ago are gone."""
+        for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
+            del self.workers[worker.name]
+            note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
+            if not worker.left:
+                self.events.add("worker lost", note, worker=worker.name)
+            self.drop_worker(worker, note, now)
+
+    def drop_worker(self, worker: Worker, note: str, loss_at: float | None) -> None:
+        """The worker's slots go back; the worker itself stays where it is in `workers`."""
+        for key in sorted(worker.slots):
+            slot = self.slot(key)
+            if slot is not None and slot.worker == worker.name:
+                self.move(slot, note, loss_at)
+            elif slot is not None:
+                self.dismiss(slot)
+        worker.slots.clear()
+
+    # -------------------------------------------------------------------------------------------------- successors
+
+    def appoint(self, slot: Slot, worker: Worker, why: str, now: float) -> None:
+        """The worker is to get ready for the slot, which stays where it is until then: see migration.py."""
+        slot.reserved = slot.next_generation
+        slot.successor = Successor(worker.name, worker.session, slot.reserved, why, now)
+        self.appointed[slot.key] = slot
+        self.journal.put("reserved", slot.key._asdict() | {"generation": slot.reserved})
+        worker.slots.add(slot.key)
+        self.placed += 1
+        self.bump_worker(worker)
+        self.bump_box(*self.box_of(slot))
+
+    def dismiss(self, slot: Slot) -> None:
+        """There is no successor any more, if there was one: the slot stays where it is."""
+        successor, slot.successor = slot.successor, None
+        if successor is None:
+            return
+        del self.appointed[slot.key]
+        self.placed -= 1
+        for name in (successor.worker, slot.worker):
+            worker = self.workers.get(name)
+            if worker is not None:
+                if name != slot.worker:
+                    worker.slots.discard(slot.key)
+                self.bump_worker(worker)
+
+    def take_over(self, slot: Slot, note: str, now: float) -> None:
+        """The slot goes from its worker to its successor."""
+        self._detach(slot)
+        self._succeed(slot)
+        slot.note, slot.doing, slot.moved_at, slot.handed_over = note, "", now, True
+        slot.gauge.restart(0.0)
+        text = f"{slot} went to worker {slot.worker}: {note}"
+        self._tell("slot handed over", text, slot, slot.worker)
+        self.save_slot(slot)
+        self.bump_box(*self.box_of(slot))
+
+    def _succeed(self, slot: Slot) -> None:
+        """The slot, which no worker has, is its successor's."""
+        successor, slot.successor = slot.successor, None
+        assert successor is not None
+        del self.appointed[slot.key]
+        slot.generation, slot.worker, slot.session = successor.generation, successor.worker, successor.session
+        slot.phase = pb.READY if successor.ready_at else pb.STARTING
+        slot.recovery, slot.batch_s = True, 0.0
+        slot.moved_at = successor.ready_at or successor.since
+        slot.traits = successor.traits or slot.traits
+        worker = self.workers.get(successor.worker)
+        if worker is not None:
+            self.bump_worker(worker)

@@ -1,0 +1,105 @@
+"""How many workers the open runs need, from what is measured.
+
+Demand. A loop that took r steps a second and waited through a share w of the time would take r / (1 - w) if it never
+waited. Supply. A slot whose batches take it b seconds of work gives 1 / b of them a second. So a box needs
+r / (1 - w) * b slots, and some more, for batches do not all take equally long. Time in which a runner waited for a
+processor is no work: with more slots it would only grow.
+
+Cores. A slot that takes c seconds of processor time for b seconds of work keeps c / b cores busy. So n cores carry
+n * b / c slots, and more of them on the same machines make no batch more.
+
+A run's number of workers is fixed while it is open, so what it should have is for its next start
+(`Appliance(num_workers_per_box=)`), on the machines that are there. The number of daemons is that which holds all slots
+that open runs have, or need if that is more: cores set no limit to it, for new machines bring their own. An autoscaler
+may follow it: penstock_workers_recommended in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.model.entities import Attempt, Box, Place, Slot, Worker
+from penstock.appliance.policies.bottleneck import LEAST_S
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+MOST_TIMES = 4
+"""What is measured with so many workers says little of many times as many: then it is to be measured there."""
+HEADROOM = 1.25
+"""Times what would do if all batches took equally long."""
+MOST_WAITED = 0.98
+"""A loop that does nothing but wait asks for any number of workers."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """For one run; all 0 if too little is known yet."""
+
+    needed: int = 0
+    """Slots of a box, were there cores enough."""
+    workers_per_box: int = 0
+    """Slots of a box that the run should have on the machines that are there."""
+    busy_cores: int = 0
+    """Cores of these machines, if the slots that the run has keep them all busy; else 0."""
+
+
+def advise(attempt: Attempt, cores: int) -> Advice:
+    """Return how many slots the run should have, with so many cores; 0 cores = not known."""
+    boxes = _live(attempt)
+    slots = [slot for box in boxes for slot in box.slots if slot.phase == pb.READY and slot.batch_s > 0]
+    needed = _needed(attempt, boxes, slots)
+    if not needed:
+        return Advice()
+    most = _carried(cores, slots) / len(boxes)
+    busy = cores if most < attempt.num_workers + 0.5 else 0
+    return Advice(needed, max(1, round(min(needed, most))), busy)
+
+
+def cores(workers: Iterable[Worker]) -> int:
+    """Return the number of cores of all machines with workers that take slots; 0 if one did not tell.
+
+    The daemons of one machine share its cores.
+    """
+    found: dict[str, int] = {}
+    for worker in workers:
+        if worker.registered and not worker.draining:
+            if not worker.cores:
+                return 0
+            found[worker.host_id] = max(found.get(worker.host_id, 0), worker.cores)
+    return sum(found.values())
+
+
+def daemons(books: Books) -> int:
+    """Return the number of worker daemons for all open runs, of the size that is usual among those that are there."""
+    slots = 0
+    for attempt in books.open_attempts():
+        slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)
+    capacities = [worker.capacity for worker in books.workers.values() if worker.registered and not worker.draining]
+    return math.ceil(slots / (median(capacities) if capacities else 1))
+
+
+def _live(attempt: Attempt) -> list[Box]:
+    return [box for box in attempt.boxes.values() if box.place is Place.LIVE]
+
+
+def _needed(attempt: Attempt, boxes: list[Box], slots: list[Slot]) -> int:
+    seen = [box for box in boxes if box.usual_span_s >= LEAST_S]
+    rates = [box.usual_steps_per_s / (1 - min(box.waits.share, MOST_WAITED)) for box in seen]
+    if not slots or not any(rates):
+        return 0
+    needed = math.ceil(max(rates) * fmean(map(_work_s, slots)) * HEADROOM)
+    return max(1, min(needed, MOST_TIMES * attempt.num_workers))
+
+
+def _carried(cores: int, slots: list[Slot]) -> float:
+    """Return the number of such slots that keep `cores` cores busy."""
+    cpu_s = fmean(slot.batch_cpu_s for slot in slots)
+    return cores * fmean(map(_work_s, slots)) / cpu_s if cores and cpu_s else math.inf
+
+
+def _work_s(slot: Slot) -> float:
+    """Return the seconds that a batch would take the slot with a core of its own."""
+    return max(slot.batch_s - slot.batch_delay_s, min(slot.batch_cpu_s, slot.batch_s))

@@ -1,0 +1,160 @@
+"""Slots that go to another worker in good order: nobody died, and the loop shall hardly notice.
+
+    appointed   another worker is told to get ready: its runner builds the loader and waits (the successor)
+    ready       the slot's worker is told to make durable what the successor needs so as to replay least
+    taken over  the slot is the successor's, under the generation that it was given when it was appointed
+
+Until the last of these the slot stays where it is and its batches flow. If its worker is lost meanwhile the successor
+takes over at once; if the successor is lost, or does not get ready, the slot stays. A worker that did not get ready is
+asked again only after a while, by one that drains, and if nobody else has a place; for the sake of balance it is not.
+
+Three reasons: its worker drains; it is a straggler; or workers have joined that have more room (see balance.py). What
+comes out of a slot does not depend on where it runs, so none of them changes the stream.
+"""
+
+from __future__ import annotations
+
+from penstock.appliance.core import balance
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.model.entities import Slot, Worker
+from penstock.proto.errors import UnknownWorkerError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+class HandOvers:
+    """Decides which slots are handed over, and sees them through."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._balanced_at = 0.0
+
+    # ---- what workers say
+
+    def heard(self, slot: Slot, report: pb.SlotReport, now: float) -> None:
+        """A successor reports about the slot that it is getting ready for."""
+        successor = slot.successor
+        assert successor is not None
+        if report.phase == pb.FAILED:
+            self._give_up(slot, f"worker {successor.worker} could not take it over: {report.error.message}", now)
+        elif report.phase == pb.READY and not successor.ready_at:
+            successor.ready_at = now
+            if report.HasField("traits"):
+                successor.traits = report.traits
+            worker = self._books.workers.get(slot.worker)
+            if worker is not None:
+                self._books.bump_worker(worker)  # to be told that it shall hand over
+
+    def handed_over(self, slot: Slot, now: float) -> None:
+        """The slot's worker says that all is durable that the successor needs."""
+        if slot.successor is not None and slot.successor.ready_at:
+            self._books.take_over(slot, slot.successor.why, now)
+
+    # ---- time
+
+    def tick(self, now: float) -> None:
+        """Sees to those under way, to workers that drain, and to the balance."""
+        books, limits = self._books, self._books.limits
+        for slot in list(books.appointed.values()):
+            successor = slot.successor
+            assert successor is not None
+            if successor.ready_at and now - successor.ready_at > limits.hand_over_s:
+                books.take_over(slot, successor.why, now)
+            elif not successor.ready_at and now - successor.since > limits.successor_s:
+                waited = f"worker {successor.worker} was not ready to take it over within {limits.successor_s:g} s"
+                self._give_up(slot, waited, now)
+        for worker in books.workers.values():
+            if worker.draining:
+                self.drain(worker, now)
+        if limits.balance_after_s and now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s):
+            self._balanced_at = now
+            room = max(1, books.placed // balance.ONE_IN) - len(books.appointed)
+            for move in balance.plan(books, now, room):
+                if move.nudge:
+                    move.slot.was_slow_at |= {move.slot.worker}
+                books.appoint(move.slot, move.worker, move.why, now)
+
+    def drain(self, worker: Worker, now: float) -> None:
+        """Appoints successors for what the worker has, as far as others have places."""
+        why = f"worker {worker.name} drains"
+        for slot in self.owned(worker):
+            if slot.successor is not None or slot.phase == pb.FAILED:
+                continue
+            other = self._elsewhere(slot, worker, now)
+            if other is None:
+                continue
+            if slot.phase == pb.READY:
+                self._books.appoint(slot, other, why, now)
+            else:  # it has given nothing out, so there is nothing to keep going
+                self._books.move(slot, why, None)
+
+    def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
+        """A place for a slot of a worker that drains: with one that could not take it over only if no other has one."""
+        books = self._books
+        _, box = books.box_of(slot)
+        host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
+        far = box.unreachable_since(now - books.limits.unreachable_s)
+        other = books.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(books.workers) | far)
+        if other is None and now >= slot.left_alone_until:
+            other = books.room.choose(slot, host_id, input_fn, {worker.name})
+        return other
+
+    def owned(self, worker: Worker) -> list[Slot]:
+        """The slots of the worker, without those that it is getting ready for."""
+        slots = [self._books.slot(key) for key in sorted(worker.slots)]
+        return [slot for slot in slots if slot is not None and slot.worker == worker.name]
+
+    def stuck(self, worker: Worker, now: float) -> int:
+        """Slots that stay with a worker that drains: they have failed, or there is no place elsewhere."""
+        staying = [slot for slot in self.owned(worker) if slot.successor is None]
+        return sum(slot.phase == pb.FAILED or self._elsewhere(slot, worker, now) is None for slot in staying)
+
+    def order(self, request: pb.DrainWorkerRequest, now: float) -> pb.DrainWorkerReply:
+        """An operator wants a worker drained, or not any more, or only looks. Raises UnknownWorkerError.
+
+        Whether one that only the journal knows drains, it tells when it comes back: until then nobody is told that it
+        does not, and it cannot be told so either.
+        """
+        worker = self._books.workers.get(request.worker)
+        if worker is None:
+            there = ", ".join(sorted(self._books.workers)[:8]) or "none"
+            raise UnknownWorkerError(f"there is no worker {request.worker!r}; there are: {there}")
+        if request.undo and not worker.registered:
+            raise UnknownWorkerError(
+                f"worker {request.worker!r} was not heard of since the coordinator was started: ask once it is back"
+            )
+        if not request.look:
+            self.set_draining(worker, not request.undo, now)
+        failed = sum(slot.phase == pb.FAILED for slot in self.owned(worker))
+        return pb.DrainWorkerReply(
+            slots=len(self.owned(worker)),
+            stuck=self.stuck(worker, now) - failed if worker.draining else 0,
+            failed=failed,
+            draining=worker.draining or not worker.registered,
+            session=worker.session,
+        )
+
+    def set_draining(self, worker: Worker, draining: bool, now: float) -> None:
+        """It takes no new slots and hands its own over; or it takes slots again."""
+        if draining == worker.draining:
+            return
+        worker.draining = draining
+        kind, text = ("worker drains", "hands its slots over") if draining else ("worker back", "takes slots again")
+        self._books.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
+        if draining:
+            for slot in [self._books.slot(key) for key in sorted(worker.slots)]:
+                if slot is not None and slot.worker != worker.name:
+                    self._books.dismiss(slot)  # it would come here to leave again
+            self.drain(worker, now)
+        else:
+            for slot in self.owned(worker):
+                self._books.dismiss(slot)
+        self._books.bump_worker(worker)
+
+    def _give_up(self, slot: Slot, note: str, now: float) -> None:
+        """It stays where it is, for now."""
+        if slot.successor is not None:
+            slot.unfit[slot.successor.worker] = slot.successor.session
+        self._books.dismiss(slot)
+        slot.left_alone_until = now + self._books.limits.left_alone_s
+        slot.note = note
+        self._books.bump_box(*self._books.box_of(slot))

@@ -1,0 +1,249 @@
+"""The desk where states are asked for: the gatherings under way, those that are done, and who may ask for which step.
+
+Ranks that ask for one step share one gathering, and those that come later get its result as long as it is kept: every
+rank saves the same bytes, and the workers are asked once.
+
+All answers in memory have one budget, `answers_max`. When half of it is used, a gathering lets go what all its askers
+have been sent, and cannot be joined after that. When all is used, results that are kept for later ranks go. If that is
+not enough, an answer waits at the door, with its bytes still at its worker. Only those of the box that a gathering's
+askers wait for next are let in all the same, for else nothing would ever move; so each gathering may take one box more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.model.entities import Attempt
+from penstock.appliance.states.aggregation import Aggregation
+from penstock.appliance.states.state_query import Gathering, Want
+from penstock.proto.errors import OverloadedError, StateUnavailableError, SupersededError, UnknownRunError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+_Key = tuple[str, int, int, str]
+
+ROOM = ("room",)
+"""The topic of answers that wait at the door."""
+
+
+class Desk:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._open: dict[int, Gathering] = {}
+        """All that have askers or open requests, by serial."""
+        self._joinable: dict[_Key, Gathering] = {}
+        self._finished: OrderedDict[_Key, Gathering] = OrderedDict()
+        self._asked: dict[str, Gathering] = {}
+        """Request -> who asks."""
+        self._closed: dict[str, Gathering] = {}
+        """Run that has ended -> the newest state that was asked for."""
+
+    def wants(self, worker: str, now: float) -> list[tuple[Want, float]]:
+        """The worker's open requests, with the seconds that the most patient asker still has."""
+        return [
+            (want, max(0.0, gathering.deadline - now))
+            for gathering in self._open.values()
+            for want in gathering.by_worker.get(worker, {}).values()
+        ]
+
+    def begin(self, request: pb.FetchStateRequest, asker: int | None, now: float) -> Gathering:
+        """`asker`: the box that asks, if one does. Raises StateUnavailableError, UnknownRunError, SupersededError."""
+        run = self._books.runs.get(request.run)
+        if run is None:
+            raise UnknownRunError(f"the coordinator knows no run {request.run!r}")
+        attempt = self._books.attempt(run.name, request.attempt or run.attempt)
+        boxes = list(attempt.boxes.values())
+        going = [box for box in boxes if not box.pass_ended]
+        first = max([box.base.step for box in boxes] + [box.step - box.retention for box in going])
+        last = max(box.step for box in boxes) if asker is None else attempt.boxes[asker].step
+        step = request.step
+        if request.newest:
+            step = min(box.step for box in going) if going else last
+        # Without a report of the asker's own, what was delivered since the last one is not known here.
+        last_is_known = asker is not None or request.attempt == 0
+        if step < first or (step > last and last_is_known):
+            raise StateUnavailableError(
+                f"the state of run {run.name} at step {step} cannot be had: steps {first} to {last} can (this attempt "
+                f"started at step {boxes[0].base.step}, and retention_steps={boxes[0].retention} steps are kept)"
+            )
+        key = (run.name, attempt.number, step, "")
+        self._forget(attempt, first)
+        gathering = self._finished.get(key) or self._joinable.get(key)
+        if gathering is None:
+            gathering = Gathering(*key[:3], self._books.next_version(), attempt.num_boxes)
+            gathering.at_once = self._books.limits.asked_at_once
+        return self._ask(gathering, now + request.deadline_s)
+
+    def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> Gathering:
+        """Have a worker of the box aggregate the states in a blob."""
+        attempt = self._books.attempt(request.run, request.attempt)
+        serial = self._books.next_version()
+        wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
+        return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
+
+    def _ask(self, gathering: Gathering, deadline: float) -> Gathering:
+        if gathering.serial not in self._open:
+            self._check_room(gathering)
+        gathering.askers += 1
+        gathering.deadline = max(gathering.deadline, deadline)
+        self._open[gathering.serial] = gathering
+        if not gathering.done and self._joinable.get(gathering.key) is not gathering:
+            self._joinable[gathering.key] = gathering
+            self._replan(gathering)  # from then on, what is touched is planned again: see `settle`
+        return gathering
+
+    def _check_room(self, gathering: Gathering) -> None:
+        there = sum(one.run == gathering.run for one in self._open.values())
+        if there >= self._books.limits.queries_max + 2 * self._books.runs[gathering.run].num_boxes:
+            raise OverloadedError(f"{there} state queries of run {gathering.run} are open, which is the limit")
+
+    def sent(self, gathering: Gathering, box: int) -> None:
+        """One of the askers has been sent the box's records."""
+        gathering.sent[box] += 1
+        if gathering.sent[box] >= gathering.askers and self.held > self._books.limits.answers_max // 2:
+            self._let_go(gathering)
+
+    def end(self, gathering: Gathering, sent: int) -> None:
+        """An asker leaves that was sent the first `sent` boxes."""
+        gathering.askers -= 1
+        for box in range(sent):
+            if box in gathering.sent:
+                gathering.sent[box] -= 1
+        if gathering.askers == 0 and self._open.pop(gathering.serial, None) is not None:
+            if self._joinable.get(gathering.key) is gathering:
+                del self._joinable[gathering.key]
+            gathering.ask_no_more()
+            self._announce(gathering)
+            self._books.changed(ROOM)
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    @property
+    def held(self) -> int:
+        """Bytes of answers in memory and on the way."""
+        kept = {gathering.serial: gathering.held for gathering in (*self._open.values(), *self._finished.values())}
+        return sum(kept.values())
+
+    def wanted(self, request: str) -> bool:
+        return request in self._asked
+
+    def admit(self, request: str, size: int, now: float) -> float | None:
+        """None: the bytes may come now, or nobody wants them. Else the seconds that the asker still has."""
+        gathering = self._asked.get(request)
+        if gathering is None or request in gathering.coming:
+            return None
+        if self.held + size > self._books.limits.answers_max:
+            self._make_room(size)
+            is_next = gathering.is_next(gathering.requests[request])
+            if self.held + size > self._books.limits.answers_max and not is_next:
+                return max(0.0, gathering.deadline - now)
+        gathering.coming[request] = size
+        gathering.held += size
+        return None
+
+    def lost(self, request: str) -> None:
+        gathering = self._asked.get(request)
+        if gathering is not None:
+            gathering.held -= gathering.coming.pop(request, 0)
+            self._books.changed(ROOM)
+
+    def _make_room(self, size: int) -> None:
+        limit = self._books.limits.answers_max
+        while self._finished and self.held + size > limit:
+            self._finished.popitem(last=False)
+        for gathering in list(self._open.values()):
+            if self.held + size > limit:
+                self._let_go(gathering)
+
+    def _let_go(self, gathering: Gathering) -> None:
+        """Drops what all askers have been sent."""
+        for box in [box for box, askers in gathering.sent.items() if askers >= gathering.askers]:
+            del gathering.sent[box]
+            gathering.held -= gathering.boxes.pop(box).size
+            gathering.let_go = True
+        if gathering.let_go:
+            for kept in (self._joinable, self._finished):
+                if kept.get(gathering.key) is gathering:
+                    del kept[gathering.key]
+            self._books.changed(ROOM)
+
+    def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
+        """A request's id names its gathering."""
+        gathering = self._asked.get(answer.request)
+        if gathering is None:
+            return
+        want = gathering.requests[answer.request]
+        attempt = self._books.attempt(gathering.run, gathering.attempt)
+        gathering.answered(attempt, answer, data)
+        self._announce(gathering, heard=want.id)
+        if answer.ended:  # an end that the others can use
+            self._books.touch(attempt, attempt.boxes[want.key.box])
+
+    # ------------------------------------------------------------------------------------------------------- planning
+
+    def settle(self) -> None:
+        """Plans again what has been touched since."""
+        touched, self._books.touched = self._books.touched, set()
+        if not touched:
+            return
+        for run, attempt, box in sorted(touched):  # a set's order differs in each process
+            for gathering in list(self._open.values()):
+                if (gathering.run, gathering.attempt) == (run, attempt) and not gathering.done:
+                    self._replan(gathering, box)
+        over = {key[:2] for key in self._finished} & {place[:2] for place in touched}
+        for key in [key for key in self._finished if key[:2] in over]:
+            known = self._books.runs.get(key[0])
+            if known is None or known.current is None or known.current.number != key[1]:
+                gathering = self._finished.pop(key)
+                before = self._closed.get(key[0], gathering)
+                if known is not None and known.current is None and gathering.step >= before.step:
+                    self._closed[key[0]] = gathering
+
+    def take_closed(self) -> list[Gathering]:
+        """The last states of the runs that have ended since the last call."""
+        closed, self._closed = self._closed, {}
+        return list(closed.values())
+
+    def _replan(self, gathering: Gathering, box: int | None = None) -> None:
+        try:
+            gathering.refresh(self._books.attempt(gathering.run, gathering.attempt), box)
+        except (SupersededError, UnknownRunError) as error:
+            gathering.fail(error)
+        self._announce(gathering)
+
+    def _announce(self, gathering: Gathering, heard: str = "") -> None:
+        """Wakes the workers whose requests have changed, and the askers of boxes that are complete. Who has answered
+        knows that this request is done (`heard`): to say so costs a call of each worker for each query."""
+        changed, gathering.changed = gathering.changed, []
+        completed, gathering.completed = gathering.completed, []
+        withdrawn = False
+        for want in changed:
+            if want.id in gathering.requests:
+                self._asked[want.id] = gathering
+            else:
+                self._asked.pop(want.id, None)
+                withdrawn |= want.id != heard  # its answer may have been on the way, or at the door
+        for name in sorted({want.worker for want in changed if want.id != heard}):
+            worker = self._books.workers.get(name)
+            if worker is not None:
+                self._books.bump_worker(worker)
+        if gathering.done:
+            asked = self._joinable.get(gathering.key) is gathering
+            if asked:
+                del self._joinable[gathering.key]
+            if asked and gathering.failure is None and not isinstance(gathering, Aggregation):
+                self._finished[gathering.key] = gathering
+                self._make_room(0)
+        for box in range(gathering.num_boxes) if gathering.failure is not None else completed:
+            self._books.changed(gathering.topic(box))
+        if completed or withdrawn or gathering.failure is not None:
+            self._books.changed(ROOM)
+
+    def _forget(self, attempt: Attempt, first: int) -> None:
+        """Drops results out of the window, and those that took for final what a box has since left behind."""
+        for key, gathering in list(self._finished.items()):
+            if key[:2] != (attempt.run, attempt.number):
+                continue
+            left_behind = any(attempt.boxes[box].step != step for box, step in gathering.finals.items())
+            if key[2] < first or left_behind:
+                del self._finished[key]

@@ -1,0 +1,277 @@
+"""What the books look like from outside: the messages that replies are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from penstock.appliance.core import demand
+from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.model.entities import Attempt, Box, Place, Slot, SlotKey, Worker
+from penstock.appliance.policies.bottleneck import BoxFacts, Finding, SlotFacts, find
+from penstock.appliance.policies.lease_policy import Pace
+from penstock.appliance.states.state_query import Want
+from penstock.proto.rpc.version import PROTOCOL, VERSION
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+STEP = 64
+"""Workers in a step of a status reply."""
+
+
+def slot_view(books: Books, slot: Slot) -> pb.SlotView:
+    view = pb.SlotView(
+        slot=slot.key.slot,
+        generation=slot.generation,
+        phase=slot.phase,
+        worker=slot.worker,
+        traits=slot.traits,
+        error=slot.error,
+        restarts=slot.restarts,
+        note=slot.note,
+        doing=slot.doing,
+        stack=slot.stack,
+        skipped=sum(slot.skipped.values()),
+        successor=slot.successor.worker if slot.successor is not None else "",
+        handed_over=slot.handed_over,
+        start_place=slot.start_place[0],
+        start_queue=slot.start_place[1],
+    )
+    worker = books.workers.get(slot.worker)
+    if worker is not None and slot.phase in (pb.READY, pb.FAILED):
+        # A failed slot keeps its lane as long as its worker: batches before the error come first.
+        view.host_id, view.local_address, view.tcp_address = worker.host_id, worker.local_address, worker.tcp_address
+        view.ticket = books.ticket(slot.key, slot.generation)
+    return view
+
+
+def watch_reply(
+    books: Books, attempt: Attempt, box: Box, seen_version: int, pace: Pace, wall_s: float
+) -> pb.WatchRunReply:
+    others = [number for number in sorted(attempt.ended) if number != box.number]
+    return pb.WatchRunReply(
+        version=box.version,
+        slots=[slot_view(books, slot) for slot in box.slots] if box.version != seen_version else (),
+        missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
+        wall_s=wall_s,
+        ended=[pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others],
+        beat_s=pace.beat_s,
+        lease_s=pace.lease_s,
+    )
+
+
+def assignment(
+    books: Books, attempt: Attempt, box: Box, slot: Slot, worker: Worker, base: records_pb2.BoxPosition
+) -> records_pb2.WorkerAssignment:
+    """What the worker is told of the slot: it has it, or is to get ready for it. `base`: of the box, which is made once
+    for all of its slots."""
+    successor = slot.successor if slot.worker != worker.name else None
+    generation = slot.generation if successor is None else successor.generation
+    return records_pb2.WorkerAssignment(
+        **slot.key._asdict(),
+        generation=generation,
+        num_boxes=attempt.num_boxes,
+        num_workers_per_box=attempt.num_workers,
+        seed=attempt.seed,
+        loader=box.opening.loader,
+        lane_key=books.lane_key(slot.key, generation),
+        resume=box.opening.resume,
+        base=base,
+        recovery=slot.recovery or successor is not None,
+        successor=successor is not None,
+        hand_over=slot.successor is not None and successor is None and slot.successor.ready_at > 0,
+        skips=[records_pb2.Skip(epoch=epoch, total=total, count=count) for (epoch, total), count in slot.skips.items()],
+    )
+
+
+def heartbeat_reply(
+    books: Books,
+    worker: Worker,
+    request: pb.HeartbeatRequest,
+    pace: Pace,
+    wall_s: float,
+    wants: Iterable[tuple[Want, float]],
+    stuck: int,
+) -> pb.HeartbeatReply:
+    """`wants`: the worker's open state requests, with the seconds that their most patient asker still has. `stuck`: of
+    a worker that drains, the slots for which there is no other place."""
+    part = books.snapshot_share()
+    reply = pb.HeartbeatReply(
+        version=worker.version,
+        wall_s=wall_s,
+        beat_s=pace.beat_s,
+        lease_s=pace.lease_s,
+        snapshot_every_s=part.every_s,
+        snapshot_bytes_per_s=part.bytes_per_s,
+        draining=worker.draining,
+        stuck=stuck,
+    )
+    if worker.version == request.seen_version:
+        reply.unchanged = True
+        return reply
+    bases: dict[tuple[str, int], records_pb2.BoxPosition] = {}
+    for key in sorted(worker.slots):
+        slot = books.slot(key)
+        assert slot is not None
+        attempt, box = books.box_of(slot)
+        of_box = key.run, key.box
+        if of_box not in bases:
+            bases[of_box] = box.base.to_proto()
+        reply.assignments.append(assignment(books, attempt, box, slot, worker, bases[of_box]))
+    reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
+    reply.taken.extend(_taken(books, worker, request.slots))
+    return reply
+
+
+def _taken(books: Books, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
+    """Of the slots that a worker reports, those that it shall run no more."""
+    for report in reports:
+        key = SlotKey(report.run, report.attempt, report.box, report.slot)
+        if key in worker.slots:
+            slot = books.slot(key)
+            successor = slot.successor if slot is not None else None
+            if slot is None or report.generation == slot.generation:
+                continue
+            if successor is not None and successor.generation == report.generation:
+                continue
+        yield pb.TakenSlot(**key._asdict(), generation=report.generation, why=_why_taken(books, key))
+
+
+def _why_taken(books: Books, key: SlotKey) -> str:
+    slot = books.slot(key)
+    if slot is not None:
+        where = f"worker {slot.worker} has it" if slot.worker else "no worker has it"
+        return f"{slot.note or 'another worker was to have it'}; {where}"
+    run = books.runs.get(key.run)
+    if run is None:
+        return f"the coordinator does not know run {key.run}"
+    past = run.past.get(key.attempt)
+    return past.why if past is not None else f"attempt {key.attempt} of run {key.run} is over"
+
+
+def _slot_status(books: Books, box: Box, slot: Slot, now: float) -> pb.SlotView:
+    view, gauge = slot_view(books, slot), slot.gauge
+    view.ClearField("ticket")  # an operator may look, not open lanes
+    view.queued, view.batches_per_s = gauge.queued, slot.batches_per_s
+    view.wait_share, view.batch_s = box.waits.of(slot.key.slot), slot.batch_s
+    if gauge.saved_at:
+        view.snapshot_age_s = max(0.0, now - gauge.saved_at)
+    return view
+
+
+def _box_status(books: Books, box: Box, now: float) -> pb.BoxStatus:
+    waiting_for = ""
+    if 0 < box.waiting_for <= len(box.slots):
+        slot = box.slots[box.waiting_for - 1]
+        waiting_for = f"worker {slot.worker} (slot {slot.key.slot})" if slot.worker else f"slot {slot.key.slot}"
+    return pb.BoxStatus(
+        box=box.number,
+        live=box.place is Place.LIVE,
+        step=box.step,
+        epoch=box.delivered.epoch or box.base.epoch,
+        steps_per_s=box.steps_per_s,
+        waited_s=box.waited_s,
+        waited_share=box.waited_share,
+        waiting_for=waiting_for,
+        slots=[_slot_status(books, box, slot, now) for slot in box.slots],
+        pass_ended=box.pass_ended,
+        wait_share=box.waits.share,
+    )
+
+
+def facts(books: Books, box: Box) -> BoxFacts:
+    """What a bottleneck is found by."""
+    host, workers = box.opening.host_id, books.workers
+    near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
+    slots = [
+        SlotFacts(
+            slot.key.slot,
+            slot.worker,
+            pb.SlotPhase.Name(slot.phase),
+            box.waits.of(slot.key.slot),
+            slot.gauge.mean_queued,
+            box.waits.late(slot.key.slot),
+            slot.worker not in near,
+            slot.restarts,
+            slot.gauge.behind and slot.recovery,
+            slot.batch_s,
+        )
+        for slot in box.slots
+    ]
+    return BoxFacts(box.number, box.waits.span_s, box.waits.share, slots)
+
+
+def _bottleneck(found: Finding) -> pb.Bottleneck:
+    return pb.Bottleneck(
+        kind=found.kind,
+        input_bound=found.input_bound,
+        wait_share=found.wait_share,
+        box=found.box,
+        slot=found.slot,
+        worker=found.worker,
+        blame=found.blame,
+        text=found.text,
+    )
+
+
+def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float) -> Iterator[None]:
+    """In steps of a box or STEP workers; the books may change between them."""
+    reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
+    caused: Counter[str] = Counter()
+    """Share of a box's time that it waited for a worker's slots, over all boxes."""
+    cores = demand.cores(books.workers.values())
+    for run in list(books.runs.values()):
+        status = reply.runs.add(
+            run=run.name,
+            attempt=run.attempt,
+            num_boxes=run.num_boxes,
+            num_workers_per_box=run.num_workers,
+            open=run.current is not None,
+        )
+        if run.current is not None:
+            advice = demand.advise(run.current, cores)
+            status.recommended_workers_per_box = advice.workers_per_box
+            yield from _fill_run(status, books, run.current, now, caused, advice.busy_cores)
+    reply.recommended_workers = demand.daemons(books)
+    for number, worker in enumerate(list(books.workers.values())):
+        slots = [books.slot(key) for key in worker.slots]
+        reply.workers.add(
+            worker=worker.name,
+            host_id=worker.host_id,
+            slots=worker.capacity,
+            slots_used=len(worker.slots),
+            live=worker.registered,
+            seen_s_ago=max(0.0, now - worker.seen_at),
+            tcp_address=worker.tcp_address,
+            batches_per_s=sum(slot.batches_per_s for slot in slots if slot is not None and slot.worker == worker.name),
+            draining=worker.draining,
+            version=worker.release,
+            allow=worker.allow,
+            wait_share=caused[worker.name],
+        )
+        if number % STEP == STEP - 1:
+            yield
+    reply.events.extend(books.events.messages())
+
+
+def _fill_run(
+    status: pb.RunStatus, books: Books, attempt: Attempt, now: float, caused: Counter[str], busy_cores: int
+) -> Iterator[None]:
+    going: list[BoxFacts] = []
+    for _, box in sorted(attempt.boxes.items()):
+        status.input_fn = box.opening.loader.input_fn
+        told = _box_status(books, box, now)
+        status.boxes.append(told)
+        status.recoveries += sum(slot.restarts for slot in told.slots)
+        if told.live and not told.pass_ended:
+            going.append(facts(books, box))
+            status.steps_per_s += told.steps_per_s
+            status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)
+            status.wait_share = max(status.wait_share, told.wait_share)
+            for slot in told.slots:
+                caused[slot.worker] += slot.wait_share  # type: ignore[assignment]
+        yield
+    status.steps_per_s /= max(1, len(going))
+    found = find(going, busy_cores)
+    if found is not None:
+        status.bottleneck.CopyFrom(_bottleneck(found))

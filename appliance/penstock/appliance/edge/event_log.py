@@ -1,0 +1,21 @@
+"""What a coordinator's log tells: the events that its dashboard shows, each once, with what it is about."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock.appliance.model.recent_events import FAULTS, Event
+from penstock.runtime.telemetry.logs import about
+
+__all__ = ["tell"]
+
+_log = logging.getLogger("penstock.appliance")
+
+
+def tell(event: Event) -> None:
+    """A line of the log."""
+    run = f"{event.run}: " if event.run else ""
+    named = {"run": event.run, "worker": event.worker}
+    extra = about(**event.place, **{name: value for name, value in named.items() if value})
+    level = logging.WARNING if event.kind in FAULTS else logging.INFO
+    _log.log(level, "%s%s: %s", run, event.kind, event.text, extra=extra)

@@ -1,0 +1,192 @@
+"""A coordinator process, from its books to its end.
+
+It ends in one of three ways, all of them orderly: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its
+own event loop; or, with a lifeline, when the process that started it is gone. The lifeline is a pidfd: it becomes
+readable when that very process ends, however it ends, and cannot be fooled by a reused process id. (A parent-death
+signal would fire when the *thread* that started us ends, which is not what anybody means.) With a lifeline SIGINT is
+left to the parent: Ctrl-C reaches the whole process group, and a training loop that saves on Ctrl-C still needs us.
+
+A stop is graceful but short: health says NOT_SERVING, long polls are answered, calls under way get a moment. Clients
+and workers go on and come back; what they were told is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from secrets import randbits
+
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.edge import coordinator_metrics
+from penstock.appliance.edge.event_log import tell
+from penstock.appliance.edge.garbage_collection import paced
+from penstock.appliance.edge.pages import Pages, open_web
+from penstock.appliance.edge.service import Service, Signals
+from penstock.appliance.model.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
+from penstock.appliance.storage.journal import Journal, StateDir
+from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_store import Store
+from penstock.proto.errors import JournalError
+from penstock.proto.rpc.channel import Served, Tls, host_id, server_aio
+from penstock.proto.rpc.connection_limits import raise_file_limit
+from penstock.proto.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
+from penstock.runtime.telemetry.counters import CallTally
+from penstock.runtime.web.prometheus import in_loop
+
+IN_MEMORY = ":memory:"
+"""State directory of a coordinator whose books end with it."""
+
+
+async def serve(
+    listen: str,
+    state_dir: str | os.PathLike[str],
+    tokens: str,
+    *,
+    tls: Tls | None = None,
+    insecure: bool = False,
+    lifeline_pid: int | None = None,
+    ready: Callable[[str], None] = lambda address: None,
+    limits: Limits | None = None,
+    stop: asyncio.Event | None = None,
+    http: str = "",
+    http_any_port: bool = False,
+) -> None:
+    """Runs a coordinator until it is told to stop.
+
+    Args:
+        listen: "host:port" (port 0 takes a free one) or "unix:/path", in a folder of this user alone.
+        state_dir: a directory on a local disk, made if it is not there; ":memory:" keeps the books in memory.
+        tokens: what callers must show, one bare token or lines "role:token".
+        tls: what to show to callers; with a CA in it they must show certificates too.
+        insecure: allows an address that other machines can reach without TLS.
+        lifeline_pid: our parent; when it ends, so does this.
+        ready: told the address that it listens on, once calls are taken.
+        limits: leases, budgets and so on.
+        stop: set it to stop; None: the process is the coordinator's own, and signals stop it.
+        http: "host:port" of the dashboard (see pages.py); "" = none. On loopback it is plain HTTP, `tls` or not.
+        http_any_port: takes a free port if that one is in use.
+
+    Raises JournalError, PortTakenError, InvalidArgumentError, TlsError before `ready` is called.
+    """
+    loop = asyncio.get_running_loop()
+    own_process = stop is None
+    stop = stop or asyncio.Event()
+    in_memory = os.fspath(state_dir) == IN_MEMORY
+    if limits is None:
+        limits = replace(Limits(), budget=MEMORY_BUDGET) if in_memory else Limits()
+    with contextlib.ExitStack() as closing:
+        if own_process:
+            closing.enter_context(paced(loop))
+            raise_file_limit()
+        _stop_by_signal(loop, stop, closing, leave_interrupt=lifeline_pid is not None)
+        if lifeline_pid is not None and not _stop_with(lifeline_pid, loop, stop, closing):
+            return
+        directory = None
+        if not in_memory:
+            directory = StateDir(Path(state_dir))
+            closing.callback(directory.close)
+        journal = Journal(directory)
+        closing.callback(journal.close)
+        store = Store(directory)
+        closing.callback(store.close)
+        ledger = Ledger(limits)
+        ledger.load(*store.index(), time.monotonic())
+        signals = Signals()
+        registry = Registry(
+            journal,
+            ledger,
+            limits,
+            clock=time.monotonic,
+            wall=time.time,
+            fresh_seed=lambda: randbits(63),
+            changed=signals.changed,
+            host=host_id(),
+        )
+        registry.books.events.listen(tell)
+        service = Service(registry, store, signals, limits)
+        closing.callback(service.close)
+        calls = CallTally()
+        served: Served | None = None
+        pages = Pages(service, loop) if http else None
+        if pages is not None:
+            pages.routes["/metrics"] = coordinator_metrics.route(
+                lambda: coordinator_metrics.readings(
+                    pages.on_loop(service.snapshot()),
+                    in_loop(loop, partial(service.vitals, calls)),
+                    served.files if served is not None else None,
+                )
+            )
+            web = open_web(http, pages.routes, tokens, tls=tls, insecure=insecure, any_port=http_any_port)
+            closing.callback(web.close)
+            service.dashboard = web.url
+            sampler = loop.create_task(pages.sample())
+            closing.callback(sampler.cancel)
+        served = await server_aio(
+            listen,
+            tokens,
+            lambda server: add_CoordinatorServicer_to_server(service, server),
+            tls=tls,
+            insecure=insecure,
+            calls=calls,
+        )
+        if pages is not None:
+            pages.address = served.address
+        ticker = loop.create_task(service.run_ticker())
+        ticker.add_done_callback(lambda _: stop.set())  # it never ends by itself: a bug ends the process, loudly
+        try:
+            ready(served.address)
+            await stop.wait()
+        finally:
+            service.wind_down()
+            await served.stop(STOP_GRACE_S)
+            ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticker
+            with contextlib.suppress(JournalError):  # a full disk: it is for `penstock replay` alone
+                await service.note_tracks()
+
+
+def _stop_by_signal(
+    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack, *, leave_interrupt: bool
+) -> None:
+    # Outside the main thread there are no signals to take, and whoever runs us there has `stop`.
+    with contextlib.suppress(RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        closing.callback(loop.remove_signal_handler, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, (lambda: None) if leave_interrupt else stop.set)
+        closing.callback(loop.remove_signal_handler, signal.SIGINT)
+
+
+def _stop_with(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, closing: contextlib.ExitStack) -> bool:
+    """Stops when our parent `pid` ends; false if it has ended already."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    closing.callback(os.close, fd)
+    if os.getppid() != pid:  # it ended before we looked, and its number is another's by now
+        return False
+    loop.add_reader(fd, stop.set)
+    closing.callback(loop.remove_reader, fd)
+    return True
+
+
+def announcer(ready_fd: int | None) -> Callable[[str], None]:
+    """A `ready` that writes the address as one line to `ready_fd` and closes it; None: to standard output."""
+
+    def ready(address: str) -> None:
+        line = f"{address}\n".encode()
+        if ready_fd is None:
+            os.write(1, line)
+        else:
+            os.write(ready_fd, line)
+            os.close(ready_fd)
+
+    return ready

@@ -1,0 +1,538 @@
+"""The gRPC edge: waits, transfers and deadlines around the registry, which knows none of them.
+
+One event loop and no locks: a registry method runs from start to end without anybody else. What it has changed is on
+disk before its reply leaves, an error too (group_commit.py). Long polls are coroutines that sleep on the topics that
+the registry announces. The bytes of snapshots and blobs go through one thread of their own (snapshot_writer.py), so
+that a slow disk delays a worker's snapshot and never a lease.
+
+A value in parts is gathered in memory up to the size that its header declared, which was checked against the budget
+before the first byte was taken. Where memory for it is short it is not read on: its bytes wait at the sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from penstock.appliance.core import box_history
+from penstock.appliance.core.cluster_state import Topic
+from penstock.appliance.core.state_machine import Registry
+from penstock.appliance.core.state_queries import ROOM
+from penstock.appliance.edge.coordinator_metrics import Vitals
+from penstock.appliance.edge.rate_limits import Admission, address_of
+from penstock.appliance.edge.transfers import Paced, Transfer
+from penstock.appliance.model.entities import Attempt, SlotKey
+from penstock.appliance.model.limits import Limits
+from penstock.appliance.model.request_checks import check_counts, check_name
+from penstock.appliance.states.closed_runs import ClosedRuns, boxes_of, parts_of
+from penstock.appliance.states.recent_queries import Fetches
+from penstock.appliance.states.state_query import BoxState, Gathering
+from penstock.appliance.states.state_stream import Turns, packed, parts
+from penstock.appliance.storage.group_commit import Syncing
+from penstock.appliance.storage.snapshot_index import Drop, DropBlob, Kept
+from penstock.appliance.storage.snapshot_store import Store
+from penstock.appliance.storage.snapshot_writer import Inflow, Writer
+from penstock.proto.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    JournalError,
+    ProtocolError,
+    StateUnavailableError,
+)
+from penstock.proto.rpc.auth_interceptor import credential
+from penstock.proto.rpc.calls import blob_name, pieces
+from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
+from penstock.proto.state.state_json import state_as_json
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorServicer
+from penstock.runtime.telemetry.counters import CallTally
+
+log = logging.getLogger("penstock.appliance")
+
+_Result = TypeVar("_Result")
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Signals:
+    """Wakes whoever waits for a topic, in the order in which they came: a set's order would differ in each process, and
+    a simulated history could not be played again."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Topic, dict[asyncio.Event, None]] = {}
+
+    def changed(self, topic: Topic) -> None:
+        for event in self._waiting.get(topic, ()):
+            event.set()
+
+    def wake_all(self) -> None:
+        for topic in self._waiting:
+            self.changed(topic)
+
+    @contextlib.contextmanager
+    def on(self, topic: Topic) -> Iterator[asyncio.Event]:
+        event = asyncio.Event()
+        events = self._waiting.setdefault(topic, {})
+        events[event] = None
+        try:
+            yield event
+        finally:
+            events.pop(event, None)
+            if not events and self._waiting.get(topic) is events:
+                del self._waiting[topic]
+
+
+def _in_json(state: BoxState, limit: int) -> BoxState:
+    """The same with states as JSON."""
+    records = []
+    for record, data in state.records:
+        if len(data) > limit:
+            raise InvalidArgumentError(
+                f"the state of box {record.box} slot {record.local_worker_id} has {len(data)} bytes, and up to {limit} "
+                "are made into JSON: ask for the envelope (format STATE_ENVELOPE)"
+            )
+        changed, text = pb.WorkerRecord(), state_as_json(data)
+        changed.CopyFrom(record)
+        changed.state_bytes = len(text)
+        records.append((changed, text))
+    return replace(state, records=records)
+
+
+class Service(CoordinatorServicer):
+    """
+    Args:
+        registry: told of every call.
+        store: where the bytes are; used from the writer's thread only.
+        signals: its `changed` is the registry's.
+    """
+
+    def __init__(self, registry: Registry, store: Store, signals: Signals, limits: Limits) -> None:
+        self._registry = registry
+        self._ledger = registry.books.ledger
+        self._store = store
+        self._signals = signals
+        self._limits = limits
+        self._admission = Admission(limits.admissions, time.monotonic)
+        self._journal = Syncing(registry.books.journal)
+        self._disk = Writer(store)
+        self._snapshots_in, self._blobs_in = Inflow(limits.transfers_max), Inflow(limits.transfers_max)
+        self._turns = Turns()
+        self._drops: list[Drop] = []
+        self._beating: Counter[tuple[str, str]] = Counter()
+        """Heartbeats under way, by name and session of the worker."""
+        self._closing = False
+        self._fetches = Fetches(time.monotonic, time.time)
+        self._closed = ClosedRuns(store.closed(), limits, time.time)
+        self._telling: asyncio.Task[pb.StatusReply] | None = None
+        self.dashboard = ""
+        """URL of the dashboard, if one is served."""
+
+    async def run_ticker(self) -> None:
+        """Looks at the leases and removes from disk what the ledger has dropped; for ever.
+
+        JournalError: a peer has shown that commits are missing in the journal."""
+        journal = self._registry.books.journal
+        while True:
+            await asyncio.sleep(self._limits.tick_s)
+            if journal.lost is not None:
+                raise journal.lost
+            try:
+                async with self._journal.synced():
+                    self._registry.tick()
+                await self._keep_closed()
+                self._drops += self._ledger.take_drops()
+                if self._drops and not self._disk.is_dropping:
+                    drops, self._drops = self._drops, []
+                    self._disk.drop(drops, self._not_dropped)
+            except JournalError as error:
+                log.error("%s", error)  # a full disk: nothing was acknowledged; the next tick tries again
+
+    async def _keep_closed(self) -> None:
+        """Writes the last states of runs that have ended."""
+        for gathering in self._registry.desk.take_closed():
+            parts = parts_of(gathering)
+            one = self._closed.of(gathering, parts)
+            gone = self._closed.superfluous(one)
+            if gone is None:
+                log.info("run %s is closed; its last state has %d bytes and is not kept", one.run, one.size)
+                continue
+            try:
+                await self._disk.run(self._store.keep_closed, one, parts, gone)
+            except JournalError as error:
+                log.error("the last state of run %s is not kept: %s", one.run, error)
+            else:
+                self._closed.add(one, gone)
+
+    def _not_dropped(self, drops: list[Drop], error: Exception) -> None:
+        log.error("%s", error)
+        self._drops += drops  # the next tick tries again
+
+    def _spare(self, drop: Drop) -> None:
+        """It is written again, and may still be on the list of what goes, behind a large attempt."""
+        self._ledger.spare(drop)
+        self._drops = [other for other in self._drops if other != drop]
+        self._disk.spare(drop)
+
+    def wind_down(self) -> None:
+        """Answers all long polls now; called before the server stops."""
+        self._closing = True
+        self._signals.wake_all()
+
+    async def note_tracks(self) -> None:
+        """The last thing written: how far each box has come."""
+        books = self._registry.books
+        for attempt in books.open_attempts():
+            for box in attempt.boxes.values():
+                if box.told:
+                    books.save_track(attempt, box)
+        await self._journal.sync()
+
+    def close(self) -> None:
+        self._disk.close()
+        self._journal.close()
+
+    async def _hold(self, topic: Topic, hold_s: float, seen: int, version: Callable[[], int]) -> None:
+        """Waits until `version` is another one than was seen, or the hold is over."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + hold_s
+        if hold_s <= 0 or version() != seen:
+            return
+        with self._signals.on(topic) as event:
+            while version() == seen and not self._closing and loop.time() < until:
+                event.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await event.wait()
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
+        self._admission.admit(address_of(context.peer()), "OpenRun")
+        check_name("job", request.job)  # not in the books: what an older release let in must come back from the journal
+        async with self._journal.synced():
+            return self._registry.open_run(request, credential())
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: _Context) -> pb.WatchRunReply:
+        registry = self._registry
+        async with self._journal.synced():
+            registry.report_box(request)
+            topic = ("box", request.run, request.attempt, request.box)
+            hold_s, seen = registry.box_hold(request), request.seen_version
+            await self._hold(topic, hold_s, seen, lambda: registry.box_version(request))
+            return registry.box_view(request)
+
+    async def CloseRun(self, request: pb.CloseRunRequest, context: _Context) -> pb.CloseRunReply:
+        async with self._journal.synced():
+            self._registry.close_run(request)
+        await self._keep_closed()
+        return pb.CloseRunReply()
+
+    async def FetchState(self, request: pb.FetchStateRequest, context: _Context) -> AsyncIterator[Any]:
+        """Yields StateParts; to an asker that packs, serialised ones."""
+        loop = asyncio.get_running_loop()
+        until, sent = loop.time() + request.deadline_s, 0
+        gathering: Gathering | None = None
+        with self._fetches.noted(request) as noted:
+            closed = self._closed.find(request) if self._is_over(request) else None
+            if closed is not None:
+                noted.attempt, noted.step = closed.attempt, closed.step
+                for state in boxes_of(await self._disk.run(self._store.closed_parts, closed.run)):
+                    noted.bytes += state.size
+                    for part in parts([await self._written(state, request)]):
+                        await self._turns.next()
+                        yield part
+                return
+            try:
+                async with self._journal.synced():
+                    gathering = self._registry.begin_state(request)
+                noted.of(gathering)
+                while sent < gathering.num_boxes:
+                    async with self._journal.synced():
+                        states = await self._message(gathering, sent, until, request)
+                    before = loop.time()
+                    noted.bytes += sum(state.size for state in states)
+                    written = [await self._written(state, request) for state in states]
+                    for message in packed(written) if request.packs else parts(written):
+                        await self._turns.next()
+                        yield message
+                        # A reader that is slow takes its own time, not the workers'.
+                        until, before = until + loop.time() - before, loop.time()
+                        gathering.deadline = max(gathering.deadline, until)
+                    for _ in states:
+                        self._registry.sent_state(gathering, sent)
+                        sent += 1
+            finally:
+                if gathering is not None:  # an asker from then on, even if that could not be written
+                    self._registry.end_state(gathering, sent)
+
+    def _is_over(self, request: pb.FetchStateRequest) -> bool:
+        """It asks for a state of a run that has ended."""
+        run = self._registry.books.runs.get(request.run)
+        own = request.HasField("progress") or request.aggregate_blob
+        return run is not None and run.current is None and not own
+
+    async def _written(self, state: BoxState, request: pb.FetchStateRequest) -> BoxState:
+        """In the form that is asked for."""
+        if request.format != pb.STATE_JSON or request.aggregate_blob:
+            return state
+        return await asyncio.to_thread(_in_json, state, self._limits.json_max)
+
+    async def _message(
+        self, gathering: Gathering, number: int, until: float, request: pb.FetchStateRequest
+    ) -> list[BoxState]:
+        """The records of this box, once it is complete. For an asker that packs, also of the next ones, as many as go
+        into one message: hundreds of boxes that become complete one by one are else as many messages to each asker."""
+        states: list[BoxState] = []
+        room = CHUNK
+        while number < gathering.num_boxes:
+            state = await self._complete(gathering, number, until, request.deadline_s)
+            if states and state.message_size > room:
+                break
+            states.append(state)
+            room -= state.message_size
+            number += 1
+            if not request.packs or room <= 0:
+                break
+        return states
+
+    async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
+        """The records of one box, once it is complete."""
+        with self._signals.on(gathering.topic(number)) as event:
+            while number not in gathering.boxes and gathering.failure is None:
+                event.clear()
+                try:
+                    async with asyncio.timeout_at(until):
+                        await event.wait()
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"the state of run {gathering.run} at step {gathering.step} was not complete after "
+                        f"{deadline_s:g} s; waited for {gathering.waits_for()}"
+                    ) from error
+        if gathering.failure is not None:
+            raise error_of(detail_of(gathering.failure))  # a copy: several askers raise it
+        return gathering.boxes[number]
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: _Context) -> pb.RegisterWorkerReply:
+        self._admission.admit(address_of(context.peer()), "RegisterWorker")
+        check_name("worker", request.worker)
+        async with self._journal.synced():
+            return self._registry.register_worker(request)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: _Context) -> pb.HeartbeatReply:
+        registry, who = self._registry, (request.worker, request.session)
+        self._beating[who] += 1
+        try:
+            async with self._journal.synced():
+                registry.report_worker(request)
+                hold_s, seen = registry.worker_hold(request), request.seen_version
+                await self._hold(("worker", request.worker), hold_s, seen, lambda: registry.worker_version(request))
+                return registry.worker_view(request)
+        except asyncio.CancelledError:
+            # Not while another one is held: that it lost a connection is often seen after it is back by a new one.
+            if self._beating[who] == 1 and not self._closing:
+                registry.worker_hung_up(*who)
+            raise
+        finally:
+            self._beating[who] -= 1
+            if not self._beating[who]:
+                del self._beating[who]
+
+    async def DeregisterWorker(
+        self, request: pb.DeregisterWorkerRequest, context: _Context
+    ) -> pb.DeregisterWorkerReply:
+        async with self._journal.synced():
+            self._registry.deregister_worker(request)
+        return pb.DeregisterWorkerReply()
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: _Context) -> pb.DrainWorkerReply:
+        async with self._journal.synced():
+            return self._registry.drain_worker(request)
+
+    async def PutSnapshot(self, parts: AsyncIterator[pb.SnapshotPart], context: _Context) -> pb.PutSnapshotReply:
+        coming = Paced("PutSnapshot", parts, self._limits)
+        async with self._journal.synced():
+            first = await anext(coming, pb.SnapshotPart())
+            header = first.header
+            check_counts(epoch=header.epoch, total=header.total, delivered=header.delivered)
+            check_counts(samples=header.samples, step=header.step)
+            key = SlotKey(header.run, header.attempt, header.box, header.slot)
+            self._registry.slot_of_generation(key, header.generation)
+            if refused := self._ledger.why_refused(key, header.size):
+                return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
+            transfer = Transfer("PutSnapshot", header.size)
+            async with self._snapshots_in.taken(header.size):
+                if refused := self._ledger.why_refused(key, header.size):  # by now
+                    return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
+                with self._ledger.expecting(header.size):
+                    transfer.add(first.data)
+                    async for part in coming:
+                        transfer.add(part.data)
+                    self._registry.slot_of_generation(key, header.generation)
+                    await self._disk.put_snapshot(header, transfer.all())
+            self._registry.snapshot_stored(header)
+            return pb.PutSnapshotReply(free_bytes=self._ledger.free)
+
+    async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
+        key = SlotKey(request.run, request.attempt, request.box, request.slot)
+        async with self._journal.synced():
+            self._registry.slot_to_recover(key, request.generation)
+        for kept in self._ledger.snapshots(key):
+            found = await self._disk.run(self._store.snapshot, key, kept)
+            if found is None:
+                continue  # dropped since: a newer one that serves as well follows
+            header, data = found
+            yield pb.SnapshotPart(header=header)
+            for piece in pieces(data):
+                await self._turns.next()
+                yield pb.SnapshotPart(data=piece)
+
+    async def PutState(self, parts: AsyncIterator[pb.AnswerPart], context: _Context) -> pb.PutStateReply:
+        coming = Paced("PutState", parts, self._limits)
+        first = await anext(coming, pb.AnswerPart())
+        answer = first.answer
+        if answer.state_bytes > self._limits.value_max:
+            raise InvalidArgumentError(
+                f"a state of {answer.state_bytes} bytes is above the {self._limits.value_max} that can be taken"
+            )
+        if not self._registry.answer_wanted(answer):
+            return pb.PutStateReply()  # late: nobody will look at its bytes
+        await self._admitted(answer)
+        if not self._registry.answer_wanted(answer):
+            return pb.PutStateReply()  # its askers left while it waited: its bytes would be in memory, and in no budget
+        transfer = Transfer("PutState", answer.state_bytes)
+        try:
+            transfer.add(first.data)
+            async for part in coming:
+                if not self._registry.answer_wanted(answer):
+                    return pb.PutStateReply()
+                transfer.add(part.data)
+            async with self._journal.synced():
+                self._registry.answer_state(answer, transfer.all())
+        except BaseException:
+            self._registry.answer_lost(answer)
+            raise
+        return pb.PutStateReply()
+
+    async def _admitted(self, answer: pb.StateAnswer) -> None:
+        """Waits until there is room for the answer's bytes."""
+        with self._signals.on(ROOM) as event:
+            while (left_s := self._registry.admit_state(answer)) is not None:
+                event.clear()
+                try:
+                    async with asyncio.timeout(left_s):
+                        await event.wait()
+                except TimeoutError as error:
+                    raise DeadlineError(
+                        f"no room for the {answer.state_bytes} bytes of answer {answer.request} before the query's "
+                        "deadline: its askers do not read the records before it"
+                    ) from error
+
+    # ---------------------------------------------------------------------------------------------- blobs, operators
+
+    async def PutBlob(self, parts: AsyncIterator[pb.BlobPart], context: _Context) -> pb.PutBlobReply:
+        coming = Paced("PutBlob", parts, self._limits)
+        first = await anext(coming, pb.BlobPart())
+        name, size = first.blob, first.size
+        if not self._ledger.has_blob(name):
+            self._check_blob(first)
+            async with self._blobs_in.taken(size):
+                if not self._ledger.has_blob(name):  # another box has sent it meanwhile
+                    await self._take_blob(first, coming)
+        self._registry.blob_stored(name, size)
+        return pb.PutBlobReply(blob=name)
+
+    def _check_blob(self, first: pb.BlobPart) -> None:
+        refused = self._ledger.why_blob_refused(first.size)
+        if refused:
+            raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
+
+    async def _take_blob(self, first: pb.BlobPart, coming: Paced[pb.BlobPart]) -> None:
+        self._check_blob(first)
+        name, size = first.blob, first.size
+        transfer = Transfer("PutBlob", size)
+        with self._ledger.expecting(size):
+            async for part in coming:
+                transfer.add(part.data)
+            data = transfer.all()
+            if await self._disk.run(blob_name, data) != name:
+                raise ProtocolError(f"PutBlob: {size} bytes came that are not those of {name}")
+            self._spare(DropBlob(name))
+            await self._disk.run(self._store.put_blob, name, data)
+
+    async def GetBlob(self, request: pb.GetBlobRequest, context: _Context) -> AsyncIterator[pb.BlobPart]:
+        data = await self._disk.run(self._store.blob, request.blob)
+        if data is None:
+            raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
+        for piece in pieces(data):
+            await self._turns.next()
+            yield pb.BlobPart(data=piece)
+
+    async def FetchHistory(self, request: pb.FetchHistoryRequest, context: _Context) -> AsyncIterator[pb.HistoryPart]:
+        if request.HasField("snapshot"):
+            at = request.snapshot
+            check_counts(attempt=at.attempt, epoch=at.epoch, total=at.total)
+            key = SlotKey(at.run, at.attempt, at.box, at.slot)
+            found = await self._disk.run(self._store.snapshot, key, Kept(at.total, at.epoch, 0))
+            if found is None:
+                raise StateUnavailableError(
+                    f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} is not kept "
+                    "any more: a newer one has taken its place; ask again"
+                )
+            for piece in pieces(found[1]):
+                await self._turns.next()
+                yield pb.HistoryPart(data=piece)
+            return
+        books = self._registry.books
+        journal, track = books.journal.path, books.track(request.run, request.box)
+        past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
+        for one in past:
+            if track is None or one.attempt != track.attempt:  # else it has ended meanwhile
+                yield pb.HistoryPart(history=one)
+        if track is not None:
+            yield pb.HistoryPart(history=await asyncio.to_thread(track.message))
+
+    async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusReply:
+        return await self.snapshot()
+
+    def vitals(self, calls: CallTally) -> Vitals:
+        """What metrics tell and a status does not. `calls`: those of the server."""
+        books = self._registry.books
+        boxes = {
+            (attempt.run, box.number): (box.base.step, box.waiting_for)
+            for attempt in books.open_attempts()
+            for box in attempt.boxes.values()
+        }
+        return Vitals(calls, self._journal.seconds, self._ledger.used, self._limits.budget, boxes)
+
+    def attempts(self) -> list[Attempt]:
+        """Those that are open."""
+        return self._registry.books.open_attempts()
+
+    async def snapshot(self) -> pb.StatusReply:
+        """Everything that an operator may see, as it is now; one that is under way serves all who ask meanwhile."""
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
+        return await asyncio.shield(self._telling)
+
+    async def _tell(self) -> pb.StatusReply:
+        reply = pb.StatusReply()
+        for _ in self._registry.status_steps(reply):
+            await asyncio.sleep(0)  # thousands of slots are told in steps, between which others have their turn
+        states = self._fetches.messages()
+        for run in reply.runs:
+            if run.run in states:
+                run.states.extend(states[run.run])
+            kept = None if run.open else self._closed.get(run.run)
+            if kept is not None:
+                run.kept_step, run.kept_wall_s = kept.step, kept.wall_s
+        reply.dashboard = self.dashboard
+        return reply

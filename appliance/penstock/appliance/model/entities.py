@@ -1,0 +1,423 @@
+"""The nouns of the coordinator: runs, attempts, boxes, slots, workers. Data only; the verbs are in state_machine.py.
+
+Ownership. A run has at most one open attempt; an attempt has a place for each of its boxes; an opened box has W slots;
+a slot has at most one worker, under a generation that rises each time the slot moves. Whoever speaks for an older
+attempt or generation is fenced, and the numbers are in the journal before anyone hears them.
+
+What is journaled is who owns what. Leases and progress are not: after a restart everyone has a full new lease, and
+tells where he is with his next call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from penstock.appliance.model.gauges import HALF_S, Gauge, Waits
+from penstock.proto.state.allowed_modules import under
+from penstock.proto.state.position import Position
+from penstock.proto.state.restartable import by_own_methods
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+
+class SlotKey(NamedTuple):
+    run: str
+    attempt: int
+    box: int
+    slot: int
+
+
+class AttemptState(Enum):
+    OPEN = "open"
+    SUPERSEDED = "superseded"
+    ENDED = "ended"
+
+
+class Place(Enum):
+    """A box's place in its attempt."""
+
+    LIVE = "live"
+    GONE = "gone"  # the lease ran out; the same client may come back until someone opens the next attempt
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Loss:
+    at: float
+    worker: str
+    note: str
+    delivered: int
+    """The slot's delivered total as known then: more now means progress."""
+    making: records_pb2.Skip | None = None
+    """Where the batch stands that the runner was making when it died, if it was making one."""
+
+
+@dataclass
+class Successor:
+    """A worker that is getting ready to take a slot over from another: see migration.py."""
+
+    worker: str
+    session: str
+    generation: int
+    why: str
+    since: float
+    ready_at: float = 0.0
+    """0 = not yet."""
+    traits: records_pb2.LoaderTraits | None = None
+
+
+@dataclass
+class Slot:
+    key: SlotKey
+    generation: int
+    phase: pb.SlotPhase.ValueType = pb.WAITING
+    worker: str = ""
+    session: str = ""
+    """Of the worker, so that a coordinator that restarts knows whether it is still the same process."""
+    ever_ready: bool = False
+    recovery: bool = False
+    restarts: int = 0
+    note: str = ""
+    traits: records_pb2.LoaderTraits | None = None
+    error: records_pb2.ErrorDetail | None = None
+    losses: list[Loss] = field(default_factory=list)
+    successor: Successor | None = None
+    reserved: int = 0
+    """The highest generation that a successor was ever given, journaled, so that no other gets it."""
+    moved_at: float = 0.0
+    """When its worker was last another one."""
+    left_alone_until: float = 0.0
+    unfit: dict[str, str] = field(default_factory=dict)
+    """Worker -> session of it that could not get ready to take it over."""
+    handed_over: bool = False
+    """It moved last in good order."""
+    was_slow_at: frozenset[str] = frozenset()
+    """Workers that it was moved away from for it was waited for there."""
+    batches_per_s: float = 0.0
+    batch_s: float = 0.0
+    """Seconds of work a batch, as its worker says; 0 = not known."""
+    batch_cpu_s: float = 0.0
+    """Processor time a batch, in seconds; 0 = not known."""
+    batch_delay_s: float = 0.0
+    """Part of `batch_s` in which the runner waited for a processor."""
+    doing: str = ""
+    """What its runner is in for long; "" = nothing unusual."""
+    start_place: tuple[int, int] = (0, 0)
+    """Of its runner in its worker's queue of starts, from 1, and how many wait there; 0 = it does not wait."""
+    stack: str = ""
+    """Of the runner: with `doing` now, else when it last died."""
+    outgrown: int = 0
+    """The generation whose runner was recycled for its memory before its second batch; 0 = none was."""
+    skips: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(epoch, total) -> batches left out there; those of the state that was resumed from included."""
+    skipped: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The same, of this attempt alone."""
+    gauge: Gauge = field(default_factory=Gauge)
+
+    def unfit_at(self, workers: Mapping[str, Worker]) -> set[str]:
+        """Those of `workers` that could not get ready for it, and were not started again since."""
+        return {name for name, session in self.unfit.items() if name in workers and workers[name].session == session}
+
+    def is_succeeded_by(self, worker: str, generation: int) -> bool:
+        """That worker, under that generation, is getting ready to take it over."""
+        successor = self.successor
+        return successor is not None and (successor.worker, successor.generation) == (worker, generation)
+
+    @property
+    def next_generation(self) -> int:
+        """One that nobody has had."""
+        return max(self.generation, self.reserved) + 1
+
+    def __str__(self) -> str:
+        return f"box {self.key.box} slot {self.key.slot}"
+
+
+@dataclass
+class Box:
+    number: int
+    client: str
+    """Who holds the place: see `client_of`."""
+    opening: pb.OpenRunRequest
+    """Without its client_id."""
+    base: Position
+    """Where the box stood when the attempt opened."""
+    place: Place
+    lease_until: float
+    version: int
+    slots: list[Slot] = field(default_factory=list)
+    credential: str = ""
+    """Digest of the token that opened it; "" = the coordinator has been started again since."""
+
+    delivered: records_pb2.BoxPosition = field(default_factory=records_pb2.BoxPosition)
+    """The newest report; empty before the first one."""
+    told: bool = True
+    """False after a restart until its client reports: which passes it left, and where it ended, is in no journal."""
+    restored: bool = False
+    """From the journal. Its base is known, to count from, but not what was dropped of the steps since."""
+    earlier: tuple[records_pb2.BoxPosition, ...] = ()
+    """Where it is known to have been before the restart: for `penstock replay` alone."""
+    settled: bool = False
+    """It had closed before the restart, and the last of `earlier` is where it ended."""
+    pass_ended: bool = False
+    cuts: dict[int, int] = field(default_factory=dict)
+    """Epoch -> last step of it, for passes left by `break`."""
+    ends: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(slot, epoch) -> the slot's total when the pass ended, as workers told."""
+    waiting_for: int = 0
+    waited_s: float = 0.0
+    steps_per_s: float = 0.0
+    waited_share: float = 0.0
+    """Of the time that steps_per_s speaks of."""
+    usual_steps_per_s: float = 0.0
+    """The same of late, as `waits` are: one report is no reason to decide anything."""
+    usual_span_s: float = 0.0
+    """Seconds that it speaks of, faded as they are."""
+    rate_from: float = 0.0
+    rate_steps: int = 0
+    rate_waited_s: float = 0.0
+    waits: Waits = field(default_factory=Waits)
+    reported_at: float = 0.0
+    unreachable: dict[str, float] = field(default_factory=dict)
+    """Worker -> when the box last said that it cannot reach it: see reachability.py."""
+    lingers_until: float = 0.0
+    """A closed box keeps its workers until then, for the others' state queries; 0 = it does not, or no longer."""
+    history: deque[Position] = field(default_factory=deque)
+    """Reported positions, oldest first; the first is the newest that is not inside the window, or the base."""
+
+    @property
+    def step(self) -> int:
+        """Steps delivered, as far as reported."""
+        return max(self.delivered.step, self.base.step)
+
+    @property
+    def retention(self) -> int:
+        return self.opening.loader.options.retention_steps
+
+    def total(self, slot: int) -> int:
+        """Batches of the slot delivered, as far as reported."""
+        return self.delivered.slots[slot].total if self.delivered.slots else self.base.total[slot]
+
+    def unreachable_since(self, since: float) -> set[str]:
+        """Names of the workers that it could not reach at that time or later."""
+        return {worker for worker, at in self.unreachable.items() if at > since}
+
+    def measure(self, now: float, steps: int) -> None:
+        """So many steps more were delivered."""
+        if self.rate_from == 0.0:
+            self.rate_from, self.rate_waited_s = now, self.waited_s
+        elif now - self.rate_from >= 0.5:
+            span_s, waited_s = now - self.rate_from, self.waited_s - self.rate_waited_s
+            self.steps_per_s = (self.rate_steps + steps) / span_s
+            before_s = self.usual_span_s * 0.5 ** (span_s / HALF_S)
+            self.usual_span_s = before_s + span_s
+            usual_steps = before_s * self.usual_steps_per_s + self.rate_steps + steps
+            self.usual_steps_per_s = usual_steps / self.usual_span_s
+            self.waited_share = min(1.0, max(0.0, waited_s / span_s))  # each executor counts from 0 again
+            self.rate_from, self.rate_steps, self.rate_waited_s = now, 0, self.waited_s
+        else:
+            self.rate_steps += steps
+
+    def note_waits(self, now: float, by_slot_s: Sequence[float]) -> None:
+        """What the client tells of its loop's waiting. One of an older release tells nothing."""
+        if len(by_slot_s) == len(self.slots):
+            begun = self.step > self.base.step
+            self.waits.report(now, by_slot_s, [slot.gauge.queued for slot in self.slots], begun=begun)
+
+    def anchor(self, step: int) -> Position | None:
+        """The newest position known at or before `step`; None if the step is older than all.
+
+        The record of a step is what stood right after it, with later ends not yet noticed. A loop that had noticed the
+        end of the pass when it reported shows a fresh epoch: good to go on from, no record of that step.
+        """
+        fits = [at for at in self._known() if at.step < step or (at.step == step and not self.is_fresh(at))]
+        return max(fits, key=lambda position: position.step, default=None)
+
+    def is_refuted(self, position: Position) -> bool:
+        """A report of a later step shows that the box cannot have been there: more of a slot than there was later, or
+        another beginning of the same pass. It is a plan made without an end that is not known yet."""
+        later = min((at for at in self._known() if at.step >= position.step), key=lambda at: at.step, default=None)
+        if later is None:
+            return False
+        slots = range(len(position.total))
+        same_pass = later.epoch == position.epoch
+        return any(
+            position.total[k] > later.total[k]
+            or (same_pass and position.total[k] - position.delivered[k] != later.total[k] - later.delivered[k])
+            for k in slots
+        )
+
+    def chain(self, step: int) -> int | None:
+        """The flight record at `step`, if a position of just that step was reported with it."""
+        return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)
+
+    def _known(self) -> list[Position]:
+        known = [*self.history, *([Position.from_proto(self.delivered)] if self.delivered.slots else [])]
+        if any(slot.traits is not None and by_own_methods(slot.traits) for slot in self.slots[:1]):
+            for position in known:
+                position.carry()
+        return known
+
+    def is_fresh(self, position: Position) -> bool:
+        """A pass has begun there of which no batch was taken, and it is not the one that the attempt started in."""
+        return position.epoch > self.base.epoch and not any(position.delivered)
+
+    def who(self) -> str:
+        return f"client {shown(self.client)} on host {self.opening.host_id or '?'}"
+
+
+@dataclass
+class Attempt:
+    run: str
+    number: int
+    key: str
+    opened_by: str
+    """Who and where, for messages."""
+    num_boxes: int
+    num_workers: int
+    seed: int
+    state: AttemptState = AttemptState.OPEN
+    why: str = ""
+    """Why it is no longer open."""
+    boxes: dict[int, Box] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    """Boxes whose pass_ended is set."""
+    left: dict[int, int] = field(default_factory=dict)
+    """Step after which some box left a pass by `break` -> the first that did."""
+    _left: list[int] = field(default_factory=list)
+    """The same steps in order."""
+    last_live: float = 0.0
+
+    @property
+    def shape(self) -> str:
+        return shape(self.num_boxes, self.num_workers)
+
+    def set_ended(self, box: Box, ended: bool) -> None:
+        box.pass_ended = ended
+        (self.ended.add if ended else self.ended.discard)(box.number)
+
+    def note_cut(self, box: Box, epoch: int, step: int) -> bool:
+        """The box left a pass. True if none is known to have done so after this step."""
+        box.cuts[epoch] = step
+        if step in self.left:
+            return False
+        self.left[step] = box.number
+        insort(self._left, step)
+        return True
+
+    def left_between(self, first: int, last: int) -> list[int]:
+        """Steps from `first` to before `last` after which some box left a pass."""
+        return self._left[bisect_left(self._left, first) : bisect_left(self._left, last)]
+
+    def behind(self, box: Box, step: int) -> int | None:
+        """The step before `step` after which another box left a pass, if this one may be about to do so too: where it
+        is at `step` is not known before it has said that it did, or that it went on."""
+        if box.pass_ended or box.place is not Place.LIVE:
+            return None
+        ahead = self.left_between(box.step, step)
+        own = max(box.cuts.values(), default=-1) if ahead else -1
+        return next((left for left in ahead if left > own), None)
+
+    def all_live(self) -> bool:
+        return all(box.place is Place.LIVE for box in self.boxes.values())
+
+    def any_live(self) -> bool:
+        return any(box.place is Place.LIVE for box in self.boxes.values())
+
+
+@dataclass
+class Past:
+    """What is remembered of an attempt that is no longer open."""
+
+    number: int
+    key: str
+    state: AttemptState
+    why: str
+    clients: dict[int, str]
+    """Box -> client, by the digest of its secret."""
+
+
+@dataclass
+class Run:
+    name: str
+    seed: int
+    num_boxes: int
+    num_workers: int
+    attempt: int
+    """The highest attempt number given out."""
+    generation: int
+    """The highest generation given out; the next attempt starts above it."""
+    current: Attempt | None = None
+    past: dict[int, Past] = field(default_factory=dict)
+
+
+@dataclass
+class Worker:
+    name: str
+    session: str
+    host_id: str
+    capacity: int
+    local_address: str
+    tcp_address: str
+    registered: bool
+    """False for one that only the journal knows, until it comes back: it keeps its slots and gets no new ones."""
+    lease_until: float
+    seen_at: float
+    version: int
+    draining: bool = False
+    allow: tuple[str, ...] = ()
+    """Prefixes of the modules that it may run."""
+    release: str = ""
+    """Of Penstock; "" = not known."""
+    cores: int = 0
+    """Processors that it may use; 0 = not known."""
+    slots: set[SlotKey] = field(default_factory=set)
+    left: bool = False
+    """It has said good-bye: its silence is no loss."""
+
+    @property
+    def load(self) -> float:
+        """Share of its capacity that is taken."""
+        return len(self.slots) / self.capacity if self.capacity else 1.0
+
+    def may_run(self, module: str) -> bool:
+        """One that did not tell what it may run refuses by itself."""
+        return not self.allow or under(module, self.allow)
+
+    @property
+    def free(self) -> int:
+        return 0 if self.draining or not self.registered else self.capacity - len(self.slots)
+
+
+_DIGEST = "sha256:"
+_SHOWN = 8
+
+
+def client_of(client_id: str) -> str:
+    """Return the digest of a client's secret. The secret proves whose a place is; what is kept of it, in memory, in the
+    journal and in messages, proves nothing."""
+    return _DIGEST + hashlib.sha256(client_id.encode()).hexdigest()[:32]
+
+
+def client_in(row: str) -> str:
+    """The client of a row of the journal, which may hold the secret itself, as releases before this one wrote it."""
+    if type(row) is not str:
+        raise TypeError(f"client_id must be a text, got {type(row).__name__}")
+    return row if row.startswith(_DIGEST) else client_of(row)
+
+
+def shown(client: str) -> str:
+    """A client, for messages."""
+    return client.removeprefix(_DIGEST)[:_SHOWN]
+
+
+def shape(num_boxes: int, num_workers: int) -> str:
+    """For messages."""
+    boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return f"{boxes} x {workers}"

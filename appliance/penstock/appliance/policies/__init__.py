@@ -1,0 +1,1 @@
+"""Decisions that are functions of the model: placement, leases, quarantine, bottlenecks."""

@@ -1,0 +1,211 @@
+"""What a run's speed hangs on: its own loop, one worker, too few of them, or the way between.
+
+A box that seldom waits is bound by its loop, and nothing on the input's side would make it faster. Of a box that waits,
+for whom it waits is only half of the answer. Slots are taken in turn, so where all are equally slow the one that is
+asked first is waited for, and the others have used that time: blame alone would name an innocent. What tells them apart
+is how far the others are ahead, and what a batch takes each. If they have batches lying ready while one is waited for,
+and that one takes half as long again for a batch, it holds the box up; a slot that is ahead for being a little faster
+proves nothing, for with time any difference fills a ring. If nobody is ahead, or all take equally long, they are too
+few, or input_fn is too slow. If the very slot that is waited for has batches ready, they are
+made in time and arrive late.
+
+Boxes of a run go in step as a rule, by their collectives: so the run is as fast as the box that waits most.
+
+Pure functions over plain values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from penstock.appliance.model.gauges import AHEAD
+
+INPUT_BOUND = 0.05
+"""A box that waits for more of its time than this is bound by its input."""
+LEAST_S = 3.0
+"""Less than that says nothing."""
+BLAME = 0.5
+"""Of a box's waiting: who causes less is not alone."""
+SLOWER = 1.5
+"""Times that a batch takes the others: less is no other kind of machine."""
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    slot: int
+    worker: str
+    """ "" = none."""
+    phase: str
+    """Of SlotPhase."""
+    wait_share: float
+    """Of the box's time, that it waited for this slot."""
+    mean_queued: float
+    late: float = 0.0
+    """Of the waiting for it, the part while batches lay ready there."""
+    remote: bool = False
+    """Its batches cross a network."""
+    restarts: int = 0
+    behind: bool = False
+    """Its runner is a new one, which starts or replays."""
+    batch_s: float = 0.0
+    """Seconds of work a batch; 0 = not known."""
+
+
+@dataclass(frozen=True)
+class BoxFacts:
+    box: int
+    span_s: float
+    """Seconds that the shares speak of."""
+    wait_share: float
+    slots: Sequence[SlotFacts]
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str
+    """starting, loop, straggler, workers, network, unplaced or recovering."""
+    text: str
+    wait_share: float = 0.0
+    box: int | None = None
+    slot: int | None = None
+    worker: str = ""
+    blame: float = 0.0
+    """Of the box's waiting, the share that is for that slot or worker."""
+
+    @property
+    def input_bound(self) -> bool:
+        return self.kind not in ("starting", "loop")
+
+
+def find(boxes: Iterable[BoxFacts], busy_cores: int = 0) -> Finding | None:
+    """`boxes`: those of a run whose loops go on. `busy_cores`: cores of the workers' machines, if the run's slots keep
+    them all busy. None if there are no boxes."""
+    boxes = list(boxes)
+    stuck = next((found for box in boxes if (found := _unplaced(box)) is not None), None)
+    if stuck is not None or not boxes:
+        return stuck
+    worst = max(boxes, key=lambda box: (box.span_s >= LEAST_S, box.wait_share))
+    if worst.span_s < LEAST_S:
+        return Finding("starting", _beginning(boxes), 0.0, worst.box)
+    top = max(worst.slots, key=lambda slot: slot.wait_share)
+    share = worst.wait_share
+    if share <= INPUT_BOUND or not top.wait_share:
+        text = (
+            f"Not input-bound: box {worst.box}, which waits most, waits for data {_percent(share)} of its time. The "
+            "training loop sets the speed."
+        )
+        return Finding("loop", text, share, worst.box)
+    waits = f"Input-bound: box {worst.box} waits for data {_percent(share)} of its time"
+    alone = _of_phase(worst, top, waits) or _late(worst, top, waits) or _straggler(worst, top, waits)
+    return alone or _few(worst, waits, busy_cores)
+
+
+def _unplaced(box: BoxFacts) -> Finding | None:
+    """A loop that has had nothing yet, of a box with a slot that nobody runs."""
+    slot = next((slot for slot in box.slots if slot.phase == "WAITING"), None)
+    if slot is None or box.span_s >= LEAST_S:
+        return None
+    text = (
+        f"Box {box.box} cannot begin: no worker has room for its slot {slot.slot}. Start more workers, or ones with "
+        "more slots."
+    )
+    return Finding("unplaced", text, box.wait_share, box.box, slot.slot)
+
+
+def _beginning(boxes: Sequence[BoxFacts]) -> str:
+    starting = [slot for box in boxes for slot in box.slots if slot.phase == "STARTING"]
+    if starting:
+        return f"Starting: the first batches of {len(starting)} slots are being made."
+    return "Starting: not enough was seen yet."
+
+
+def _of_phase(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
+    """A slot without a runner that is ready, or with one that is not yet where the loop is."""
+    if top.phase == "READY" and not top.behind:
+        return None
+    blame = _share(top.wait_share, box)
+    of_it = f"{waits}, {_percent(blame)} of that for slot {top.slot}"
+    if top.phase == "WAITING":
+        text = f"{of_it}, which no worker has room for: start more workers, or ones with more slots."
+        return Finding("unplaced", text, box.wait_share, box.box, top.slot, "", blame)
+    if top.phase == "FAILED":
+        text = f"{of_it}, which has failed for good on worker {top.worker}: see its error."
+    elif top.restarts or top.behind:
+        text = f"{of_it}, which another runner is taking over on worker {top.worker}: it starts, or replays."
+    else:
+        text = f"{of_it}, whose first batch is being made on worker {top.worker}."
+        return Finding("starting", text, box.wait_share, box.box, top.slot, top.worker, blame)
+    return Finding("recovering", text, box.wait_share, box.box, top.slot, top.worker, blame)
+
+
+def _late(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
+    if not top.remote or top.late < BLAME or top.mean_queued < AHEAD:
+        return None
+    blame = _share(top.wait_share, box)
+    text = (
+        f"{waits}, {_percent(blame)} of that for slot {top.slot}, although {top.mean_queued:.1f} batches lie ready "
+        f"there on average: they come late from worker {top.worker}. Look at the network between, or at how busy that "
+        "machine is."
+    )
+    return Finding("network", text, box.wait_share, box.box, top.slot, top.worker, blame)
+
+
+def _straggler(box: BoxFacts, top: SlotFacts, waits: str) -> Finding | None:
+    """One slot or one worker, if the others are ahead of it."""
+    by_worker = Counter[str]()
+    for slot in box.slots:
+        by_worker[slot.worker] += slot.wait_share  # type: ignore[assignment]
+    worker = max(by_worker, key=lambda name: by_worker[name])
+    whole = [slot for slot in box.slots if slot.worker == worker]
+    rest = [slot for slot in whole if slot is not top]
+    alone = all(slot.mean_queued >= AHEAD and _slower([top], [slot]) for slot in rest)  # no worker is slow for one slot
+    groups = [[top], whole] if alone else [whole, [top]]
+    for group in groups:
+        others = [slot for slot in box.slots if slot not in group]
+        blame = _share(sum(slot.wait_share for slot in group), box)
+        ahead = 2 * sum(slot.mean_queued >= AHEAD for slot in others) >= len(others)
+        if blame < BLAME or not others or not ahead or not _slower(group, others):
+            continue
+        who = f"slot {top.slot} on worker {top.worker}" if len(group) == 1 else f"worker {worker}"
+        text = (
+            f"{waits}, {_percent(blame)} of that for {who}, which is slower than the others: {_mean(group):.1f} "
+            f"batches lie ready there on average, {_mean(others):.1f} at each other slot. Look at that machine, or at "
+            "what its slot reads."
+        )
+        return Finding("straggler", text, box.wait_share, box.box, top.slot, group[0].worker, blame)
+    return None
+
+
+def _slower(group: Sequence[SlotFacts], others: Sequence[SlotFacts]) -> bool:
+    """By what a batch takes; where that is not known, being behind is all that there is to go by."""
+    theirs, usual = ([slot.batch_s for slot in slots if slot.batch_s > 0] for slots in (group, others))
+    return not theirs or not usual or max(theirs) >= SLOWER * median(usual)
+
+
+def _few(box: BoxFacts, waits: str, busy_cores: int) -> Finding:
+    number = len(box.slots)
+    many = f"all its {number} slots are busy" if number > 1 else "its one slot is busy"
+    text = f"{waits}, and {many} ({_mean(box.slots):.1f} batches lie ready at each on average)"
+    if busy_cores:
+        text += (
+            f", and the cores are busy: the workers' machines have {busy_cores}, which carry no more such slots. Start "
+            "workers on more machines, or make input_fn faster."
+        )
+    else:
+        text += ": more workers, or a faster input_fn."
+    return Finding("workers", text, box.wait_share, box.box)
+
+
+def _share(part: float, box: BoxFacts) -> float:
+    return min(1.0, part / sum(slot.wait_share for slot in box.slots))
+
+
+def _mean(slots: Sequence[SlotFacts]) -> float:
+    return sum(slot.mean_queued for slot in slots) / len(slots)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"

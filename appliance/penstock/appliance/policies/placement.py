@@ -1,0 +1,135 @@
+"""Which worker takes a waiting slot: a function of what is known, and the order in which it is found fast.
+
+Only a worker that may run the input_fn (penstock.proto.state.allowed_modules); one that did not tell what it may run
+refuses by itself. Of these, in this order: a worker where the slot was not lost again and again; one on the box's own
+host, where a batch costs one memcpy instead of the network; the one with the smallest share of its capacity in use; the
+first by name, so that the answer does not depend on the order of registration. One loss does not count against a
+worker: a runner that was killed by hand or by the kernel for memory should come back on the host where it was.
+
+Slots never move just because a better place has come up: a move costs a replay, and order does not depend on place.
+
+To look at all workers for each slot takes minutes when a job of 10,000 slots starts. Among workers where nothing speaks
+against the slot, the best one is the least (load, name) of the box's host, or else of all hosts; so those are kept in
+heaps, some for each set of prefixes that workers allow, of which there are few, and a choice costs the logarithm of the
+fleet. An entry is never looked for and removed: it counts as long as it says what is true of its worker, and whoever
+changes a worker offers it again. A worker where the slot was lost again and again is passed over; only if nothing else
+is free are such workers compared, and there are few.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Set
+
+from penstock.appliance.model.entities import Slot, Worker
+from penstock.proto.state.allowed_modules import module_of, under
+
+_Entry = tuple[float, str]
+"""Load and name of a worker."""
+
+
+def cost(slot: Slot, host_id: str, worker: Worker) -> tuple[int, bool, float, str]:
+    """The least is the best."""
+    return (max(0, _lost_at(slot, worker.name) - 1), worker.host_id != host_id, worker.load, worker.name)
+
+
+def _lost_at(slot: Slot, worker: str) -> int:
+    return sum(loss.worker == worker for loss in slot.losses)
+
+
+def nobody_may(input_fn: str, workers: Iterable[Worker]) -> str:
+    """Why no worker that is there may ever run the input_fn; "" if one may, or if there is none to ask."""
+    module = module_of(input_fn)
+    present = [worker for worker in workers if worker.registered and not worker.draining]
+    if not present or any(worker.may_run(module) for worker in present):
+        return ""
+    allowed = sorted({prefix for worker in present for prefix in worker.allow})
+    return (
+        f"input_fn {input_fn!r} is in module {module!r}, which none of the {len(present)} workers may run (allowed "
+        f"prefixes: {', '.join(allowed) or 'none'}); start workers with --allow {module.partition('.')[0]}"
+    )
+
+
+class _Heaps:
+    """Of the workers that allow the same."""
+
+    def __init__(self) -> None:
+        self.everywhere: list[_Entry] = []
+        self.by_host: dict[str, list[_Entry]] = {}
+
+
+class Room:
+    """The workers that have a free place.
+
+    Args:
+        workers: all of the fleet, by name; looked at, never changed.
+    """
+
+    def __init__(self, workers: Mapping[str, Worker]) -> None:
+        self._workers = workers
+        self._heaps: dict[tuple[str, ...], _Heaps] = {}
+        self._entries = 0
+        """So many were pushed since all was built anew."""
+
+    def offer(self, worker: Worker) -> None:
+        """To be called whenever something has changed about the worker."""
+        if worker.free <= 0:
+            return
+        entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
+        heapq.heappush(heaps.everywhere, entry)
+        heapq.heappush(heaps.by_host.setdefault(worker.host_id, []), entry)
+        self._entries += 1
+        if self._entries > 64 + 4 * len(self._workers):
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Drops what is no longer true of anybody."""
+        self._heaps, self._entries = {}, 0
+        for worker in self._workers.values():
+            if worker.free > 0:
+                entry, heaps = (worker.load, worker.name), self._heaps.setdefault(worker.allow, _Heaps())
+                heaps.everywhere.append(entry)
+                heaps.by_host.setdefault(worker.host_id, []).append(entry)
+        for heaps in self._heaps.values():
+            for heap in (heaps.everywhere, *heaps.by_host.values()):
+                heapq.heapify(heap)
+
+    @property
+    def is_full(self) -> bool:
+        return all(self._best(heaps.everywhere, allow, None, set()) is None for allow, heaps in self._heaps.items())
+
+    def choose(self, slot: Slot, host_id: str, input_fn: str, barred: Set[str] = frozenset()) -> Worker | None:
+        """The worker for `slot`, whose box is on `host_id`; None when no worker that may run it has a free place.
+        `barred`: names of workers that it shall not go to."""
+        module = module_of(input_fn)
+        fitting = [(allow, heaps) for allow, heaps in self._heaps.items() if not allow or under(module, allow)]
+        lost_at = {loss.worker for loss in slot.losses if _lost_at(slot, loss.worker) > 1}
+        avoided = lost_at | barred
+        best = [self._best(heaps.by_host.get(host_id, []), allow, host_id, avoided) for allow, heaps in fitting]
+        if not any(best):
+            best = [self._best(heaps.everywhere, allow, None, avoided) for allow, heaps in fitting]
+        if not any(best):
+            among = [self._workers[name] for name in lost_at - barred if name in self._workers]
+            best = [worker for worker in among if worker.free > 0 and worker.may_run(module)]
+        found = [worker for worker in best if worker is not None]
+        return min(found, key=lambda worker: cost(slot, host_id, worker), default=None)
+
+    def _best(
+        self, heap: list[_Entry], allow: tuple[str, ...], host_id: str | None, avoided: Set[str]
+    ) -> Worker | None:
+        """The first worker in the heap that is not to be avoided. Entries that are not true any more leave it."""
+        passed: list[_Entry] = []
+        found = None
+        while heap and found is None:
+            load, name = heap[0]
+            worker = self._workers.get(name)
+            true = worker is not None and worker.free > 0 and worker.load == load and worker.allow == allow
+            if worker is not None and true and host_id in (None, worker.host_id):
+                if name not in avoided:
+                    found = worker
+                    break
+                passed.append((load, name))
+            heapq.heappop(heap)
+        for entry in set(passed):
+            heapq.heappush(heap, entry)
+        return found

@@ -1,0 +1,1 @@
+"""A run's state at a step: gathered from its slots, kept for a while, sent in parts."""

@@ -1,0 +1,74 @@
+"""aggregate_state_dict, called on a worker: for a training job that cannot build the loader itself.
+
+Usually the client aggregates, with an instance of its own. Where input_fn raises there (its data are only where the
+workers are), the client leaves the workers' states here as a blob and asks for them to be aggregated; any worker of the
+asking box will do, and which one makes no difference to the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.appliance.model.entities import Attempt
+from penstock.appliance.states.state_query import BoxState, Gathering, Want
+from penstock.proto.errors import StateUnavailableError
+from penstock.proto.rpc.channel import error_of
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Errand(Want):
+    """The question to one worker."""
+
+    blob: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{super().id}:{self.blob}"
+
+    def request(self, deadline_s: float) -> pb.StateRequest:
+        request = super().request(deadline_s)
+        request.aggregate_blob = self.blob
+        return request
+
+
+@dataclass(eq=False)
+class Aggregation(Gathering):
+    """One question, to the first slot of the box that can be asked; planned as a gathering of one box."""
+
+    box: int = 0
+    blob: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        return (self.run, self.attempt, self.step, self.blob)
+
+    def is_next(self, want: Want) -> bool:
+        return True
+
+    def refresh(self, attempt: Attempt, box: int | None = None) -> None:
+        super().refresh(attempt)  # its one question is not kept under the number of its box
+
+    def _refresh(self, attempt: Attempt, number: int) -> None:
+        box = attempt.boxes.get(self.box)
+        if box is None:
+            raise StateUnavailableError(f"box {self.box} has not opened run {self.run}")
+        ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
+        self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
+        wants: dict[str, Want] = {}
+        if ready is not None:
+            errand = Errand(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob)
+            wants[errand.id] = errand
+        self._ask(number, wants)
+
+    def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
+        want = self.requests.get(answer.request)
+        if want is None or answer.worker != want.worker:
+            return
+        if answer.HasField("error"):
+            self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
+            return
+        self.held += len(data) - self.coming.pop(answer.request, 0)
+        self._ask(0, {})
+        record = pb.WorkerRecord(box=want.key.box, local_worker_id=want.key.slot, state_bytes=len(data))
+        self._completed(0, BoxState([(record, data)]))

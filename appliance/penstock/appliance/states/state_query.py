@@ -1,0 +1,476 @@
+"""The state of a run at a step, gathered from all its slots. Planning only: who waits, and how long, is elsewhere.
+
+A box's record at a step follows from an earlier position and from where passes ended (penstock.proto.state.position).
+The coordinator has positions that the box reported; ends it learns. So a gathering goes in rounds: plan with the ends
+known so far, ask every slot's worker for its state at its planned position, and when one answers "my pass ended
+earlier", note the end and plan again. Answers for positions that did not change are kept. When every slot has answered
+for the plan as it stands, the record is complete, and it is the same whoever asks, and when.
+
+Why that is enough. A worker checks two things about (epoch, delivered, total): that its pass of that epoch began after
+total - delivered batches, and that it did not end before total. If that holds for all slots of a box, then the plan's
+epoch began where it truly did, with all slots live, and nobody ended in it unnoticed; the rest is arithmetic.
+
+What nobody can know beforehand is whether a loop leaves a pass by `break`. Boxes do that together, as a rule, and one
+of them first: so a box that has not come beyond the step after which another one left a pass is waited for. That ends,
+for its loop has no collective before it with whoever asks.
+
+A slot that is being recovered is waited for: its request goes to the new owner once that is ready. A box whose one pass
+is over answers with its final state.
+
+A box's record depends on that box alone. So boxes are gathered one by one, in their order and a number of slots at a
+time, each is complete by itself, and may be sent and let go before the last ones have been asked: a state of a large
+fleet is never in memory whole. An error may therefore come after the records of some boxes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from penstock.appliance.model.entities import Attempt, Box, Place, SlotKey
+from penstock.proto.errors import (
+    PenstockError,
+    ProtocolError,
+    StateUnavailableError,
+    error_named,
+)
+from penstock.proto.rpc.channel import error_of
+from penstock.proto.state.position import Position, advance, chain_at
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+PASSES = 16
+"""How many of the passes that the loop left a worker is told. There are seldom more since its last durable snapshot; a
+state that would need to know them is refused."""
+
+
+@dataclass(frozen=True)
+class Want:
+    """One slot's state, asked from its present owner."""
+
+    key: SlotKey
+    generation: int
+    worker: str
+    step: int
+    epoch: int
+    delivered: int
+    total: int
+    digests_after: int = field(compare=False)
+    """The slot's total at the nearest position that the box reported: from there on the digests of its batches are
+    asked for, to go on with the box's flight record."""
+    round: int
+    """How often the slot has answered with an end so far: a question asked again is a new one."""
+    serial: int
+    """Of the gathering."""
+    left: tuple[tuple[int, int], ...] = field(default=(), compare=False, kw_only=True)
+    """(epoch, the slot's total) where the loop left passes by `break`, of those from `left_from` on."""
+    left_from: int = field(default=0, compare=False, kw_only=True)
+
+    @property
+    def id(self) -> str:
+        """Made of what is asked, so that a repeated or late answer can never be taken for another one."""
+        where = f"{self.key.run}@{self.key.attempt}/{self.key.box}.{self.key.slot}#{self.generation}"
+        return f"{where}:{self.step}:{self.epoch}.{self.delivered}.{self.total}:{self.round}:{self.serial}"
+
+    def request(self, deadline_s: float) -> pb.StateRequest:
+        return pb.StateRequest(
+            request=self.id,
+            **self.key._asdict(),
+            generation=self.generation,
+            step=self.step,
+            epoch=self.epoch,
+            position=records_pb2.SlotPosition(delivered=self.delivered, total=self.total),
+            deadline_s=deadline_s,
+            digests_after=self.digests_after,
+            left=[pb.PassEnd(epoch=epoch, total=total) for epoch, total in self.left],
+            left_from=self.left_from,
+        )
+
+
+def _left(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, int]]]]:
+    """Where the loop left passes before this position: (epoch, slot -> its total there), of slots whose end it had not
+    come to. And from which epoch on these are all; of earlier ones it is not known any more."""
+    passes: list[tuple[int, dict[int, int]]] = []
+    for epoch in reversed(box.cuts):
+        if epoch >= position.epoch:
+            continue
+        anchor = box.anchor(box.cuts[epoch])
+        there = None if anchor is None else advance(anchor, box.cuts[epoch], box.ends, box.cuts)
+        if there is None or there.epoch != epoch or len(passes) == PASSES:
+            return epoch + 1, passes
+        passes.append((epoch, {k: there.total[k] for k in there.live}))
+    return 0, passes
+
+
+@dataclass(frozen=True)
+class _Answer:
+    want: Want
+    answer: pb.StateAnswer
+    data: bytes
+
+
+@dataclass
+class BoxState:
+    """What was gathered of one box: the records of its slots, in order, and its position."""
+
+    records: list[tuple[pb.WorkerRecord, bytes]]
+    position: records_pb2.BoxPosition | None = None
+    final: int | None = None
+    """The box's last step, if it had passed its end: the state holds while the box stays there."""
+
+    @property
+    def size(self) -> int:
+        return sum(len(data) for _, data in self.records)
+
+    @cached_property
+    def heads(self) -> list[bytes]:
+        """Each record as a serialised StatePart without its data; the first one with the position."""
+        return [
+            pb.StatePart(record=record, position=None if index else self.position).SerializeToString()
+            for index, (record, _) in enumerate(self.records)
+        ]
+
+    @property
+    def message_size(self) -> int:
+        """Bytes of its serialised parts, at most, as long as each is one message."""
+        return self.size + sum(len(head) + 8 for head in self.heads)
+
+
+@dataclass
+class Gathered:
+    """A finished gathering."""
+
+    records: list[tuple[pb.WorkerRecord, bytes]]
+    positions: dict[int, records_pb2.BoxPosition]
+    finals: dict[int, int]
+    """Box -> its last step, for boxes that had passed their end: the result holds while they stay there."""
+
+
+@dataclass(eq=False)
+class Gathering:
+    run: str
+    attempt: int
+    step: int
+    serial: int = 0
+    """Of this gathering, over all restarts: part of what is asked, so that one asked again is a new question."""
+    num_boxes: int = 1
+    at_once: int = 1 << 30
+    """Slots that may be asked at the same time."""
+    askers: int = 0
+    deadline: float = 0.0
+    """Of the most patient asker."""
+    requests: dict[str, Want] = field(default_factory=dict)
+    by_worker: dict[str, dict[str, Want]] = field(default_factory=dict)
+    """The same, by who is asked."""
+    boxes: dict[int, BoxState] = field(default_factory=dict)
+    """Those that are complete, and have not been let go after they were sent."""
+    complete: int = 0
+    """How many are complete."""
+    let_go: bool = False
+    """Some were sent and let go: nobody can join any more."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """Complete box -> present askers that have been sent it."""
+    coming: dict[str, int] = field(default_factory=dict)
+    """Request -> bytes of its answer, which is on the way."""
+    held: int = 0
+    """Bytes of answers in memory, and on the way."""
+    changed: list[Want] = field(default_factory=list)
+    """What has been opened or closed since the desk looked."""
+    completed: list[int] = field(default_factory=list)
+    """Boxes that became complete since the desk looked."""
+    failure: PenstockError | None = None
+    _asked_boxes: int = 0
+    """Boxes are asked in their order; so many have been begun."""
+    _wants: dict[int, dict[str, Want]] = field(default_factory=dict)
+    """Of each box that was begun and is not complete."""
+    _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
+    _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
+    _denied: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+    """What a slot was asked, and what was known, when it answered with an end that was known: the mistake is with
+    another slot, so it is not asked again before more is known."""
+    _anchors: dict[int, Position] = field(default_factory=dict)
+    """Of each box: the newest position from which its flight record was asked for. It stays good when the books have
+    dropped it for a report of a later step."""
+    _missing: dict[int, list[str]] = field(default_factory=dict)
+    """Of each box: what it waits for besides answers."""
+
+    def topic(self, box: int) -> tuple[str | int, ...]:
+        """Announced when the box is complete; all of them when the gathering fails."""
+        return ("state", self.serial, box)
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What askers of the same thing share."""
+        return (self.run, self.attempt, self.step, "")
+
+    @property
+    def done(self) -> bool:
+        return self.failure is not None or self.complete == self.num_boxes
+
+    @property
+    def result(self) -> Gathered | None:
+        """Everything, as long as nothing was let go."""
+        if self.failure is not None or len(self.boxes) < self.num_boxes:
+            return None
+        states = sorted(self.boxes.items())
+        return Gathered(
+            [record for _, state in states for record in state.records],
+            {number: state.position for number, state in states if state.position is not None},
+            self.finals,
+        )
+
+    @property
+    def finals(self) -> dict[int, int]:
+        return {number: state.final for number, state in self.boxes.items() if state.final is not None}
+
+    def waits_for(self) -> str:
+        """Everybody who has not answered yet, by name."""
+        asked = [f"box {w.key.box} slot {w.key.slot} on worker {w.worker}" for w in self.requests.values()]
+        missing = [what for _, box in sorted(self._missing.items()) for what in box]
+        later = self.num_boxes - self._asked_boxes
+        return ", ".join([*missing, *asked, *([f"{later} boxes that are asked after these"] if later > 0 else [])])
+
+    def is_next(self, want: Want) -> bool:
+        """It is of the first box that is not complete: the one that askers wait for."""
+        return want.key.box == min(self._wants, default=self._asked_boxes)
+
+    def fail(self, error: PenstockError) -> None:
+        self.failure = error
+        self.ask_no_more()
+
+    def ask_no_more(self) -> None:
+        for number in list(self._wants):
+            self._ask(number, {})
+        self._wants.clear()
+        self._missing.clear()
+        self._anchors.clear()
+        self._answers.clear()
+        self.held = sum(state.size for state in self.boxes.values())
+        self.coming.clear()
+
+    def refresh(self, attempt: Attempt, box: int | None = None) -> None:
+        """Plans again, from the books as they are now: a box, if it has been begun, or all."""
+        if self.done:
+            return
+        try:
+            for number in list(self._wants) if box is None else [box] if box in self._wants else []:
+                self._refresh(attempt, number)
+            self._go_on(attempt)
+        except PenstockError as error:
+            self.fail(error)
+
+    def _go_on(self, attempt: Attempt) -> None:
+        """Begins with further boxes, as far as they may be asked beside those under way."""
+        while self._asked_boxes < self.num_boxes:
+            if self._wants and len(self.requests) + attempt.num_workers > self.at_once:
+                return
+            number = self._asked_boxes
+            self._asked_boxes += 1
+            self._wants[number] = {}
+            self._refresh(attempt, number)
+
+    def _ask(self, number: int, wants: dict[str, Want]) -> None:
+        """From now on these are the box's open requests."""
+        before = self._wants.get(number, {})
+        for request, want in before.items():
+            if request not in wants:
+                del self.requests[request]
+                del self.by_worker[want.worker][request]
+                if not self.by_worker[want.worker]:
+                    del self.by_worker[want.worker]
+                self.held -= self.coming.pop(request, 0)
+                self.changed.append(want)
+        for request, want in wants.items():
+            if request not in before:
+                self.requests[request] = want
+                self.by_worker.setdefault(want.worker, {})[request] = want
+                self.changed.append(want)
+        self._wants[number] = wants
+
+    def _refresh(self, attempt: Attempt, number: int) -> None:
+        requests: dict[str, Want] = {}
+        missing = self._missing[number] = []
+        denied: list[str] = []
+        doubtful: list[str] = []
+        box = attempt.boxes.get(number)
+        if box is None:
+            missing.append(f"box {number} (it has not opened the run)")
+            return
+        if not box.told and box.place is Place.LIVE:
+            missing.append(f"box {number} (it has not reported since the coordinator was started)")
+            self._ask(number, {})
+            return
+        state = BoxState([])
+        anchor, position = self._position(box, state, doubtful)
+        anchor = max(anchor, self._anchors.get(number, anchor), key=lambda at: at.step)
+        self._anchors[number] = anchor
+        if box.place is Place.GONE:
+            raise StateUnavailableError(
+                f"step {self.step} of run {self.run}: the training job of box {number} is not heard of any more, and "
+                "its workers were freed. Once it is back a state can be had again; if it is dead, go on from one that "
+                "was saved before"
+            )
+        behind = attempt.behind(box, self.step)
+        if behind is not None:
+            other = attempt.left[behind]
+            missing.append(f"box {number} (it has not come beyond step {behind}, after which box {other} left a pass)")
+            self._ask(number, {})
+            return
+        left_from, passes = _left(box, position)
+        for slot in box.slots:
+            k = slot.key.slot
+            place = (position.epoch, position.delivered[k], position.total[k])
+            have = self._answers.get((number, k))
+            if have is not None and (have.want.epoch, have.want.delivered, have.want.total) == place:
+                continue
+            if self._denied.get((number, k)) == (place, box.ends, box.cuts):
+                denied.append(f"{slot} on worker {slot.worker}")
+                continue
+            if slot.phase == pb.FAILED and slot.error is not None:
+                raise self._of_slot(error_of(slot.error), slot.key, slot.worker)
+            if slot.phase == pb.READY:
+                rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
+                left = tuple((epoch, totals[k]) for epoch, totals in passes if k in totals)
+                want = Want(
+                    slot.key,
+                    slot.generation,
+                    slot.worker,
+                    self.step,
+                    *place,
+                    after,
+                    rounds,
+                    self.serial,
+                    left=left,
+                    left_from=left_from,
+                )
+                requests[want.id] = want
+            elif slot.phase == pb.STARTING:
+                missing.append(f"{slot} (being started on worker {slot.worker})")
+            else:
+                missing.append(f"{slot} (no worker has it)")
+        self._ask(number, requests)
+        if requests or missing:
+            return
+        if denied or doubtful:
+            raise ProtocolError(
+                f"state of run {self.run} at step {self.step}: the workers do not agree where passes ended; what the "
+                f"others said cannot be for {', '.join(denied + doubtful)}"
+            )
+        self._record_flight(box, anchor, position)
+        state.position = position.to_proto()
+        self._assemble(attempt, number, state)
+        self._completed(number, state)
+
+    def _completed(self, number: int, state: BoxState) -> None:
+        del self._wants[number], self._missing[number]
+        self._anchors.pop(number, None)
+        self.boxes[number], self.sent[number] = state, 0
+        self.complete += 1
+        self.completed.append(number)
+
+    def _position(self, box: Box, state: BoxState, doubtful: list[str]) -> tuple[Position, Position]:
+        """Where the plan starts from, and where the box stood."""
+        where = f"step {self.step} of run {self.run}: box {box.number}"
+        if box.place is Place.CLOSED and not any(slot.worker for slot in box.slots):
+            raise StateUnavailableError(
+                f"{where} has closed and its workers are gone: take the state before any box closes its appliance"
+            )
+        if box.place is Place.CLOSED and not box.told:
+            raise StateUnavailableError(
+                f"{where} has closed, and where it ended is not known since the coordinator was started again: take "
+                "the state before any box closes its appliance"
+            )
+        if self.step < box.base.step and not box.pass_ended:
+            raise StateUnavailableError(f"{where} started this attempt at step {box.base.step}")
+        at = self.step
+        if box.pass_ended and box.step < self.step:
+            at = state.final = box.step
+        at = max(at, box.base.step)
+        anchor = box.anchor(at)
+        # A coordinator that was started again has every base, but what served the steps before the window is gone.
+        unkept = box.restored and anchor is box.base and at < box.step - box.retention
+        if anchor is None or unkept:
+            raise StateUnavailableError(f"{where} has left that step behind its retention window")
+        position = advance(anchor, at, box.ends, box.cuts)
+        if sum(position.total) - sum(anchor.total) != at - anchor.step or box.is_refuted(position):
+            # Some ends are known and others, of earlier passes, are not: good enough to ask with, never to answer with.
+            doubtful.append(f"box {box.number}")
+        return anchor, position
+
+    def _of_slot(self, error: PenstockError, key: SlotKey, worker: str) -> PenstockError:
+        on = f" on worker {worker}" if worker else ""
+        message = f"state of run {self.run} at step {self.step}: box {key.box} slot {key.slot}{on}: {error.message}"
+        return error_named(type(error).__name__, message, error.remote_traceback)
+
+    def answered(self, attempt: Attempt, answer: pb.StateAnswer, data: bytes) -> None:
+        """Takes a worker's answer; one to a request that is no longer open changes nothing."""
+        want = self.requests.get(answer.request)
+        if want is None or answer.worker != want.worker:
+            return
+        box = attempt.boxes[want.key.box]
+        if answer.HasField("error"):
+            self.fail(self._of_slot(error_of(answer.error), want.key, want.worker))
+            return
+        if answer.ended:
+            self._ended(attempt, box, want, answer)
+            return
+        place = (want.key.box, want.key.slot)
+        before = self._answers.get(place)
+        self.held += len(data) - self.coming.pop(answer.request, 0) - (len(before.data) if before else 0)
+        self._answers[place] = _Answer(want, answer, data)
+        self.refresh(attempt, want.key.box)
+
+    def _ended(self, attempt: Attempt, box: Box, want: Want, answer: pb.StateAnswer) -> None:
+        if (answer.ended_epoch, answer.ended_total) >= (want.epoch, want.total):
+            error = ProtocolError(
+                f"it says that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, when asked for epoch "
+                f"{want.epoch}, batch {want.total}"
+            )
+            self.fail(self._of_slot(error, want.key, want.worker))
+            return
+        slot, before = (box.number, want.key.slot), dict(box.ends)
+        told = [(end.epoch, end.total) for end in answer.ends]
+        for epoch, total in [*told, (answer.ended_epoch, answer.ended_total)]:
+            # A pass that the loop left ended there, whatever the worker had produced ahead: the smaller total holds.
+            end = (want.key.slot, epoch)
+            box.ends[end] = min(total, box.ends.get(end, total))
+        self._rounds[slot] = self._rounds.get(slot, 0) + 1
+        if box.ends == before:
+            place = (want.epoch, want.delivered, want.total)
+            self._denied[slot] = (place, before, dict(box.cuts))
+        self.refresh(attempt, box.number)
+
+    def _record_flight(self, box: Box, anchor: Position, position: Position) -> None:
+        """The chain of the box, from a position that it reported and the workers' digests since."""
+        position.chain = box.chain(position.step)
+        if position.chain is None:
+            digests: dict[tuple[int, int], int] = {}
+            for slot in box.slots:
+                have = self._answers[box.number, slot.key.slot]
+                first = have.answer.digests_after + 1
+                told = enumerate(have.answer.digests, first)
+                digests |= {(slot.key.slot, total): digest for total, digest in told}
+            position.chain = chain_at(anchor, position.step, box.ends, box.cuts, digests)
+
+    def _assemble(self, attempt: Attempt, number: int, state: BoxState) -> None:
+        for slot in attempt.boxes[number].slots:
+            have = self._answers.pop((number, slot.key.slot))
+            answer = have.answer
+            traits = answer.traits if answer.HasField("traits") else slot.traits
+            record = pb.WorkerRecord(
+                local_worker_id=slot.key.slot,
+                num_workers_per_box=attempt.num_workers,
+                num_boxes=attempt.num_boxes,
+                box=number,
+                step=self.step,
+                worker_step=have.want.total,
+                samples_streamed=answer.samples_streamed,
+                state_bytes=len(have.data),
+                epoch=have.want.epoch,
+                traits=traits,
+                digest=answer.digest,
+                next_digest=answer.next_digest,
+                next_epoch=answer.next_epoch,
+            )
+            state.records.append((record, have.data))

@@ -1,0 +1,100 @@
+"""How states leave the coordinator: as which messages, and when each has its turn.
+
+Hundreds of boxes that save at one step ask for each other's records at once. Two things keep the coordinator able to
+hear heartbeats meanwhile. Records are serialised once, whoever asks: an asker's messages are put together from those
+bytes, and not from messages that would be copied, measured and written again for each. And in a turn of the event loop
+one large message leaves, so that a heartbeat, which takes some turns to be heard and answered, is never behind
+hundreds of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from penstock.appliance.states.state_query import BoxState
+from penstock.proto.rpc.calls import pieces
+from penstock.proto.rpc.channel import CHUNK
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["Turns", "packed", "parts"]
+
+
+class Turns:
+    """One turn of the event loop for each who asks, in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next(self) -> None:
+        """Wait for a turn of the event loop that nobody else was given."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._give, loop)
+        await turn
+
+    def _give(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its call was cancelled
+                turn.set_result(None)
+                break
+        if self._waiting:
+            loop.call_soon(self._give, loop)
+
+
+def parts(states: Iterable[BoxState]) -> Iterator[pb.StatePart]:
+    """For an asker that takes a message for each record."""
+    for state in states:
+        for index, (record, data) in enumerate(state.records):
+            first, *more = pieces(data) if data else [b""]
+            yield pb.StatePart(record=record, data=first, position=None if index else state.position)
+            for piece in more:
+                yield pb.StatePart(data=piece)
+
+
+def packed(states: Iterable[BoxState]) -> Iterator[bytes]:
+    """The same for an asker that takes small ones together (StatePart.parts), as serialised messages."""
+    pack: list[bytes] = []
+    size = 0
+    for part in _serialised(states):
+        nbytes = sum(map(len, part))
+        if pack and (size + nbytes > CHUNK or nbytes > CHUNK // 2):
+            yield b"".join(pack)
+            pack, size = [], 0
+        if nbytes > CHUNK // 2:
+            yield b"".join(part)
+        else:
+            pack += [_head(pb.StatePart.PARTS_FIELD_NUMBER, nbytes), *part]
+            size += nbytes
+    if pack:
+        yield b"".join(pack)
+
+
+def _serialised(states: Iterable[BoxState]) -> Iterator[list[bytes]]:
+    """What SerializeToString makes of the parts, but for the order of fields, in pieces that are not copied: fields
+    that stand one after the other are one message."""
+    number = pb.StatePart.DATA_FIELD_NUMBER
+    for state in states:
+        for head, (_, data) in zip(state.heads, state.records, strict=True):
+            first, *more = pieces(data) if len(data) > CHUNK else [data]
+            yield [head, _head(number, len(first)), first]
+            for piece in more:
+                yield [_head(number, len(piece)), piece]
+
+
+def _head(number: int, size: int) -> bytes:
+    """What stands before the `size` bytes of a field of type bytes or message."""
+    return _varint(number << 3 | 2) + _varint(size)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

@@ -1,0 +1,1 @@
+"""The coordinator's disk: the journal, and the snapshots with their index."""

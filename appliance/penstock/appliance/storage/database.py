@@ -1,0 +1,260 @@
+"""A database of the coordinator's: how it is opened, and the number of its last commit, which cannot go back.
+
+SQLite's write-ahead log has checksums, and they say where it ends: at the first frame that does not fit. A bit that
+flips in a frame in the middle is taken for the end of the log, and the database is, without a word, what it was some
+commits earlier. So each commit has a number, in the database and in a file beside it (`journal.commits`), and a
+database that ends before the number on record is refused as it lies, before SQLite writes to it or empties its log. The
+journal's number goes to workers and training jobs too, signed (`Marks`): they know of commits that a disk has lost
+together with the file, and of a copy of the directory that is older than they are.
+
+The file is written after the commit and synced when it is made, no more: it outlives the process, and after a loss of
+power it may be a few seconds old, which makes the check weaker and never wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from penstock.proto.errors import JournalError
+
+__all__ = [
+    "META",
+    "SCHEMA",
+    "Commits",
+    "Marks",
+    "behind",
+    "check_commits",
+    "damaged",
+    "open_database",
+    "read_only",
+    "transaction",
+]
+
+SCHEMA = 1
+
+META = "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT) STRICT;"
+"""Where the number is, and small facts."""
+
+log = logging.getLogger("penstock.appliance")
+
+
+def damaged(name: str, why: object) -> JournalError:
+    return JournalError(f"{name} is damaged ({why}): restore it from a copy, or move it away to start anew")
+
+
+def open_database(path: Path | None, script: str) -> sqlite3.Connection:
+    """A database of ours, made if it is not there. None: in memory. JournalError: unreadable, or too new."""
+    name = path or ":memory:"
+    try:
+        # check_same_thread: snapshot_store.py is used from one thread at a time, which is not the one that opened it.
+        db = sqlite3.connect(name, isolation_level=None, check_same_thread=False, timeout=5.0)
+        try:
+            (found,) = db.execute("PRAGMA user_version").fetchone()
+            if found == 0:  # only then: on a database that is there it would be a write, and that one may be damaged
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            if path is not None:
+                (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
+                if mode != "wal":
+                    raise JournalError(f"{path}: SQLite cannot use its write-ahead log here (got {mode!r})")
+            db.execute("PRAGMA synchronous=FULL")
+            db.execute("PRAGMA journal_size_limit=67108864")
+            if found > SCHEMA:
+                raise JournalError(
+                    f"{path} was written by a newer Penstock (schema {found}, this one knows {SCHEMA}): run that "
+                    "release, or start on an empty state directory"
+                )
+            if found == 0:
+                db.executescript(f"BEGIN IMMEDIATE;\n{META}\n{script}\nPRAGMA user_version={SCHEMA};\nCOMMIT;")
+            return db
+        except BaseException:
+            db.close()
+            raise
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+            raise JournalError(
+                f"{name} cannot be written ({error}): make room on its disk, or mend it, and start again; the journal "
+                "itself is kept"
+            ) from error
+        raise JournalError(
+            f"{name} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
+        ) from error
+
+
+@contextmanager
+def read_only(path: Path, *, in_use: bool = False) -> Iterator[sqlite3.Connection]:
+    """Opens a database that is there, and changes nothing: neither in it nor in its log. One that is not in use and has
+    no log needs none: no file is made. Raises sqlite3.Error."""
+    wal = path.with_name(f"{path.name}-wal")
+    immutable = "" if in_use or (wal.exists() and wal.stat().st_size) else "&immutable=1"
+    address = f"{path.absolute().as_uri()}?mode=ro{immutable}"
+    with closing(sqlite3.connect(address, uri=True, timeout=5.0)) as db:
+        db.row_factory = sqlite3.Row
+        yield db
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, commits: Commits) -> Iterator[None]:
+    """All of it is on disk afterwards, under the next number, or nothing. Raises sqlite3.Error, JournalError."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        value = (str(commits.number + 1),)
+        db.execute("INSERT INTO meta VALUES ('commits', ?) ON CONFLICT DO UPDATE SET value=excluded.value", value)
+        db.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
+    commits.made()
+
+
+def _number_in(db: sqlite3.Connection) -> int:
+    """0: of a release that did not count."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+        return 0
+    found = db.execute("SELECT value FROM meta WHERE name='commits'").fetchone()
+    return int(found[0]) if found else 0
+
+
+class Commits:
+    """The number of the last commit of the database at `path` (None: in memory), and the file that has it too.
+
+    Raises JournalError for a database that ends before the number on record, and has changed nothing then.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.number = 0
+        """Of the last commit that is on disk."""
+        self._fd = -1
+        if path is not None:
+            self._file = beside(path)
+            self.number = check_commits(path)
+            try:
+                self._open()
+            except OSError as error:
+                raise JournalError(f"{self._file} cannot be used: {error}") from error
+
+    def _open(self) -> None:
+        self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._record(self.number)
+        os.fsync(self._fd)
+        folder = os.open(self._file.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _record(self, number: int) -> None:
+        os.pwrite(self._fd, _line(number), 0)
+
+    def made(self) -> None:
+        """One commit more is on disk."""
+        if self._fd >= 0:
+            try:
+                self._record(self.number + 1)
+            except OSError as error:
+                raise JournalError(f"{self._file} cannot be written: {error}") from error
+        self.number += 1
+
+    def expect(self, number: int) -> None:
+        """Commit `number` was made, as somebody knows: no start on these files any more."""
+        if self._fd >= 0:
+            self._record(number)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def beside(path: Path) -> Path:
+    """The file with the number of the last commit of the database at `path`."""
+    return path.with_suffix(".commits")
+
+
+def check_commits(path: Path) -> int:
+    """The number of the last commit of a database as it lies. JournalError: one more was made. Changes nothing."""
+    file = beside(path)
+    try:
+        expected = recorded(file)
+        found = 0
+        if path.exists() and path.stat().st_size:
+            with read_only(path) as db:
+                (schema,) = db.execute("PRAGMA user_version").fetchone()
+                found = _number_in(db) if schema <= SCHEMA else expected or 0
+    except OSError as error:
+        raise JournalError(f"{file} cannot be read: {error}") from error
+    except (sqlite3.Error, ValueError) as error:
+        raise JournalError(
+            f"{path} cannot be read as a journal ({error}): restore it from a copy, or move it away to start anew"
+        ) from error
+    if expected is not None and found < expected:
+        raise behind(path, found, expected, f"as {file} says")
+    if expected is None and found > 1:
+        log.warning("%s is not there: this time a damaged log of %s would not be noticed", file, path)
+    return found
+
+
+def behind(path: Path | str, found: int, expected: int, witness: str) -> JournalError:
+    """What is said of a database that lacks commits."""
+    return JournalError(
+        f"{path} ends at commit {found}, but commit {expected} was made, {witness}: its log {path}-wal is damaged or "
+        "gone, or this is an older copy. Restore a copy of the whole directory that is of "
+        "now; or move the directory away to start anew, and start the jobs from their checkpoints"
+    )
+
+
+def _line(number: int) -> bytes:
+    """As long for every number, within one sector: a write of it is whole or not there."""
+    text = f"{number:020d}"
+    return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
+
+
+def recorded(file: Path) -> int | None:
+    """The number in the file; None: there is none yet."""
+    try:
+        line = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    if not line:
+        return None
+    number = int(line[:20]) if line[:20].isdigit() else 0
+    if line != _line(number):
+        raise JournalError(
+            f"{file} is damaged: it must hold the number of the last commit of the database beside it. Remove it to "
+            "start on that database as it is, if you know that it is whole; else restore a copy of the directory"
+        )
+    return number
+
+
+class Marks:
+    """A journal's number as peers keep it, signed: they cannot make one up, and another journal's says nothing here."""
+
+    def __init__(self, secret: bytes, process: bytes, found: int) -> None:
+        self._secret = secret
+        self._process = process
+        """8 bytes of this coordinator process's own: commits of its own may have the numbers of those that are lost."""
+        self._found = found
+        """The number of the last commit at its start."""
+
+    def make(self, number: int) -> bytes:
+        what = self._process + number.to_bytes(8, "big")
+        return what + self._signed(what)
+
+    def missing(self, mark: bytes) -> int | None:
+        """The number of a commit that was made before this process, and was not there at its start."""
+        what, number = mark[:16], int.from_bytes(mark[8:16], "big")
+        if mark[:8] == self._process or number <= self._found:
+            return None
+        return number if hmac.compare_digest(mark[16:], self._signed(what)) else None
+
+    def _signed(self, what: bytes) -> bytes:
+        return hmac.new(self._secret, b"commit\0" + what, hashlib.sha256).digest()[:16]

@@ -1,0 +1,316 @@
+"""The coordinator's books on disk: SQLite in WAL mode with synchronous=FULL, one writer, committed before any reply.
+
+journal.db holds who owns what: runs, attempts, boxes, slots, a few rows each, at about 110 us a commit. Rows are
+written whole, and changes gather in memory until `commit`; one that fails (disk full) leaves them gathered, so that
+nothing is acknowledged and the next call tries again. Snapshots live in a database of their own (snapshot_store.py):
+large, and worth less.
+
+A file that cannot be read is never reset: the error names it, and a person decides. WAL does not work on network
+filesystems, where locks and shared memory are not what SQLite takes them for, so those are refused. One state
+directory has one coordinator: an advisory lock that the kernel drops with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sqlite3
+import stat
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.appliance.storage.database import Commits, Marks, behind, damaged, open_database, transaction
+from penstock.proto.errors import JournalError
+
+Rows = dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]]
+"""What is to be written: statement and values, under a key that a later one for the same row replaces."""
+
+TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # table: key columns, other columns. A seed is text: SQLite's integers have a sign, ours have 64 bits without one.
+    "runs": (("run",), ("seed", "num_boxes", "num_workers", "attempt", "generation")),
+    "attempts": (("run", "attempt"), ("key", "opened_by", "state", "why")),
+    "boxes": (("run", "attempt", "box"), ("client_id", "place", "opening")),
+    "slots": (
+        ("run", "attempt", "box", "slot"),
+        ("generation", "phase", "worker", "session", "ever_ready", "recovery", "restarts", "note", "traits", "error"),
+    ),
+    "skips": (("run", "attempt", "box", "slot", "epoch", "total"), ("count", "own")),
+    # The highest generation that a successor of a slot was given: see migration.py.
+    "reserved": (("run", "attempt", "box", "slot"), ("generation",)),
+    "cuts": (("run", "attempt", "box", "epoch"), ("step",)),
+    # For `penstock replay` alone: see box_history.py. An attempt that is over has no other rows but these of its boxes.
+    "tracks": (("run", "attempt", "box"), ("over", "history")),
+}
+_LATER = ("skips", "cuts", "tracks", "reserved")
+"""Tables that the first release did not have: made where they are missing, and no harm to a release without them."""
+
+NETWORK = {"afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3"}
+NETWORK |= {"smbfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "fuse.gcsfuse"}
+"""Filesystems, by their names in /proc/self/mountinfo, on which SQLite's write-ahead log is not safe."""
+
+
+def filesystem(path: Path, mounts: str) -> str:
+    """The type of the filesystem that holds `path`, by the text of /proc/self/mountinfo."""
+    best, kind = "", ""
+    where = str(path.resolve())
+    for line in mounts.splitlines():
+        fields, _, after = line.partition(" - ")
+        point = fields.split(" ")[4].encode().decode("unicode_escape")  # spaces stand as \040
+        inside = where == point or where.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, after.split(" ")[0]
+    return kind
+
+
+def _refuse_strangers(path: Path) -> None:
+    """Raises JournalError for a directory that another user could have put books into, or can read."""
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.geteuid():
+        raise JournalError(
+            f"the state directory {path} must belong to the user that the coordinator runs as ({os.geteuid()}), got "
+            f"{found.st_uid}, who could have written its books: choose another directory"
+        )
+    if mode & 0o077:
+        raise JournalError(
+            f"the state directory {path} must be closed to other users, got mode {mode:04o}, and holds what tickets "
+            f"are made of: chmod 700 {path}"
+        )
+
+
+class StateDir:
+    """A directory that one coordinator holds, of its user alone: the journal holds what tickets are made of."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_strangers(self.path)
+            kind = filesystem(self.path, Path("/proc/self/mountinfo").read_text())
+            if kind in NETWORK:
+                raise JournalError(
+                    f"the state directory {self.path} is on a network filesystem ({kind}), where SQLite's journal is "
+                    "not safe: choose a directory on a local disk"
+                )
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(f"the state directory {self.path} cannot be used: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise JournalError(
+                f"the state directory {self.path} is in use by another coordinator (process {holder}): stop that one, "
+                "or give this one a directory of its own"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def _is_blank(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
+
+
+def _table(name: str) -> str:
+    keys, values = TABLES[name]
+    columns = ", ".join((*keys, *values, "sum"))
+    return f"CREATE TABLE IF NOT EXISTS {name} ({columns}, PRIMARY KEY ({', '.join(keys)})) WITHOUT ROWID"
+
+
+class Journal:
+    """Rows in, whole tables out at the start."""
+
+    def __init__(self, directory: StateDir | None) -> None:
+        self._path = directory.path / "journal.db" if directory else None
+        if self._path is not None and self._path.with_name("snapshots.db").exists() and _is_blank(self._path):
+            # The journal is made first: where snapshots are, it was. SQLite would take an empty file for a new one.
+            raise JournalError(
+                f"{self._path} is missing or empty, although snapshots.db beside it says that there was one: restore "
+                "it from a copy, or move the whole directory away to start anew"
+            )
+        self._commits = Commits(self._path)
+        self.found = self._commits.number
+        """The number of the last commit at the start."""
+        self._db = open_database(self._path, "\n".join(f"{_table(table)};" for table in TABLES))
+        self._db.row_factory = sqlite3.Row
+        self.pending: Rows = {}
+        self.deferred = False
+        """`commit` leaves the writing to someone else: see group_commit.py."""
+        self.lost: JournalError | None = None
+        """A peer has shown that commits are missing here: nothing is answered any more, and the process ends."""
+        try:
+            (verdict,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(" ".join(str(verdict).split()))
+            for table in _LATER:
+                self._db.execute(_table(table))
+            for table in TABLES:
+                if "sum" not in [column["name"] for column in self._db.execute(f"PRAGMA table_info({table})")]:
+                    self._db.execute(f"ALTER TABLE {table} ADD COLUMN sum")
+            self.secret = bytes.fromhex(self._meta("secret", secrets.token_hex(32)))
+            """What tickets are derived from: the same after a restart, so that lanes stay open."""
+            self.marks = Marks(self.secret, secrets.token_bytes(8), self.found)
+            self.boots = int(self._meta("boots", "0")) + 1
+            """How many coordinators have opened this journal. Versions of long polls start above it, so that no peer
+            takes a view of this process for one that it saw of the last."""
+            with transaction(self._db, self._commits):
+                self._db.execute("UPDATE meta SET value=? WHERE name='boots'", (str(self.boots),))
+        except sqlite3.Error as error:
+            self.close()
+            raise damaged(self.name, error) from error
+
+    def _meta(self, name: str, default: str) -> str:
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, default))
+        (value,) = self._db.execute("SELECT value FROM meta WHERE name=?", (name,)).fetchone()
+        return str(value)
+
+    @property
+    def path(self) -> Path | None:
+        """Of its file; None in memory."""
+        return self._path
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return str(self._path or "the journal in memory")
+
+    def note(self, name: str, value: str) -> None:
+        """Keeps a small fact, with the next commit."""
+        self._add(("meta", name), "INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def noted(self, name: str, default: str) -> str:
+        """What was noted before the start."""
+        try:
+            return self._meta(name, default)
+        except sqlite3.Error as error:
+            raise JournalError(f"{self.name} cannot be read: {error}") from error
+
+    def rows(self, table: str) -> list[Mapping[str, Any]]:
+        """A whole table, by key."""
+        keys, _ = TABLES[table]
+        try:
+            rows = self._db.execute(f"SELECT * FROM {table} ORDER BY {', '.join(keys)}")
+            return [checked(table, row, self.name) for row in rows]
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path} cannot be read: {error}") from error
+
+    def put(self, table: str, row: Mapping[str, Any]) -> None:
+        """Writes a row whole, with the next commit. A value that can be called is called where it is written."""
+        keys, values = TABLES[table]
+        columns = (*keys, *values)
+        marks = ", ".join("?" * (len(columns) + 1))
+        self._add(
+            (table, *(row[key] for key in keys)),
+            f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}, sum) VALUES ({marks})",
+            (*(row[column] for column in columns), _SUM),
+        )
+
+    def drop(self, table: str, **where: str | int) -> None:
+        """Removes the rows with these values, with the next commit."""
+        condition = " AND ".join(f"{column}=?" for column in where)
+        self._add(("drop", table, *where.items()), f"DELETE FROM {table} WHERE {condition}", tuple(where.values()))
+
+    def _add(self, key: tuple[Any, ...], sql: str, values: tuple[Any, ...]) -> None:
+        self.pending.pop(key, None)  # a row that is written twice is written once, in its last place
+        self.pending[key] = (sql, values)
+
+    def commit(self) -> None:
+        """Everything put or dropped is on disk after this. JournalError: nothing is; the next call tries again."""
+        if not self.pending or self.deferred:
+            return
+        rows = self.take()
+        try:
+            self.write(rows)
+        except JournalError:
+            self.put_back(rows)
+            raise
+
+    def take(self) -> Rows:
+        """What waits to be written, which is the caller's now."""
+        rows, self.pending = self.pending, {}
+        return rows
+
+    def put_back(self, rows: Rows) -> None:
+        """They could not be written; what has been put since counts more."""
+        newer, self.pending = self.pending, rows
+        for key, (sql, values) in newer.items():
+            self._add(key, sql, values)
+
+    def write(self, rows: Rows) -> None:
+        """They are on disk after this. Called from one thread at a time, whichever."""
+        if self.lost is not None:
+            raise JournalError(self.lost.message)
+        try:
+            with transaction(self._db, self._commits):
+                for sql, values in rows.values():
+                    self._db.execute(sql, _made(values))
+        except sqlite3.Error as error:
+            raise JournalError(
+                f"{self.name} cannot be written ({error}); {len(rows)} rows of {_bytes_of(rows)} bytes wait: see that "
+                "the disk has room and can be written to, they are tried again with the next call"
+            ) from error
+
+    # ---- what peers keep of it
+
+    def mark(self) -> bytes:
+        """The number of the last commit, for a peer to keep and to show to the next coordinator on this journal."""
+        return self.marks.make(self.committed)
+
+    @property
+    def committed(self) -> int:
+        """The number of the last commit that is on disk."""
+        return self._commits.number
+
+    def confirm(self, mark: bytes, witness: str) -> None:
+        """A peer shows what it kept. JournalError, also from each call after this one: commits are missing here."""
+        number = self.marks.missing(mark)
+        if number is not None and self.lost is None:
+            self.lost = self._missing(number, witness)
+        if self.lost is not None:
+            raise JournalError(self.lost.message)
+
+    def _missing(self, number: int, witness: str) -> JournalError:
+        self._commits.expect(max(number, self.committed + 1))  # its own have the numbers of those that are lost
+        return behind(self.name, self.found, number, f"as {witness} was told")
+
+    def close(self) -> None:
+        self._db.close()
+        self._commits.close()
+
+
+_SUM = object()
+"""Stands in a row for the checksum of its other values."""
+
+
+def _made(values: tuple[Any, ...]) -> list[Any]:
+    """As they are written."""
+    made = [value() if callable(value) else value for value in values]
+    return [*made[:-1], _sum(made[:-1])] if made and made[-1] is _SUM else made
+
+
+def _sum(values: list[Any]) -> int:
+    return zlib.crc32(repr([int(value) if isinstance(value, bool) else value for value in values]).encode())
+
+
+def checked(table: str, row: sqlite3.Row, name: str) -> dict[str, Any]:
+    """The row without its checksum, which fits. SQLite has checksums in its log and none in its pages: a bit that flips
+    there may make another number, and no error. A release that did not know them left none."""
+    keys, values = TABLES[table]
+    found = {name: row[name] for name in (*keys, *values)}
+    if "sum" in row.keys() and row["sum"] not in (None, _sum(list(found.values()))):  # noqa: SIM118 (no mapping)
+        at = ", ".join(f"{key} {found[key]}" for key in keys)
+        raise damaged(name, f"table {table}, row with {at}: its checksum does not fit")
+    return found
+
+
+def _bytes_of(rows: Rows) -> int:
+    """Of the values alone; SQLite writes whole pages."""
+    made = (value for _, values in rows.values() for value in values if value is not _SUM)
+    return sum(len(value) if isinstance(value, str | bytes) else 8 for value in made)

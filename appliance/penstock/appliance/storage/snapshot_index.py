@@ -1,0 +1,202 @@
+"""Which snapshots and blobs are kept, and which may go: the index over snapshots.db, without the bytes.
+
+The rule (DESIGN section 4). A slot may be asked to start again strictly before its last delivered batch, and a state
+may be asked for anywhere in the retention window. So of the snapshots below the window the newest is kept, with all
+that are newer; what is older can serve nothing any more. The window's lower edge is taken from positions that the box
+reported, not from a formula: with uneven slots the last live one takes every step.
+
+Pure: it says what to drop, the service drops it from disk, after what replaces it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from penstock.appliance.model.entities import SlotKey
+from penstock.appliance.model.limits import Limits
+
+_MORE = "raise it: penstock coordinator --budget, or PENSTOCK_COORDINATOR_BUDGET, which a training job's own takes too"
+
+
+@dataclass(frozen=True, order=True)
+class Kept:
+    """One snapshot."""
+
+    total: int
+    epoch: int
+    size: int
+    origin: bool = False
+    """Taken where a pass begins, and not after a batch."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Any loader goes on from here: see Kept in penstock.worker.daemon.snapshots."""
+        return not self.origin or self.epoch == 0
+
+
+@dataclass(frozen=True)
+class DropSnapshot:
+    key: SlotKey
+    total: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class DropAttempt:
+    """All snapshots of an attempt."""
+
+    run: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class DropBlob:
+    name: str
+
+
+Drop = DropSnapshot | DropAttempt | DropBlob
+
+
+@dataclass
+class _Blob:
+    size: int
+    touched: float
+
+
+class Ledger:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._snapshots: dict[SlotKey, list[Kept]] = {}
+        self._blobs: dict[str, _Blob] = {}
+        self._drops: list[Drop] = []
+        self.used = 0
+        """Bytes of all snapshots and blobs."""
+        self.coming = 0
+        """Bytes declared by transfers under way, so that many at once do not pass the budget together."""
+
+    @property
+    def free(self) -> int:
+        return max(0, self._limits.budget - self.used - self.coming)
+
+    @contextmanager
+    def expecting(self, size: int) -> Iterator[None]:
+        """While a value of this size is on its way to the disk."""
+        self.coming += size
+        try:
+            yield
+        finally:
+            self.coming -= size
+
+    def load(self, snapshots: Iterable[tuple[SlotKey, Kept]], blobs: Iterable[tuple[str, int]], now: float) -> None:
+        """What the store holds, at the start."""
+        for key, kept in snapshots:
+            self.add(key, kept)
+        for name, size in blobs:
+            self.add_blob(name, size, now)
+
+    def take_drops(self) -> list[Drop]:
+        """What may be removed from disk since the last call."""
+        drops, self._drops = self._drops, []
+        return drops
+
+    # ------------------------------------------------------------------------------------------------ snapshots
+
+    def snapshots(self, key: SlotKey) -> list[Kept]:
+        """Oldest first."""
+        return list(self._snapshots.get(key, ()))
+
+    def attempts(self) -> set[tuple[str, int]]:
+        return {(key.run, key.attempt) for key in self._snapshots}
+
+    def why_refused(self, key: SlotKey, size: int) -> str:
+        """ "" if a snapshot of this size may be written now, else the reason."""
+        if size > self._limits.value_max:
+            return f"a snapshot of {size} bytes is above the {self._limits.value_max} that can be kept"
+        share = self._limits.cadence_share if self._snapshots.get(key) else 1.0
+        limit = int(self._limits.budget * share)
+        if self.used + self.coming + size > limit:
+            used = f"{self.used} of {limit} bytes of the snapshot budget are in use"
+            return f"a snapshot of {size} bytes: {used}; {_MORE}"
+        return ""
+
+    def add(self, key: SlotKey, kept: Kept) -> None:
+        """It is on disk. One for the same position replaces it there as here."""
+        others = []
+        for old in self._snapshots.get(key, ()):
+            if (old.total, old.epoch) == (kept.total, kept.epoch):
+                self.used -= old.size
+            else:
+                others.append(old)
+        # By pass first: of a pass that the loop left, snapshots beyond that batch may be there, which serve nobody.
+        self._snapshots[key] = sorted([*others, kept], key=lambda one: (one.epoch, one.total))
+        self.used += kept.size
+
+    def trim(self, key: SlotKey, edge: int) -> None:
+        """Drops all before the newest snapshot strictly below `edge`, the slot's total where its window begins, and
+        before the newest sure one.
+
+        The newest is that of the latest pass: one of an earlier pass with more batches lies beyond where that was left.
+        """
+        kept = self._snapshots.get(key)
+        if not kept:
+            return
+        below = [index for index, snapshot in enumerate(kept) if snapshot.total < edge]
+        sure = [index for index in below if kept[index].is_sure]
+        first = min((sure or below)[-1:], default=0)
+        for old in kept[:first]:
+            self.used -= old.size
+            self._drops.append(DropSnapshot(key, old.total, old.epoch))
+        self._snapshots[key] = kept[first:]
+
+    def discard(self, key: SlotKey, kept: Kept) -> None:
+        """It was written, and is not wanted any more."""
+        self._drops.append(DropSnapshot(key, kept.total, kept.epoch))
+
+    def drop_attempt(self, run: str, attempt: int) -> None:
+        for key in [key for key in self._snapshots if (key.run, key.attempt) == (run, attempt)]:
+            self.used -= sum(snapshot.size for snapshot in self._snapshots.pop(key))
+        self._drops.append(DropAttempt(run, attempt))
+
+    # ---------------------------------------------------------------------------------------------------- blobs
+
+    def has_blob(self, name: str) -> bool:
+        return name in self._blobs
+
+    def why_blob_refused(self, size: int) -> str:
+        if size > self._limits.value_max:
+            return f"{size} bytes are above the {self._limits.value_max} that can be kept"
+        if self.used + self.coming + size > self._limits.budget:
+            used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
+            return f"{size} bytes: {used}; {_MORE}"
+        blobs, limit = (
+            sum(blob.size for blob in self._blobs.values()),
+            int(self._limits.budget * self._limits.blob_share),
+        )
+        if blobs + size > limit:
+            return f"{size} bytes: {blobs} of {limit} bytes of the coordinator's budget for blobs are in use; {_MORE}"
+        return ""
+
+    def spare(self, drop: Drop) -> None:
+        """It is about to be written again."""
+        self._drops = [other for other in self._drops if other != drop]
+
+    def add_blob(self, name: str, size: int, now: float) -> None:
+        """It is on disk; one that was there already is only younger now."""
+        known = self._blobs.get(name)
+        if known is not None:
+            known.touched = now
+            return
+        self.used += size
+        self._blobs[name] = _Blob(size, now)
+
+    def drop_idle_blobs(self, named: set[str], now: float) -> None:
+        """Drops blobs that no open attempt names and that nobody sent for a while."""
+        for name, blob in list(self._blobs.items()):
+            if name in named:
+                blob.touched = now
+            elif now - blob.touched > self._limits.blob_idle_s:
+                del self._blobs[name]
+                self.used -= blob.size
+                self._drops.append(DropBlob(name))

@@ -1,0 +1,151 @@
+"""snapshots.db: the bytes of snapshots and blobs. The ledger decides what is here; this writes, reads and removes.
+
+One thread uses it (the service's), so that a commit of a large value does not hold up the event loop, and leases with
+it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from penstock.appliance.model.entities import SlotKey
+from penstock.appliance.states.closed_runs import ClosedRun
+from penstock.appliance.storage.database import META, Commits, open_database, transaction
+from penstock.appliance.storage.journal import StateDir
+from penstock.appliance.storage.snapshot_index import Drop, DropAttempt, DropBlob, DropSnapshot, Kept
+from penstock.proto.errors import JournalError
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+_SCRIPT = """
+CREATE TABLE snapshots (
+    run TEXT, attempt INTEGER, box INTEGER, slot INTEGER, total INTEGER, epoch INTEGER,
+    size INTEGER, header BLOB, data BLOB, PRIMARY KEY (run, attempt, box, slot, total, epoch));
+CREATE TABLE blobs (name TEXT PRIMARY KEY, size INTEGER, data BLOB);
+"""
+_LATER = """
+CREATE TABLE IF NOT EXISTS closed (run TEXT PRIMARY KEY, attempt INTEGER, step INTEGER, wall REAL, size INTEGER);
+CREATE TABLE IF NOT EXISTS closed_parts (run TEXT, number INTEGER, part BLOB, PRIMARY KEY (run, number));
+"""
+_AT = "run=? AND attempt=? AND box=? AND slot=? AND total=? AND epoch=?"
+
+
+PIECE = 256
+"""Rows that one call removes."""
+VACUUM_PAGES = 1024
+"""Of 4 KiB, that one call gives back to the filesystem: new snapshots use what is free, and to give all back would
+move the whole file about while they come in."""
+
+
+class Store:
+    def __init__(self, directory: StateDir | None) -> None:
+        self._path = directory.path / "snapshots.db" if directory else None
+        self._commits = Commits(self._path)
+        self._db = open_database(self._path, _SCRIPT)
+        with self._errors("cannot be written"):
+            self._db.executescript(META + _LATER)
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path or 'the store in memory'}: {what}: {error}") from error
+
+    def index(self) -> tuple[list[tuple[SlotKey, Kept]], list[tuple[str, int]]]:
+        """All snapshots, and all blobs as (name, size)."""
+        with self._errors("cannot be read"):
+            columns = "run, attempt, box, slot, total, epoch, size, header"
+            rows = self._db.execute(f"SELECT {columns} FROM snapshots").fetchall()
+            blobs = self._db.execute("SELECT name, size FROM blobs").fetchall()
+        kept = []
+        for *key, total, epoch, size, header in rows:
+            kept.append((SlotKey(*key), Kept(total, epoch, size, pb.SnapshotHeader.FromString(header).origin)))
+        return kept, blobs
+
+    def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
+        self.put_snapshots([(header, data)])
+
+    def put_snapshots(self, snapshots: Sequence[tuple[pb.SnapshotHeader, bytes]]) -> None:
+        """All of them, or none."""
+        size = sum(len(data) for _, data in snapshots)
+        with self._errors(f"{len(snapshots)} snapshots of {size} bytes cannot be written"), self._transaction():
+            for header, data in snapshots:
+                place = (header.run, header.attempt, header.box, header.slot, header.total, header.epoch)
+                row = (*place, len(data), header.SerializeToString(), data)
+                self._db.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with transaction(self._db, self._commits):
+            yield
+
+    def snapshot(self, key: SlotKey, kept: Kept) -> tuple[pb.SnapshotHeader, bytes] | None:
+        """The snapshot as it was put, or None if it has been dropped meanwhile."""
+        with self._errors("a snapshot cannot be read"):
+            found = self._db.execute(
+                f"SELECT header, data FROM snapshots WHERE {_AT}", (*key, kept.total, kept.epoch)
+            ).fetchone()
+        return None if found is None else (pb.SnapshotHeader.FromString(found[0]), bytes(found[1]))
+
+    def put_blob(self, name: str, data: bytes) -> None:
+        with self._errors(f"a blob of {len(data)} bytes cannot be written"), self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", (name, len(data), data))
+
+    def blob(self, name: str) -> bytes | None:
+        with self._errors("a blob cannot be read"):
+            found = self._db.execute("SELECT data FROM blobs WHERE name=?", (name,)).fetchone()
+        return None if found is None else bytes(found[0])
+
+    # ---- of runs that have ended: see closed_runs.py
+
+    def closed(self) -> list[ClosedRun]:
+        with self._errors("cannot be read"):
+            return [ClosedRun(*row) for row in self._db.execute("SELECT run, attempt, step, wall, size FROM closed")]
+
+    def keep_closed(self, one: ClosedRun, parts: Sequence[bytes], gone: Iterable[str]) -> None:
+        """Writes the state of a run, in the place of an older one of it, and removes those of others."""
+        with self._errors(f"a state of {one.size} bytes cannot be written"), self._transaction():
+            for run in (*gone, one.run):
+                for table in ("closed", "closed_parts"):
+                    self._db.execute(f"DELETE FROM {table} WHERE run=?", (run,))
+            row = (one.run, one.attempt, one.step, one.wall_s, one.size)
+            self._db.execute("INSERT INTO closed VALUES (?, ?, ?, ?, ?)", row)
+            rows = [(one.run, number, part) for number, part in enumerate(parts)]
+            self._db.executemany("INSERT INTO closed_parts VALUES (?, ?, ?)", rows)
+
+    def closed_parts(self, run: str) -> list[bytes]:
+        with self._errors("a state cannot be read"):
+            rows = self._db.execute("SELECT part FROM closed_parts WHERE run=? ORDER BY number", (run,))
+            return [bytes(part) for (part,) in rows]
+
+    def drop(self, drops: Sequence[Drop]) -> list[Drop]:
+        """Removes a piece of it; returns what is left to do."""
+        left = list(drops)
+        with self._errors("cannot be trimmed"):
+            with self._transaction():
+                rows = 0
+                while left and rows < PIECE:
+                    match left[0]:
+                        case DropSnapshot(key, total, epoch):
+                            self._db.execute(f"DELETE FROM snapshots WHERE {_AT}", (*key, total, epoch))
+                            rows += 1
+                        case DropAttempt(run, attempt):
+                            few = "SELECT rowid FROM snapshots WHERE run=? AND attempt=? LIMIT ?"
+                            done = self._db.execute(
+                                f"DELETE FROM snapshots WHERE rowid IN ({few})", (run, attempt, PIECE - rows)
+                            )
+                            rows += max(1, done.rowcount)
+                            if rows >= PIECE:
+                                break  # there may be more of it
+                        case DropBlob(name):
+                            self._db.execute("DELETE FROM blobs WHERE name=?", (name,))
+                            rows += 1
+                    del left[0]
+            self._db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+        return left
+
+    def close(self) -> None:
+        self._db.close()
+        self._commits.close()

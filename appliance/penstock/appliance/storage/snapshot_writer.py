@@ -1,0 +1,157 @@
+"""The way of snapshots and blobs to the disk: so much in memory, one thread that writes, and many values in one commit.
+
+A thread, because a commit of megabytes takes as long as the disk does, and leases must not wait for it. One commit for
+all that wait, because its cost is a flush of the disk, whatever is in it: with 76 kB each, a commit of its own for
+every snapshot of a fleet would be the larger part of the work. And a bound on what has come in, because a fleet that
+starts sends as many first snapshots as it has slots, at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+from penstock.appliance.model.limits import MIB
+from penstock.appliance.storage.snapshot_index import Drop
+from penstock.appliance.storage.snapshot_store import Store
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+COMMIT_BYTES = 8 * MIB
+"""Of one commit: a tenth of a second on a disk of 80 MB/s, which is as long as a drop or a read may have to wait."""
+
+_Result = TypeVar("_Result")
+
+
+SMALL_SHARE = 8
+"""A value of up to this part of the bound is a small one."""
+
+
+class Inflow:
+    """Room for small values, and room for large ones: a small one never waits for a large one, however slow its sender
+    is."""
+
+    def __init__(self, limit: int) -> None:
+        self._small_size = limit // SMALL_SHARE
+        self._small, self._large = Room(limit // 2), Room(limit // 2)
+
+    def taken(self, size: int) -> AbstractAsyncContextManager[None]:
+        """Waits until there is room for `size` bytes."""
+        return (self._small if size <= self._small_size else self._large).taken(size)
+
+
+class Room:
+    """A bound on bytes in memory. Values are let in one after the other, in the order in which they came."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, size: int) -> AsyncIterator[None]:
+        """Waits until there is room for `size` bytes. A value above the bound comes alone. No deadline of its own: a
+        caller's call has one, and those before it move on or end with theirs."""
+        if self._waiting or not self._fits(size):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry = (size, turn)
+            self._waiting.append(entry)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+                elif not turn.cancelled():  # let in just before; one that had given up by its turn was passed over
+                    self._used -= size
+                self._let_in()
+                raise
+        else:
+            self._used += size
+        try:
+            yield
+        finally:
+            self._used -= size
+            self._let_in()
+
+    def _fits(self, size: int) -> bool:
+        return self._used == 0 or self._used + size <= self._limit
+
+    def _let_in(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            size, turn = self._waiting.popleft()
+            if not turn.done():
+                self._used += size
+                turn.set_result(None)
+
+
+class Writer:
+    """Uses the store, from a thread of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, "penstock-store")
+        self._queue: deque[tuple[pb.SnapshotHeader, bytes, asyncio.Future[None]]] = deque()
+        self._writing: asyncio.Task[None] | None = None
+        self._dropping: asyncio.Task[None] | None = None
+        self._spared: set[Drop] = set()
+        """Of what is being dropped: what is wanted again."""
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def run(self, work: Callable[..., _Result], *args: Any) -> _Result:
+        """`work` in the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def put_snapshot(self, header: pb.SnapshotHeader, data: bytes) -> None:
+        """Returns when it is on disk. JournalError: it is not."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((header, data, written))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._write())
+        await written
+
+    async def _write(self) -> None:
+        while self._queue:
+            batch: list[tuple[pb.SnapshotHeader, bytes, asyncio.Future[None]]] = []
+            size = 0
+            while self._queue and (not batch or size + len(self._queue[0][1]) <= COMMIT_BYTES):
+                batch.append(self._queue.popleft())
+                size += len(batch[-1][1])
+            failure: Exception | None = None
+            try:
+                await self.run(self._store.put_snapshots, [(header, data) for header, data, _ in batch])
+            except Exception as error:
+                failure = error
+            for _, _, written in batch:
+                if written.done():  # whoever sent it has given up
+                    continue
+                if failure is None:
+                    written.set_result(None)
+                else:
+                    written.set_exception(failure)
+
+    @property
+    def is_dropping(self) -> bool:
+        return self._dropping is not None and not self._dropping.done()
+
+    def drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
+        """Removes from disk, a piece at a time, so that what is written meanwhile does not wait long. Not twice at
+        once. `failed` is told what could not be removed."""
+        self._spared = set()
+        self._dropping = asyncio.ensure_future(self._drop(drops, failed))
+
+    def spare(self, drop: Drop) -> None:
+        """What is written after this call is not removed by a `drop` before it."""
+        self._spared.add(drop)
+
+    async def _drop(self, drops: list[Drop], failed: Callable[[list[Drop], Exception], None]) -> None:
+        while drops := [drop for drop in drops if drop not in self._spared]:
+            try:
+                drops = await self.run(self._store.drop, drops)
+            except Exception as error:
+                failed([drop for drop in drops if drop not in self._spared], error)
+                return

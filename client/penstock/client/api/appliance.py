@@ -1,0 +1,496 @@
+"""Where the data come from: a coordinator with its workers, elsewhere or started here.
+
+An `Appliance` is made of settings and a connection. Without an address it starts coordinator and worker daemon as
+children of this process. Runs are opened on it by loaders; it closes what is open when it is closed itself, at the end
+of its `with`, or at exit.
+
+Loaders that are iterated without naming an appliance share one: the innermost that is open in a `with` of the thread
+(see scopes.py), else a default one made from the environment, which closes after the last loader that used it is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from penstock.client.api.appliance_settings import Settings, Torchrun, attempt_key, resolve
+from penstock.client.api.rendezvous import Meeting, Place
+from penstock.client.api.scopes import Scope
+from penstock.client.embedded import Embedded
+from penstock.client.states.code_reference import Reference, forbid_in_runner, search_path
+from penstock.client.states.saved_state import Start
+from penstock.client.stream import open_streams
+from penstock.client.stream.open_run import Run
+from penstock.client.stream.receiver_process import Lander
+from penstock.proto.batch.digest import Cover
+from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
+from penstock.proto.rpc import tracing
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.rpc.channel import VERSION, Tls, host_id, is_local, load_tls, read_token
+from penstock.proto.rpc.credentials.tokens import admin_tokens
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process.forks import Owner
+
+__all__ = ["Appliance", "current_appliance", "current_settings"]
+
+REACH_S = 20.0
+"""Seconds that an address may be unreachable before opening a run gives up: a coordinator restarts in a few."""
+RETRY_S = 0.25
+
+_open: weakref.WeakSet[Appliance] = weakref.WeakSet()
+
+
+class Appliance:
+    """A coordinator and its workers, as seen from one box.
+
+    Every argument that is left out comes from the environment variable PENSTOCK_<NAME> (the address from
+    PENSTOCK_COORDINATOR), box and num_boxes then from torchrun's RANK and WORLD_SIZE, and at last from the default
+    given here.
+
+    Args:
+        address: "host:port" of the coordinator. None: embedded, everything on this machine, started and stopped here.
+        num_workers_per_box: processes that run input_fn for each box (1).
+        box: this process's number among those that train, from 0 (0).
+        num_boxes: how many there are (1).
+        job: the job's name; one that is started again under its name takes its runs over (torchrun's run id unless
+            that is "none", else a fresh one).
+        seed: of the run, 0 to 2**64 - 1 (the one that the run had, or a fresh one).
+        device: where the tensors of a batch arrive: "cuda", "cuda:N" or "cpu" (None: in the ring that workers fill). On
+            a device they are private copies. With CUDA the ring is page-locked, and the next batch is copied, on a
+            stream of its own, while the loop computes; the current stream of the thread that iterates waits for it.
+            That takes device memory for two batches. "cuda" is the device that is current when the loop starts, so
+            under torchrun call torch.cuda.set_device(LOCAL_RANK) before. Whatever is no tensor stays on the host.
+            Without a device batches are pageable views of the ring, and .to(device, non_blocking=True) in the loop is
+            safe.
+        attempt: the same on all boxes of one launch and another for each launch (told by torchrun).
+        token: for the coordinator (PENSTOCK_TOKEN, or the file that PENSTOCK_TOKEN_FILE names); of the role client.
+        tls_ca: file with the CA that the coordinator's and the workers' certificates are signed by; None: no TLS, for
+            calls and for lanes. Files are PEM, and read once (docs/security.md).
+        tls_cert, tls_key: files with the certificate to show to those that ask for one, and its key.
+        tls_name: the name to expect in the others' certificates, instead of the addresses that they are reached at.
+        lane: "auto" (shared memory on this host, TCP from others) or "tcp".
+        compression: of batches over TCP: None, "lz4" or "zstd" (None). It makes a stream that shrinks faster where the
+            network gives a lane less than 7 ("lz4") or 4 Gbit/s ("zstd"), for 1.3 or 2.4 to 3.2 processor seconds a GB
+            (benchmarks/compression.md); what does not shrink travels as it is. Needs `pip install
+            penstock[compression]`; a worker without it sends batches as they are.
+        max_batch_bytes: a larger batch is an error (1 GiB).
+        digest: what the flight record's digest of a batch covers: "sample" (all of a small batch, the ends and a sample
+            of a large one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte of each row, summed, so
+            that it can be compared over other numbers of boxes: see DataExecutor.digest; about 0.5 us more for each
+            row of each tensor) (as the loaded state has it, else "sample").
+        strict_structure: refuse a batch whose tree or dtypes differ from the first one's (False).
+        replay: save loaders that have no state methods too, by counting their batches and replaying them (False).
+        retention_steps: how many delivered steps back a state can be had (256).
+        timeout_s: seconds, the deadline of every wait (120).
+        poison: what becomes of a batch that kills its runner each time: "fail" ends the stream before it with an error,
+            "skip" leaves it out, with a warning and a count in DataExecutor.stats ("fail"). Leaving out needs a loader
+            that can pass over a batch without making it: a DataLoader or StatefulDataLoader over a map-style dataset
+            with num_workers=0, or one that has a method skip_batch().
+        synthetic: deliver each worker's first batch again and again, in place of what its loader would go on with, to
+            measure a job without the cost of its input (False). A pass has as many batches as the loader's length says;
+            without one it never ends, so give the executor num_steps. States can neither be saved nor loaded.
+        progress: show a line with steps/s and the share of time waited (False).
+        http: "host:port" where this process shows its metrics to Prometheus, at /metrics (none). One server for the
+            process; under torchrun each rank takes port + LOCAL_RANK. Beyond loopback it wants tls_cert, tls_key, and
+            readers with a token of the role admin. Needs `pip install penstock[metrics]` (docs/metrics.md).
+        otel: trace calls to the coordinator with OpenTelemetry, as the OTEL_* variables say (False). Needs `pip install
+            penstock[otel]`.
+
+    Raises:
+        InvalidArgumentError, BoxOutOfRangeError: an argument, or a variable, that cannot be meant; a device that this
+            process cannot use; compression by a package that is not installed.
+        TlsError: a certificate or key that cannot be used; names the file.
+        RuntimeError: inside a worker, where the main script lacks its main guard.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        num_workers_per_box: int | None = None,
+        box: int | None = None,
+        num_boxes: int | None = None,
+        job: str | None = None,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+        attempt: str | None = None,
+        token: str | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_name: str | None = None,
+        lane: Literal["auto", "tcp"] | None = None,
+        compression: Literal["lz4", "zstd"] | None = None,
+        max_batch_bytes: int | None = None,
+        digest: Literal["sample", "full", "rows"] | None = None,
+        strict_structure: bool | None = None,
+        replay: bool | None = None,
+        retention_steps: int | None = None,
+        timeout_s: float | None = None,
+        poison: Literal["fail", "skip"] | None = None,
+        synthetic: bool | None = None,
+        progress: bool | None = None,
+        http: str | None = None,
+        otel: bool | None = None,
+    ) -> None:
+        forbid_in_runner("creating an Appliance")
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._setup(resolve(**given))
+
+    def _setup(self, settings: Settings) -> None:
+        self.settings = settings
+        self._torchrun = Torchrun()
+        self._owner = Owner()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._runs: list[Run] = []
+        self._ordinals: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._opened = 0
+        self._place: Place | None = None
+        self._daemons: Embedded | None = None
+        self._meeting: Meeting | None = None
+        self._tls = _tls_of(settings)
+        self.metrics_url = _exported(settings, self._torchrun, self._tls)
+        """Where this process's metrics are, "" without `http`."""
+        if settings.otel:
+            tracing.start("penstock-client")
+        self._lander = Lander(settings.max_batch_bytes, self._tls)
+        open_streams.landers.add(self._lander)
+        self.host = host_id()
+        self.force_tcp = settings.lane == "tcp"
+        self.compression: str | None = settings.compression
+        self.embedded = not settings.address
+        if settings.address:
+            token = read_token("client", settings.token.get_secret_value())
+            self._place = Place(settings.address, token, self._job(fresh=settings.num_boxes == 1))
+        elif settings.num_boxes == 1:
+            self._embed()
+        elif self._torchrun.one_host:
+            self._meeting = Meeting(self._torchrun)
+            if self._meeting.hosts:
+                self._embed()
+                assert self._place is not None
+                self._meeting.publish(self._place)
+        else:
+            where = "several hosts" if self._torchrun.present else "several processes"
+            raise InvalidArgumentError(
+                f"Appliance(num_boxes={settings.num_boxes}) over {where} cannot be embedded: start `penstock "
+                "coordinator --listen HOST:PORT --state-dir DIR` on one machine and `penstock worker --coordinator "
+                "HOST:PORT` on those that shall load data, and pass the address, or set "
+                "PENSTOCK_COORDINATOR=HOST:PORT, on every box"
+            )
+        _open.add(self)
+
+    def _embed(self) -> None:
+        self._daemons = daemons = Embedded(_Deaths(self))
+        weakref.finalize(self, daemons.let_go).atexit = False  # dropped without being closed
+        self._place = Place(daemons.address, daemons.token, self._job(fresh=True))
+
+    def _job(self, *, fresh: bool) -> str:
+        run_id = self._torchrun.run_id
+        job = self.settings.job or ("" if run_id == "none" else run_id.replace("/", "-"))
+        if job or fresh:
+            return job or f"job-{secrets.token_hex(4)}"
+        raise InvalidArgumentError(
+            f"Appliance(num_boxes={self.settings.num_boxes}): the boxes find each other by the job's name; pass job= "
+            "or set PENSTOCK_JOB, the same on all of them"
+        )
+
+    # ---- what runs need (penstock.client.stream.open_run.Link)
+
+    def client(self) -> CoordinatorClient:
+        place = self._place
+        assert place is not None
+        return CoordinatorClient(place.address, place.token, tls=self._tls)
+
+    def lander(self) -> str:
+        return self._lander.start()
+
+    # ---- opening a run
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def job(self) -> str:
+        """The name of the job that runs are opened under."""
+        return self._reach(time.monotonic() + self.settings.timeout_s).job
+
+    def _reach(self, deadline: float) -> Place:
+        """Where the coordinator is, which has been seen to be up if it is embedded here."""
+        self._owner.check(f"{self!r}")
+        if self._closed:
+            raise PenstockError("this Appliance is closed")
+        if self._place is None:
+            assert self._meeting is not None
+            self._place = self._meeting.join(deadline, self.settings.timeout_s)
+        if self._daemons is not None:
+            self._daemons.wait_until_up(deadline)
+        return self._place
+
+    def open_run(
+        self,
+        owner: Any,
+        reference: Reference,
+        arguments: bytes,
+        start: Start,
+        seed: int | None,
+        key: str,
+        cover: Cover,
+    ) -> Run:
+        """Open a run of a loader and take this box's place in it.
+
+        Args:
+            owner: the loader; the first opening of each gives it its number within the job.
+            start: from where.
+            seed: the run's, None = the one it had, or a fresh one.
+            key: tells the openings of one loader in one launch apart.
+            cover: what the digests of batches cover.
+        """
+        settings = self.settings
+        deadline = time.monotonic() + settings.timeout_s
+        place = self._reach(deadline)
+        if reference.only_here is not None and not self.embedded:
+            raise InvalidArgumentError(
+                f"{reference.only_here.message} (it can go by value to workers of this process alone, "
+                f"and the coordinator at {place.address} has workers of its own)"
+            )
+        if reference.main_path and not self.embedded:
+            raise InvalidArgumentError(
+                f"input_fn {reference.name.partition(':')[2]!r} is defined in the main script {reference.main_path}, "
+                f"which workers of the coordinator at {place.address} cannot import: put it into a module that is "
+                "importable on the workers"
+            )
+        ordinal = self._ordinals.get(owner)
+        if ordinal is None:
+            ordinal = self._ordinals[owner] = self._opened
+            self._opened += 1
+        request = pb.OpenRunRequest(
+            version=VERSION,
+            job=place.job,
+            ordinal=ordinal,
+            attempt_key=attempt_key(settings, self._torchrun) + key,
+            client_id=secrets.token_hex(16),
+            box=settings.box,
+            num_boxes=settings.num_boxes,
+            num_workers_per_box=settings.num_workers_per_box,
+            host_id=self.host,
+            loader=self._spec(reference, arguments, cover),
+            base=start.base,
+        )
+        if seed is not None:
+            request.has_seed, request.seed = True, seed
+        run = Run(self, request, self._forget)
+        try:
+            self._patiently(deadline, run, lambda: self._open(run, request, start))
+        except BaseException:
+            run.close()
+            raise
+        with self._lock:
+            self._runs.append(run)
+        return run
+
+    def _open(self, run: Run, request: pb.OpenRunRequest, start: Start) -> None:
+        if start.blob:
+            with self.client() as client:
+                blob = client.put_blob(start.blob, f"{request.job}/{request.ordinal}")
+            request.resume.blob, request.resume.same_shape = blob, start.same_shape
+        run.open()
+
+    def _patiently(self, deadline: float, run: Run, call: Callable[[], None]) -> None:
+        """Repeat a call while the coordinator cannot be reached; every call of ours may be repeated."""
+        give_up = min(deadline, time.monotonic() + REACH_S)
+        while True:
+            try:
+                call()
+                return
+            except CoordinatorUnavailableError as error:
+                if time.monotonic() > give_up:
+                    raise CoordinatorUnavailableError(
+                        f"{error.message} (tried for {min(REACH_S, self.settings.timeout_s):g} s). Is `penstock "
+                        "coordinator` running there, and the address right?"
+                    ) from error
+                run.reach(error.retry_after_s if isinstance(error, OverloadedError) else RETRY_S)
+
+    def _spec(self, reference: Reference, arguments: bytes, cover: Cover) -> records_pb2.LoaderSpec:
+        settings = self.settings
+        spec = records_pb2.LoaderSpec(input_fn=reference.name, arguments=arguments)
+        spec.options.max_batch_bytes = settings.max_batch_bytes
+        spec.options.full_digest, spec.options.row_digest = cover == Cover.FULL, cover == Cover.ROWS
+        spec.options.strict_structure = settings.strict_structure
+        spec.options.replay_without_state = settings.replay
+        spec.options.retention_steps = settings.retention_steps
+        spec.options.force_tcp = self.force_tcp
+        spec.options.timeout_s = settings.timeout_s
+        spec.options.skip_poison = settings.poison == "skip"
+        spec.options.synthetic = settings.synthetic
+        if self.embedded:
+            # The same user on the same machine: what this process can import, the workers shall find too.
+            spec.sys_path.extend(search_path())
+            spec.main_path = reference.main_path
+        return spec
+
+    # ---- the end
+
+    def _forget(self, run: Run) -> None:
+        with self._lock:
+            if run in self._runs:
+                self._runs.remove(run)
+
+    def close(self) -> None:
+        """Close all runs, and stop what was started here. Batches that the loop still holds stay valid."""
+        if not self._owner.is_here:
+            return  # a fork of the training process, at its exit
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            runs = list(self._runs)
+        _open.discard(self)
+        for run in runs:
+            run.close()
+        self._lander.stop()
+        stop = self._daemons.close if self._daemons is not None else _nothing
+        if self._meeting is not None:
+            self._meeting.leave(stop)
+        else:
+            stop()
+
+    def __enter__(self) -> Appliance:
+        _entered.enter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        _entered.leave(self)
+        self.close()
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        where = settings.address or "embedded"
+        shape = f"box {settings.box} of {settings.num_boxes}, {settings.num_workers_per_box} workers each"
+        return f"<Appliance {where}, {shape}>"
+
+
+class _Deaths:
+    """Tells an appliance's runs that a daemon has died, without keeping the appliance alive."""
+
+    def __init__(self, appliance: Appliance) -> None:
+        self._appliance = weakref.ref(appliance)
+
+    def __call__(self, error: PenstockError) -> None:
+        appliance = self._appliance()
+        for run in list(appliance._runs) if appliance is not None else ():
+            run.fail(error)
+
+
+def _tls_of(settings: Settings) -> Tls | None:
+    """None in embedded mode, which is all Unix sockets and loopback."""
+    if not settings.address:
+        return None
+    tls = load_tls(settings.tls_ca, settings.tls_cert, settings.tls_key, settings.tls_name)
+    return None if tls is None else tls.for_client()
+
+
+def _exported(settings: Settings, torchrun: Torchrun, tls: Tls | None) -> str:
+    """The address of this process's metrics, which are served from now on; "" if nobody asked."""
+    if not settings.http:
+        return ""
+    from penstock.client.metrics import open_web
+
+    tokens = "" if is_local(settings.http) else admin_tokens(settings.token.get_secret_value())
+    return open_web(settings.http, torchrun.local_rank, tokens, tls)
+
+
+def _nothing() -> None:
+    pass
+
+
+@atexit.register
+def _close_all() -> None:
+    for appliance in list(_open):
+        appliance.close()
+
+
+_entered: Scope[Appliance] = Scope(
+    "penstock-appliances",
+    "{count} appliances are open in `with` statements of other threads, and none in this one: say which is meant by "
+    "DataExecutor(loader, appliance=...), or open it in the thread that uses it",
+    lambda appliance: not appliance.closed,
+)
+
+
+# ---- the default appliance
+
+
+class _Default:
+    """The appliance of loaders that name none, and who uses it.
+
+    A loader leaves from its finalizer, which may run inside the garbage collector: it takes its name off a set and
+    writes to an eventfd, and does nothing else. A thread closes the appliance when the set is empty.
+    """
+
+    def __init__(self) -> None:
+        self.appliance = Appliance()
+        self.users: set[int] = set()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        threading.Thread(target=self._keep, name="penstock-default-appliance", daemon=True).start()
+
+    def use(self, loader: Any) -> None:
+        key = id(loader)
+        if key not in self.users:
+            self.users.add(key)
+            weakref.finalize(loader, self._leave, key).atexit = False
+
+    def _leave(self, key: int) -> None:
+        self.users.discard(key)
+        os.eventfd_write(self._wake, 1)
+
+    def _keep(self) -> None:
+        global _default
+        while True:
+            os.eventfd_read(self._wake)
+            with _default_lock:
+                if not self.users:
+                    if _default is self:
+                        _default = None
+                    break
+        self.appliance.close()
+
+
+_default: _Default | None = None
+_default_lock = threading.Lock()
+
+
+def current_appliance(loader: Any) -> Appliance:
+    """The appliance for a loader that is iterated without one: the innermost `with`, else the default one.
+
+    Raises AmbiguousContextError where several are open in other threads only.
+    """
+    global _default
+    appliance = _entered.innermost()
+    if appliance is not None:
+        return appliance
+    with _default_lock:
+        if _default is None or _default.appliance.closed:
+            _default = _Default()
+        _default.use(loader)
+        return _default.appliance
+
+
+def current_settings() -> Settings:
+    """The settings that current_appliance() would have, without starting anything."""
+    appliance = _entered.innermost()
+    if appliance is not None:
+        return appliance.settings
+    return _default.appliance.settings if _default is not None else resolve()

@@ -1,0 +1,108 @@
+"""Where a training job runs: the arguments of an Appliance over the environment over the settings file over defaults.
+
+An explicit argument wins, then a PENSTOCK_* variable, then what torchrun sets, then the settings file (sections
+[cluster] and [client]), then the default. torchrun's RANK and
+WORLD_SIZE stand for box and num_boxes, because with plain data parallelism they are; with tensor or pipeline
+parallelism the box is the data-parallel rank, which only the script knows, and it passes that itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import ValidationError, field_validator
+
+from penstock.client.stream.device import check_device
+from penstock.proto.errors import BoxOutOfRangeError, InvalidArgumentError
+from penstock.proto.lane.compression import require
+from penstock.runtime.config.job_settings import JobSettings, check_file
+from penstock.runtime.config.settings import field_of, reason_of, source_of
+
+__all__ = ["Settings", "Torchrun", "attempt_key", "resolve"]
+
+
+class Settings(JobSettings):
+    """What an Appliance was given, complete and checked."""
+
+    @field_validator("device")
+    @classmethod
+    def _usable(cls, device: str) -> str:
+        return device and check_device(device)
+
+
+def resolve(**given: Any) -> Settings:
+    """Settings from the arguments that were given (others are None) and the environment.
+
+    Raises:
+        InvalidArgumentError: a value that cannot be meant; names it and where it came from.
+        BoxOutOfRangeError: the box does not lie in [0, num_boxes).
+    """
+    explicit = {name: value for name, value in given.items() if value is not None}
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        if name in explicit:
+            explicit[name] = os.fspath(explicit[name])
+    device = explicit.get("device")
+    if device is not None:
+        explicit["device"] = str(device)  # torch.device too
+    if explicit.get("num_boxes") == 1 and not os.environ.get("PENSTOCK_BOX"):
+        explicit.setdefault("box", 0)  # a loader of this rank's own under torchrun: RANK is not meant
+    check_file()
+    try:
+        settings = Settings(**explicit)
+    except ValidationError as error:
+        raise InvalidArgumentError(_explain(error, explicit)) from error
+    if settings.compression is not None:
+        require(settings.compression)
+    if not settings.address and any(name.startswith("tls_") for name in explicit):
+        raise InvalidArgumentError(
+            "Appliance: TLS is for a coordinator elsewhere, and no address was given: an embedded one never leaves "
+            "this machine"
+        )
+    if not 0 <= settings.box < settings.num_boxes:
+        source = "" if "box" in explicit else f" (from {_source('box')})"
+        raise BoxOutOfRangeError(
+            f"box {settings.box}{source} is not one of num_boxes={settings.num_boxes}: boxes count from 0 to "
+            f"{settings.num_boxes - 1}; pass both box= and num_boxes=, or neither under torchrun"
+        )
+    return settings
+
+
+def _source(name: str) -> str:
+    """The variable or the line of the settings file that a setting came from."""
+    return source_of(Settings, name) or "its default"
+
+
+def _explain(error: ValidationError, explicit: dict[str, Any]) -> str:
+    parts = []
+    for detail in error.errors():
+        name = field_of(Settings, detail["loc"])
+        source = "" if name in explicit or name not in Settings.model_fields else f" (from {_source(name)})"
+        shown = "" if name == "token" else f"={detail['input']!r}"
+        parts.append(f"{name}{shown}{source}: {reason_of(detail)}")
+    return "Appliance: " + "; ".join(parts)
+
+
+class Torchrun:
+    """What torchrun tells its processes; all empty outside it."""
+
+    def __init__(self) -> None:
+        env = os.environ
+        self.present = "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"} <= env.keys()
+        self.run_id = env.get("TORCHELASTIC_RUN_ID", "") if self.present else ""
+        self.master = f"{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}" if self.present else ""
+        self.restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0") if self.present else "0"
+        self.local_rank = int(env.get("LOCAL_RANK", "0")) if self.present else 0
+        self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1")) if self.present else 1
+        self.world_size = int(env.get("WORLD_SIZE", "1")) if self.present else 1
+
+    @property
+    def one_host(self) -> bool:
+        return self.present and self.local_world_size == self.world_size
+
+
+def attempt_key(settings: Settings, torchrun: Torchrun) -> str:
+    """The same on all boxes of one launch, and another one after a restart of them."""
+    if settings.attempt or not torchrun.present:
+        return settings.attempt
+    return f"{torchrun.master}:{torchrun.restarts}"

@@ -1,0 +1,44 @@
+"""Functions that act on checkpoint steps only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from penstock.client.api.data_executor import iterating
+
+__all__ = ["checkpoint_closure"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checkpoint_closure(function: Callable[P, R]) -> Callable[P, R | None]:
+    """A function that runs when the loop around it is on a checkpoint step, and else returns None.
+
+    Example::
+
+        @checkpoint_closure
+        def save() -> None:
+            torch.save({"model": model.state_dict(), "loader": loader.state_dict()}, path)
+
+        for batch in DataExecutor(loader, num_steps=1000, checkpoint_steps=100):
+            ...
+            save()
+
+    Raises:
+        RuntimeError: called outside the loop of a DataExecutor.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        executor = iterating()
+        if executor is None:
+            raise RuntimeError(
+                f"{getattr(function, '__qualname__', function)} is a checkpoint_closure, which runs inside the loop "
+                "over a DataExecutor only: no executor is iterating"
+            )
+        return function(*args, **kwargs) if executor.on_checkpoint_step else None
+
+    return run

@@ -1,0 +1,231 @@
+"""The training loop's iterator: how many steps, in which passes, and which of them are checkpoints.
+
+Iterating is a generator that has already run up to its first `yield` when the loop gets it: opening the run happens in
+`iter()`, where its errors belong, and from then on leaving it in any way (to the end, by `break`, by an exception, or
+by dropping it) runs its `finally`.
+
+A pass that was left by `break` is cut when the next executor starts, not when it was left: until then the state is that
+of the last step, in the middle of the pass. One that was left at its last batch, by its length, is not cut: it is over.
+Nor is one that a persistent executor left: the next executor goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from penstock.client.api.appliance import Appliance
+from penstock.client.api.data_loader import DataLoader
+from penstock.client.api.progress_line import ProgressLine
+from penstock.client.api.scopes import Scope
+from penstock.client.api.session import Session
+from penstock.client.states.code_reference import forbid_in_runner
+from penstock.client.stream.checkpoint_schedule import CheckpointSteps, Schedule, positive
+from penstock.client.stream.ordered_reader import PASS_ENDED, Stats
+from penstock.proto.errors import EmptyInputError
+from penstock.proto.state.position import PASSES_AHEAD
+
+__all__ = ["DataExecutor", "iterating"]
+
+
+def iterating() -> DataExecutor | None:
+    """The executor whose loop is running here; the innermost, where one stands in another's.
+
+    Raises AmbiguousContextError in a thread without a loop, where several run in others.
+    """
+    return _iterating.innermost()
+
+
+class DataExecutor:
+    """Iterate it to train.
+
+    Args:
+        loader: a penstock DataLoader.
+        num_steps: batches to take, over as many passes as that needs; 0: none, and no run is opened, so that a job
+            which had finished and is started again ends quietly. None: one pass, or what is left of it. The next
+            executor goes on with the next batch; after a pass that was left by `break`, with the next pass.
+        checkpoint_steps: None or 0; N: every step that N divides, and the last of this executor; or the absolute
+            steps: an iterable of ints and ranges, or a callable that says for a step whether it is one. Workers prepare
+            states for steps that are known ahead; a state can be asked for at any other step too.
+        appliance: where it runs. None: where the loader runs already, else the innermost Appliance that is open in a
+            `with`, else a default one.
+        persistent: a loop that is left by `break` does not leave its pass: the next executor goes on with the next
+            batch, as one with num_steps always does. Where each loop over a loader shall go on with the stream, as
+            over Megatron Energon's loaders.
+
+    Raises:
+        TypeError: the loader is none of ours.
+        InvalidArgumentError: num_steps below 0, or checkpoint_steps below 1.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        num_steps: int | None = None,
+        checkpoint_steps: CheckpointSteps = None,
+        *,
+        appliance: Appliance | None = None,
+        persistent: bool = False,
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise TypeError(
+                f"DataExecutor takes a penstock.client.DataLoader, not a {type(loader).__module__}."
+                f"{type(loader).__qualname__}: wrap the function that makes it, DataLoader(input_fn)"
+            )
+        self._loader = loader
+        self._num_steps = None if num_steps is None else positive("num_steps", num_steps, least=0)
+        self._schedule = Schedule.of(checkpoint_steps)
+        self._appliance, self._persistent = appliance, persistent
+        if appliance is not None:
+            loader.expect(appliance)
+        self._session: Session | None = None
+        self._first = 0
+        """The step before this executor's first."""
+        self._last: int | None = None
+
+    # ---- what the loop may ask
+
+    @property
+    def step(self) -> int:
+        """The last step: batches that this box was handed over the whole life of the run. 0 before the first."""
+        return self._loader.step
+
+    @property
+    def dataloader(self) -> DataLoader:
+        """The loader that it iterates."""
+        return self._loader
+
+    def __len__(self) -> int:
+        """Steps of this executor: num_steps, or the batches of a pass. TypeError if the loader does not know those."""
+        return len(self._loader) if self._num_steps is None else self._num_steps
+
+    def __bool__(self) -> bool:
+        return True  # without this the length would be asked for, of workers maybe
+
+    @property
+    def user_iteration(self) -> int:
+        """Batches of this executor that the loop was handed, the one that it is at among them; 0 before the first."""
+        return self.step - self._first if self._session is not None else 0
+
+    @property
+    def iteration(self) -> int:
+        """The number of the batch that the loop is at, from 0; -1 before the first."""
+        return self.user_iteration - 1
+
+    @property
+    def is_initial_step(self) -> bool:
+        """Whether the loop is at this executor's first batch."""
+        return self.iteration == 0
+
+    @property
+    def on_final_iteration(self) -> bool:
+        """Whether the loop is at this executor's last batch, or behind it. Of a pass it is known by the loaders' len();
+        without that, behind it only."""
+        if self._session is None:
+            return False
+        last = self._last if self._num_steps is not None or self._last is not None else self._session.expected_last()
+        return last is not None and self.step >= last
+
+    @property
+    def on_checkpoint_step(self) -> bool:
+        """Whether the step that the loop is in, or ended with, is a checkpoint step."""
+        step = self.step
+        if step < 1 or self._session is None:
+            return False
+        return step in self._schedule or (self._schedule.and_last and step == self._last)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the loop waited for the batch of this step."""
+        return self._session.feed.wait_s if self._session is not None else 0.0
+
+    @property
+    def stats(self) -> Stats:
+        """Waiting and other figures since the loader was opened or loaded."""
+        if self._session is None:
+            return Stats()
+        return self._session.stats()
+
+    @property
+    def digest(self) -> int | None:
+        """The flight record: a fingerprint of all batches of this box in order, over the whole life of the run.
+
+        Equal for equal streams: it goes on where a loaded state left it, on any number of workers. chain(0) = 0,
+        chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None where it is not known: before
+        the loop has begun, and after a state that was loaded onto another number of boxes, or that does not know it.
+
+        With Appliance(digest="rows") it is this box's part of the stream's: the parts of all boxes, added modulo 2^64,
+        are equal for streams whose steps deliver equal rows, however many boxes share them and wherever a state was
+        resumed on other boxes. A built-in loader gives that for one global batch size. The order of rows within a step
+        is not covered, nor what is no row: see penstock.proto.batch.digest.
+        """
+        return self._session.feed.position.chain if self._session is not None else None
+
+    # ---- iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        forbid_in_runner("iterating a DataExecutor")
+        if self._num_steps == 0:
+            return iter(())
+        steps = self._steps()
+        next(steps)
+        return steps
+
+    def _steps(self) -> Generator[Any, None, None]:
+        loader, schedule = self._loader, self._schedule
+        self._session = session = loader.begin(self, self._appliance)
+        feed, position = session.feed, session.feed.position
+        first, first_epoch = self._first, _ = position.step, position.epoch
+        self._last = stop = None if self._num_steps is None else first + self._num_steps
+        line: ProgressLine | None = None
+        left_early = False
+        _iterating.enter(self)
+        try:
+            if session.progress:
+                line = ProgressLine(loader.name, feed.stats, first)
+            ahead = 0 if stop is None else PASSES_AHEAD
+            feed.open_epochs(position.epoch + ahead)
+            announced = feed.announce(schedule, stop)
+            yield None
+            while stop is None or position.step < stop:
+                try:
+                    batch = feed.next()
+                except EmptyInputError:
+                    raise session.empty() from None
+                if batch is PASS_ENDED:
+                    session.pass_ended()
+                    if stop is None and position.step > first:
+                        break
+                    # One pass, and nothing was left of it, for the stream stood at its very end: take the next.
+                    feed.open_epochs(position.epoch + ahead)
+                    announced = feed.announce(schedule, self._last)
+                    continue
+                step = position.step
+                if stop is None and schedule.and_last and step == first + 1:
+                    self._last = session.expected_last()
+                    announced = step
+                if announced is not None and step >= announced:
+                    announced = feed.announce(schedule, self._last)
+                if line is not None:
+                    line.update(step)
+                if session.run.ended_boxes:
+                    session.warn_of_ended(step)
+                left_early = stop is None and not self._persistent
+                yield batch
+                left_early = False
+                del batch  # or it would stay alive while the next one is waited for
+            self._last = position.step
+        finally:
+            _iterating.leave(self)
+            if line is not None:
+                line.finish()
+            if left_early and session.expected_last() == position.step:
+                left_early = False  # by a loop that counts: there is no batch to cut off, and the end is taken next
+            loader.finish(self, left_early=left_early, pass_ended=stop is None and position.epoch > first_epoch)
+
+
+_iterating: Scope[DataExecutor] = Scope(
+    "penstock-loops",
+    "{count} executors are being iterated in other threads, and none in this one: call a checkpoint_closure in the "
+    "thread whose loop it belongs to",
+)

@@ -1,0 +1,584 @@
+"""A loader as the user holds it: a description until it is iterated, then a stream with a position.
+
+    DataLoader ── opens ──> Session: a Run at an Appliance, and the Feed that reads it
+
+What a loader is at any time is one of three: never read (its state is that of a local instance), loaded and not started
+(its state is what was loaded), or streaming (its state is fetched from the workers as of the last step). A stream ends
+with its appliance, with an error, or with `load_state_dict`; only the last starts another one, for a position is never
+lost silently.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from penstock.client.api.appliance import Appliance, current_appliance, current_settings
+from penstock.client.api.appliance_settings import Settings
+from penstock.client.api.session import Session
+from penstock.client.states.batch_sizes import batch_size_of
+from penstock.client.states.code_reference import ship
+from penstock.client.states.local_loader import LocalLoader, check_strict
+from penstock.client.states.saved_state import KEY, Saved, Start, blank, is_to_be_filled, read
+from penstock.client.states.state_records import checkpoints_of, saved_of
+from penstock.client.stream.device_reader import feed_for
+from penstock.client.stream.open_run import Run
+from penstock.client.stream.ordered_reader import Feed
+from penstock.proto.batch.digest import Cover
+from penstock.proto.errors import (
+    DeadlineError,
+    NotRestartableError,
+    PenstockError,
+    StateMismatchError,
+    StateUnavailableError,
+)
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.assignment import Assignment
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.position import Position
+from penstock.proto.state.restartable import DataLoaderCheckpoint
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["DataLoader"]
+
+_ids = itertools.count(1)
+_log = logging.getLogger("penstock.client")
+
+
+class DataLoader:
+    """Wraps a callable that returns a torch DataLoader or an iterable of nested tensors; it runs on the workers.
+
+    Args:
+        input_fn: a function (or class) at the top level of a module that workers can import. In embedded mode, where
+            workers are children of this process, anything that can be called will do: the main script's, a lambda, a
+            partial, a method.
+        args, kwargs: passed to it on every worker. Plain values, tensors and arrays; in embedded mode also what can be
+            pickled, and functions of any kind. Copied here and now.
+
+    Raises:
+        TypeError: input_fn is not callable; or it is a class (or says by its annotation that it returns one) that takes
+            `strict` in one of load_state_dict and deaggregate_state_dict only.
+        InvalidArgumentError, UnsupportedStateError: input_fn or an argument has neither a name to import nor a value
+            to send. What can go by value only is refused when a run is opened on an appliance that is not embedded.
+    """
+
+    def __init__(self, input_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        args, kwargs = copy.deepcopy(args), copy.deepcopy(kwargs)
+        self._reference, self._arguments = ship(input_fn, args, kwargs)
+        self.name = self._reference.name
+        """ "module:qualname" of input_fn."""
+        self.id = next(_ids)
+        """The loader's number in this process, from 1."""
+        check_strict(input_fn)
+        self._local = LocalLoader(self.name, input_fn, args, kwargs)
+        self._session: Session | None = None
+        self._executor: weakref.ref[Any] | None = None
+        self._openings = 0
+        self._loaded: Saved | None = None
+        self._given: Any = None
+        self._strict = True
+        self._cached: tuple[int, Any] | None = None
+        self._expected: Settings | None = None
+        """Of the appliance that an executor was made for."""
+        self._leaves_pass = False
+        """The pass that the loaded state stands in is not gone on with."""
+        self._drawn: int | None = None
+        """The seed that was drawn for a state which was asked for before the run was open: the run gets it, too."""
+
+    # ---- what it was made of
+
+    @property
+    def input_fn(self) -> Callable[..., Any]:
+        """The function that makes the loader on each worker."""
+        return self._local.input_fn
+
+    @property
+    def input_fn_params(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A copy of (args, kwargs), which it is called with."""
+        return copy.deepcopy(self._local.arguments)
+
+    @property
+    def dataloader(self) -> Any:
+        """The loader that input_fn makes in this process: worker 0 of 1, without worker processes of its own. Built
+        when it is first asked for, and kept; its batches are no part of the run's stream.
+
+        Raises InputFnError where input_fn fails here, for want of its data say.
+        """
+        return self._local.instance("DataLoader.dataloader")
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of the batch that was handed to the loop last: the first dimension of its tensors. None before the
+        first batch, and where its tensors differ in it."""
+        layout = self._session.feed.layout if self._session is not None else None
+        return None if layout is None else batch_size_of(*layout)
+
+    def config(self) -> dict[str, Any]:
+        """What decides which samples come in which order: {"input_fn": its name, "loader": what the loader's own
+        config() says; None if it has none}. Loaders that take each other's states have the same."""
+        return self._local.config(self._seed_of_keys)
+
+    def can_restore_sample(self) -> bool:
+        """Whether restore_sample() works: the loader has a method of this name, and does not say that it cannot."""
+        return self._local.can_restore_sample(self._seed_of_keys)
+
+    def restore_sample(self, key: Any) -> Any:
+        """Return the sample that a restore key names, read again in this process; the stream stays where it is.
+
+        The seed is that of the run, or of the loaded state, or of Appliance(seed=); a key of another is refused.
+
+        Raises NotRestartableError for a loader without restore_sample, InputFnError where input_fn fails here, and what
+        the loader's own method raises.
+        """
+        return self._local.restore_sample(self._seed_of_keys, key)
+
+    @property
+    def _seed_of_keys(self) -> int:
+        loaded = self._loaded.seed if self._loaded is not None else None
+        given = [
+            self._session.run.seed if self._session is not None else None,
+            loaded,
+            self._settings.seed,
+            self._drawn,
+        ]
+        return next((seed for seed in given if seed is not None), 0)
+
+    # ---- what executors need
+
+    @property
+    def step(self) -> int:
+        """The last step handed to a loop, over the whole life of the run; that of a loaded state before the first."""
+        if self._session is not None:
+            return self._session.feed.position.step
+        return self._loaded.step if self._loaded is not None else 0
+
+    def begin(self, executor: Any, appliance: Appliance | None) -> Session:
+        """Called by an executor that starts to iterate: the stream, opened if need be."""
+        if self._iterating:
+            raise RuntimeError(
+                f"{self.name}: another executor is iterating this loader; finish or close() its iterator first, or "
+                "make a second DataLoader for a second stream"
+            )
+        session = self._session
+        if session is None:
+            session = self._open(appliance if appliance is not None else current_appliance(self))
+            if self._leaves_pass:
+                self._traits(session)  # where the pass ends
+                session.cut_due = session.expected_last() != session.feed.position.step
+        elif session.run.error is not None:
+            raise session.run.error
+        elif session.run.closed:
+            raise RuntimeError(
+                f"{self.name}: its stream ended at step {self.step} with its appliance. To go on there, "
+                "load_state_dict a state; to start anew, make a new DataLoader"
+            )
+        elif appliance is not None and appliance is not session.appliance:
+            raise RuntimeError(
+                f"{self.name} streams from {session.appliance!r}, and cannot be iterated on {appliance!r} too: "
+                "load_state_dict its state to move it, or make a second DataLoader"
+            )
+        self._executor = weakref.ref(executor)
+        session.feed.thread = threading.get_ident()
+        try:
+            if session.cut_due:
+                session.cut()
+            session.run.progress.pass_ended = False
+        except BaseException:
+            self._executor = None
+            raise
+        return session
+
+    def finish(self, executor: Any, *, left_early: bool, pass_ended: bool) -> None:
+        """Called by the executor when its loop is over in whatever way."""
+        self._executor = None
+        session = self._session
+        if session is None or session.run.closed:
+            return
+        session.cut_due = left_early
+        session.feed.flush()
+        if pass_ended:
+            session.run.progress.pass_ended = True
+            if session.appliance.settings.num_boxes > 1:
+                session.run.report()  # boxes that go on will wait for this one in their next collective
+
+    @property
+    def mid_pass(self) -> bool:
+        """Whether batches of the pass are left, or may be left, behind the last step."""
+        session = self._session
+        if session is None or not any(session.feed.position.delivered):
+            return False
+        return session.expected_last() != session.feed.position.step
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._session is not None:
+            raise TypeError(
+                f"{self.name}: a loader that streams cannot be copied or pickled; save its state_dict(), and load that "
+                "into a DataLoader of the same input_fn"
+            )
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, id=next(_ids))
+
+    def leave_pass(self) -> None:
+        """After a load: the next executor begins with the next pass, as after a `break`."""
+        if self._loaded is not None and self._loaded.methods != 4:
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved at the end of an epoch that left its pass early, and a "
+                "loader without aggregate_state_dict and deaggregate_state_dict may go on with that pass: load a state "
+                "from the middle of an epoch, or let an epoch be a pass"
+            )
+        self._leaves_pass = True
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(box, num_boxes) of this process in the loader's run; before that is open, those that it would have now."""
+        settings = self._settings
+        return settings.box, settings.num_boxes
+
+    def expect(self, appliance: Appliance) -> None:
+        """An executor will begin on this appliance: until then, questions are answered for its boxes and workers."""
+        self._expected = appliance.settings
+
+    @property
+    def _settings(self) -> Settings:
+        session = self._session
+        if session is not None:
+            return session.appliance.settings
+        return self._expected if self._expected is not None else current_settings()
+
+    @property
+    def _iterating(self) -> bool:
+        return self._executor is not None and self._executor() is not None
+
+    def _open(self, appliance: Appliance) -> Session:
+        settings = appliance.settings
+        saved, seed = self._loaded, settings.seed
+        cover = Cover.SAMPLE if settings.digest is None else Cover[settings.digest.upper()]
+        if self._drawn is not None and seed is not None and seed != self._drawn:
+            raise StateMismatchError(
+                f"a state of {self.name} was taken before its run was opened, with seed {self._drawn} drawn for it, "
+                f"and Appliance(seed={seed}) asks for another: take the state once the loop has begun, or on the "
+                "appliance that it will run on"
+            )
+        if saved is None:
+            seed = self._drawn if seed is None else seed
+            start = Start(Position.start(settings.num_workers_per_box).to_proto(), b"", False)
+        elif settings.synthetic:
+            raise NotRestartableError(
+                f"a state of {self.name} was loaded, and Appliance(synthetic=True) repeats the first batch of each "
+                "worker, which has no position: load no state, or leave synthetic= and PENSTOCK_SYNTHETIC out"
+            )
+        else:
+            start = saved.start(settings.box, settings.num_boxes, settings.num_workers_per_box, strict=self._strict)
+            if saved.methods == 0 and saved.positions and not settings.replay:
+                raise NotRestartableError(
+                    f"the loaded state of {self.name} was saved with replay=True, and is restored by replaying too: "
+                    "ask for it by Appliance(replay=True)"
+                )
+            if seed is None and saved.seed is None and not saved.by_hand:
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} has no seed, for it was taken before its run was opened, by an "
+                    "older Penstock: pass Appliance(seed=...), or start without it"
+                )
+            if seed is not None and saved.seed is not None and seed != saved.seed:
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} was saved with seed {saved.seed}, and Appliance(seed={seed}) "
+                    "asks for another: leave seed out, or start from no state"
+                )
+            seed = saved.seed if seed is None else seed
+            if saved.positions and settings.digest is not None and cover != saved.cover:
+                had = saved.cover.name.lower()
+                raise StateMismatchError(
+                    f"the loaded state of {self.name} was saved with digest={had!r}, and Appliance(digest="
+                    f"{settings.digest!r}) asks for another: leave digest out, or start from no state"
+                )
+            cover = saved.cover if saved.positions else cover
+        start.base.by_rows = cover == Cover.ROWS
+        # Another key for every opening in one launch, or a loader that starts over would join what it has just left.
+        key = f"#{self._openings}" if self._openings else ""
+        run = appliance.open_run(self, self._reference, self._arguments, start, seed, key, cover)
+        self._openings += 1
+        position = Position.from_proto(start.base)
+        feed = feed_for(settings.device, run, position, self.name, settings.timeout_s)
+        self._session = session = Session(
+            appliance,
+            run,
+            feed,
+            self.name,
+            first_step=position.step,
+            pass_began_at=position.step - sum(position.delivered),
+            whole_pass=start.same_shape or position.step == 0,
+        )
+        if self._leaves_pass and not start.same_shape:
+            self.close()
+            raise StateMismatchError(
+                f"the loaded state of {self.name} was saved at the end of an epoch that left its pass early, and that "
+                "is only known how to go on from with as many boxes and workers as it was saved with: use those, or a "
+                "state from the middle of an epoch"
+            )
+        weakref.finalize(self, _abandon, run, feed).atexit = False
+        return session
+
+    # ---- the iterator protocol and len
+
+    def __iter__(self) -> Iterator[Any]:
+        """The same as iterating `DataExecutor(self)`."""
+        from penstock.client.api.data_executor import (
+            DataExecutor,  # the executor knows the loader; this is the way back
+        )
+
+        return iter(DataExecutor(self))
+
+    def __len__(self) -> int:
+        """Batches of a pass over this box's workers: the sum of their loaders' len(). TypeError if one has none."""
+        session = self._session
+        if session is not None and not session.run.closed and session.run.error is None:
+            lengths = [traits.length for traits in self._traits(session)]
+            if min(lengths) < 0:
+                raise TypeError(f"the loader that {self.name} returned has no len()")
+            return sum(lengths)
+        settings = self._settings
+        seed = settings.seed if settings.seed is not None else 0
+        places = [
+            Assignment(settings.box, settings.num_boxes, slot, settings.num_workers_per_box, seed, self.step + 1)
+            for slot in range(settings.num_workers_per_box)
+        ]
+        return self._local.length(places)
+
+    def _traits(self, session: Session) -> list[records_pb2.LoaderTraits]:
+        """What the workers found out about their loaders; waits for them."""
+        run = session.run
+        if not run.wait_for(_all_known, session.appliance.settings.timeout_s):
+            late = [view for view in run.views if not _known(view)]
+            raise DeadlineError(
+                f"{self.name}: waited {session.appliance.settings.timeout_s:g} s for slot {late[0].slot} of box "
+                f"{run.box} (worker {late[0].worker or 'none'}) to build its loader"
+            )
+        for view in run.views:
+            if view.phase == pb.FAILED and not view.HasField("traits"):
+                session.feed.raise_failed(view)
+        return [view.traits for view in run.views]
+
+    # ---- state
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether state_dict() can be had: by the loader's own methods, or by replay if the appliance asks for it."""
+        session = self._session
+        if session is None or session.run.closed or session.run.error is not None:
+            replay = (session.appliance.settings if session is not None else current_settings()).replay
+            return replay or self._local.methods("is_restartable") > 0
+        traits = self._traits(session)[0]
+        if traits.not_restartable:
+            return False
+        return traits.state_methods > 0 or session.appliance.settings.replay
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last step that was handed to the loop, over all boxes; the same value on every box.
+
+        Before the first step it is the state that was loaded, or that of an instance built here. May be called in the
+        loop, between executors and after the last; always for the same step with the same result. (Except that
+        torch.distributed.checkpoint.load, which asks for a state to load into, gets one to be filled.)
+
+        Raises:
+            NotRestartableError: the loader has no state methods, or something else stands against saving it.
+            StateUnavailableError: the workers no longer keep this step, or the run is closed.
+        """
+        return self.state_at(self.step)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """What state_dict() would have returned after this step, at most Appliance(retention_steps=) steps ago.
+
+        For loops that get their batches from something that reads ahead of them: see penstock.client.Lookahead.
+
+        Raises:
+            StateUnavailableError: the step lies before the state that was loaded, was not handed out yet, or is one
+                that the workers no longer keep; or the run is closed.
+            NotRestartableError: as for state_dict().
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"{self.name}: state_at(step) takes an int, not {step!r}")
+        if is_to_be_filled():
+            return blank()
+        session = self._session
+        first = session.first_step if session is not None else self.step
+        if not first <= step <= self.step:
+            raise StateUnavailableError(
+                f"{self.name}: no state of step {step} can be had, only of {first} to {self.step}: the steps that were "
+                "handed out since the loader was made or loaded"
+            )
+        if session is None or step == first:
+            if self._loaded is not None:
+                return cast(dict[str, Any], copy.deepcopy(self._given))
+            return self._initial()
+        if self._cached is None or self._cached[0] != step:
+            self._cached = (step, self._saved(session, step).to_dict())
+        return cast(dict[str, Any], copy.deepcopy(self._cached[1]))
+
+    def _initial(self) -> dict[str, Any]:
+        session = self._session
+        settings = self._settings
+        methods = self._local.methods("the state before the first step")
+        self._require_methods(methods, settings.replay)
+        seed = session.run.seed if session is not None else self._seed_to_come(settings)
+        saved = Saved(0, self.name, methods, 0, 0, seed)
+        if methods == 4:
+            saved.aggregated = self._local.initial_state(seed)
+        return saved.to_dict()
+
+    def _seed_to_come(self, settings: Settings) -> int:
+        """The seed that the run will have; one that nobody gave is drawn here, or the state would fit any order."""
+        if settings.seed is not None:
+            return settings.seed
+        if settings.num_boxes > 1:
+            raise StateUnavailableError(
+                f"{self.name}: no state can be had before the run is open, for its seed is drawn then, and all boxes "
+                "must have the same: pass Appliance(seed=...), or take the state once the loop has begun"
+            )
+        if self._drawn is None:
+            self._drawn = secrets.randbits(63)
+        return self._drawn
+
+    def _require_methods(self, methods: int, replay: bool) -> None:
+        if methods == 0 and not replay:
+            raise NotRestartableError(
+                f"the loader that {self.name} returned cannot be saved, for it has no state_dict and "
+                "load_state_dict: give it these two, use torchdata's StatefulDataLoader or a source of "
+                "penstock.data, or ask for replay by Appliance(replay=True)"
+            )
+
+    def checkpoints(self, step: int | None = None) -> list[DataLoaderCheckpoint]:
+        """Return each worker's record of the state after a step, of all boxes, in order of global_worker_id.
+
+        The counts are those of this launch, as get_worker_state() gave them; `lifetime_*` count all launches. Of a
+        loader with the four methods `user_state_dict` is what its state_dict() returned on that worker at that step,
+        and so what aggregate_state_dict is given. Of another loader it is the state of the place that the worker would
+        be restored from, which may lie before the step; None if it has no state methods.
+
+        Args:
+            step: as for state_at(); None: the last one that was handed to the loop.
+
+        Raises what state_at() raises, and StateUnavailableError before the first step.
+        """
+        session, step = self._session, self.step if step is None else step
+        if session is None or not session.first_step < step <= self.step:
+            first = session.first_step + 1 if session is not None else step + 1
+            raise StateUnavailableError(
+                f"{self.name}: no records of step {step} can be had, only of {first} to {self.step}: workers have "
+                "records of the steps that were handed out since the loader was made or loaded"
+            )
+        fetched, _ = self._fetch(session, step)
+        return checkpoints_of(fetched, self._loaded, step)
+
+    def _fetch(self, session: Session, step: int) -> tuple[FetchedState, int]:
+        """All workers' records at a step, and how many state methods their loader has."""
+        settings, run = session.appliance.settings, session.run
+        if run.error is not None:
+            raise run.error
+        if run.closed:
+            raise StateUnavailableError(
+                f"{self.name}: no state of step {step} can be had, for its appliance is closed; call state_dict() "
+                "before that"
+            )
+        traits = self._traits(session)[0]
+        if traits.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {traits.not_restartable}")
+        self._require_methods(traits.state_methods, settings.replay)
+        if threading.get_ident() == session.feed.thread:
+            session.feed.flush()
+        return run.fetch_state(step, settings.timeout_s), traits.state_methods
+
+    def _saved(self, session: Session, step: int) -> Saved:
+        fetched, methods = self._fetch(session, step)
+        run = session.run
+        saved, users = saved_of(fetched, step, self.name, methods, run.seed, full_digest=run.cover == Cover.FULL)
+        if methods == 4 and self._local.can_be_built:
+            saved.aggregated = self._local.aggregate(users)
+        elif methods == 4:
+            timeout_s = session.appliance.settings.timeout_s
+            saved.aggregated = decode_state(run.aggregate(encode_state(users), timeout_s))
+        return saved
+
+    def load_state_dict(self, sd: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a state of this loader; takes effect with the next executor. Not while one iterates.
+
+        Args:
+            sd: what state_dict() returned, in this process or another. A loader with the four methods also takes a
+                dict that its deaggregate_state_dict understands: made by hand, or by another system that has the
+                protocol. Steps count from 0 then, and the run has a seed of its own.
+            strict: passed on to the loader's own methods, where they take it.
+
+        Raises:
+            StateMismatchError: it is the state of another loader, or no state at all.
+            UnsupportedStateError: it was made by hand, and holds what no state can.
+            StateCorruptError, StateVersionError: it is damaged, or newer than this Penstock.
+            RuntimeError: an executor iterates.
+            TypeError: `strict` is on one of the loader's two methods only.
+        """
+        if self._iterating:
+            raise RuntimeError(
+                f"{self.name}: load_state_dict while an executor iterates; leave its loop first, or close() its "
+                "iterator"
+            )
+        saved = self._made_by_hand(sd) or read(sd)
+        if not self._reference.same_as(saved.input_fn):
+            raise StateMismatchError(
+                f"the state is of the loader {saved.input_fn}, and this is the loader {self.name}; each loader loads "
+                "its own"
+            )
+        if saved.methods == 4:
+            try:
+                self._local.check_strict("load_state_dict")
+            except PenstockError:
+                pass  # it cannot be built here; the workers check the same
+        given = copy.deepcopy(sd)
+        self.close()
+        self._leaves_pass, self._drawn = False, None
+        self._loaded, self._given, self._strict, self._cached = replace(saved), given, strict, None
+        if saved.methods == 4:
+            self._loaded.aggregated = copy.deepcopy(saved.aggregated)
+
+    def _made_by_hand(self, sd: object) -> Saved | None:
+        """A state that has no record of ours, for a loader whose own methods can read it."""
+        if not isinstance(sd, Mapping) or KEY in sd:
+            return None
+        if self._local.can_be_built and self._local.methods("load_state_dict") != 4:
+            return None
+        encode_state(dict(sd))
+        _log.warning(
+            "%s: the loaded state has no record of a run, so its deaggregate_state_dict alone decides where the stream "
+            "goes on; steps count from 0, and the seed is a new one unless Appliance(seed=) names it",
+            self.name,
+        )
+        return Saved(0, self.name, 4, 0, 0, None, aggregated=dict(sd), by_hand=True)
+
+    def close(self) -> None:
+        """End the stream, if there is one, and free its workers. The next executor starts from the last loaded
+        state."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.feed.close()
+            session.run.close(forget=False)
+
+
+def _known(view: pb.SlotView) -> bool:
+    return view.phase in (pb.READY, pb.FAILED)
+
+
+def _all_known(run: Run) -> bool:
+    return all(_known(view) for view in run.views)
+
+
+def _abandon(run: Run, feed: Feed) -> None:
+    """The loader is gone. May run in the garbage collector: the run's own thread does what takes time or locks."""
+    run.abandoned = True
+    feed.close()

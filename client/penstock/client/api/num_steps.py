@@ -1,0 +1,83 @@
+"""How many steps a training takes, from what a user says of steps and epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+from penstock.client.stream.checkpoint_schedule import positive
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["compute_num_steps"]
+
+
+def compute_num_steps(
+    dataloader: Any,
+    initial_step: int = 0,
+    num_steps: int | None = None,
+    max_steps: int | None = None,
+    num_epochs: int | None = None,
+    steps_per_epoch: int | None = None,
+    grad_accum_steps: int = 1,
+) -> int:
+    """Return the steps still to be taken: the fewest that one of num_steps, max_steps and num_epochs allows.
+
+    Args:
+        dataloader: its len() is the number of batches of an epoch, where it has one.
+        initial_step: the step that training goes on from; max_steps counts it.
+        num_steps: steps from here. Not with num_epochs.
+        max_steps: steps in all.
+        num_epochs: needs the dataloader's len().
+        steps_per_epoch: batches of an epoch, at most len().
+        grad_accum_steps: batches of a step. It makes an epoch shorter; num_steps and max_steps are steps already.
+
+    Raises:
+        InvalidArgumentError: none of the three, or values that contradict each other or the dataloader's length.
+        TypeError: no whole number.
+    """
+    if num_epochs is not None and num_steps is not None:
+        raise InvalidArgumentError("num_steps and num_epochs exclude each other: pass one of them")
+    if num_steps is None and num_epochs is None and max_steps is None:
+        raise InvalidArgumentError("one of num_steps, max_steps and num_epochs must be given")
+    start = positive("initial_step", initial_step, least=0)
+    accumulated = positive("grad_accum_steps", grad_accum_steps)
+    bounds = []
+    if num_steps is not None:
+        bounds.append(positive("num_steps", num_steps))
+    if max_steps is not None:
+        bounds.append(positive("max_steps", max_steps) - start)
+        if bounds[-1] < 1:
+            raise InvalidArgumentError(
+                f"initial_step must be below max_steps={max_steps}, got {start}: the training is over"
+            )
+    epochs = None if num_epochs is None else positive("num_epochs", num_epochs)
+    wanted = None if steps_per_epoch is None else positive("steps_per_epoch", steps_per_epoch)
+    length = _length(dataloader)
+    if length is None and epochs is not None:
+        raise InvalidArgumentError("num_epochs needs a dataloader with a len(): pass num_steps or max_steps instead")
+    if length is not None:
+        per_epoch = _per_epoch(length, wanted, accumulated)
+        if epochs is not None:
+            bounds.append(epochs * per_epoch)
+    return min(bounds)
+
+
+def _per_epoch(length: int, wanted: int | None, accumulated: int) -> int:
+    """Steps of an epoch of `length` batches."""
+    if length < 1:
+        raise InvalidArgumentError("the dataloader has no batches: its len() is 0")
+    if wanted is not None and wanted > length:
+        raise InvalidArgumentError(f"steps_per_epoch must be at most the {length} batches of an epoch, got {wanted}")
+    batches = length if wanted is None else wanted
+    if accumulated > batches:
+        raise InvalidArgumentError(
+            f"grad_accum_steps must be at most the {batches} batches of an epoch, got {accumulated}"
+        )
+    return batches // accumulated
+
+
+def _length(dataloader: Sized) -> int | None:
+    try:
+        return len(dataloader)
+    except TypeError:
+        return None

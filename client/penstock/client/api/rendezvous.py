@@ -1,0 +1,131 @@
+"""How the ranks of one torchrun launch on one machine come to share one embedded appliance.
+
+Local rank 0 starts the daemons and answers on an abstract Unix socket; the others connect, with a deadline, and are
+told where the daemons are. The socket's name is made of what all ranks of a launch share and other launches do not (the
+torchrun agent's pid, the master port, the restart count) and of how many appliances the process has shared before. An
+abstract name has no file permissions, so both ends ask the kernel who the other is; and it leaves nothing behind when a
+rank is killed, which a file with the token would.
+
+Ranks leave at slightly different times, and the daemons end with rank 0. So every rank keeps its connection until it
+leaves, and rank 0 waits for the last of them before it stops the daemons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from penstock.client.api.appliance_settings import Torchrun
+from penstock.proto.errors import DeadlineError, PenstockError
+from penstock.proto.lane.endpoints import check_peer, connect_local
+
+__all__ = ["Meeting", "Place"]
+
+POLL_S = 0.02
+LEAVE_S = 60.0
+"""Seconds that rank 0 waits for the others before it stops the daemons under them."""
+MAX_PLACE = 4096
+
+_shared_so_far = 0
+_pause = threading.Event()  # never set: a wait on it is a sleep
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the daemons of local rank 0 are."""
+
+    address: str
+    token: str = field(repr=False)
+    job: str
+
+
+class Meeting:
+    """One appliance that the ranks of a launch share."""
+
+    def __init__(self, torchrun: Torchrun) -> None:
+        global _shared_so_far
+        port = torchrun.master.rpartition(":")[2]
+        self._name = f"penstock-torchrun-{os.getuid()}-{os.getppid()}-{port}-{torchrun.restarts}-{_shared_so_far}"
+        _shared_so_far += 1
+        self.hosts = torchrun.local_rank == 0
+        """This is the rank that starts the daemons."""
+        self._pid = os.getpid()
+        self._listener: socket.socket | None = None
+        self._joined: socket.socket | None = None
+        self._others: list[socket.socket] = []
+
+    def publish(self, place: Place) -> None:
+        """Tell the other ranks, whenever they ask."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind("\0" + self._name)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise PenstockError(
+                f"Appliance(): another process of this torchrun launch is local rank 0 already ({error})"
+            ) from error
+        self._listener = listener
+        message = json.dumps(asdict(place)).encode()
+        threading.Thread(target=self._answer, args=(listener, message), name="penstock-meeting", daemon=True).start()
+
+    def _answer(self, listener: socket.socket, message: bytes) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # closed: this rank leaves
+            try:
+                check_peer(sock)
+            except (OSError, PenstockError):
+                sock.close()
+                continue
+            self._others.append(sock)  # before it can have heard: who has joined is waited for
+            with contextlib.suppress(OSError):  # it is gone already, and `leave` sees that
+                sock.send(message)
+
+    def join(self, deadline: float, timeout_s: float) -> Place:
+        """Ask local rank 0 where the daemons are; from then on it waits for this rank to leave.
+
+        deadline: time.monotonic(). Raises DeadlineError.
+        """
+        while True:
+            try:
+                sock = connect_local(self._name, max(0.1, deadline - time.monotonic()))
+                data = sock.recv(MAX_PLACE)
+            except OSError:
+                data = b""
+            if data:
+                self._joined = sock
+                return Place(**json.loads(data))
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"Appliance(): waited {timeout_s:g} s for local rank 0 of this torchrun launch to start the "
+                    "embedded appliance. Every rank must create it, in the same order; or start `penstock "
+                    "coordinator` and `penstock worker`, and set PENSTOCK_COORDINATOR"
+                )
+            _pause.wait(POLL_S)
+
+    def leave(self, stop: Callable[[], None]) -> None:
+        """Leave; on local rank 0, wait for the others first, then `stop`."""
+        if os.getpid() != self._pid:
+            return
+        if self._joined is not None:
+            self._joined.close()
+        if self._listener is None:
+            return
+        # shutdown, for a close alone would not end the accept in the other thread.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        deadline = time.monotonic() + LEAVE_S
+        for sock in self._others:
+            select.select([sock], [], [], max(0.0, deadline - time.monotonic()))
+            sock.close()
+        stop()

@@ -1,0 +1,1 @@
+"""The way of a restore: index, verified reads, entries."""

@@ -1,0 +1,301 @@
+"""Each thing that a checkpoint is restored into: what of it is needed, whether that fits, and handing it over.
+
+In three steps, so that nothing is touched before all of it is known to be good: `wanted` says what to read and where
+to, `fit` is given what was read and raises if it does not fit, `put` hands it over and is called when every rank has
+got so far.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.nn.parameter import is_lazy
+
+from penstock.client.checkpoint.saving.collect import module_state, with_containers
+from penstock.client.checkpoint.values.loader_states import Loader, load_loader, names_for
+from penstock.client.checkpoint.values.optimizers import (
+    check_order,
+    group_order,
+    load_optimizer,
+    numbered_state,
+    regrouped,
+    some,
+    warn_of_numbers,
+)
+from penstock.client.checkpoint.values.parameter_names import clean_keys, parameter_names, unwrapped
+from penstock.client.checkpoint.values.torch_private import flatten_state_dict, set_element
+from penstock.proto.errors import CheckpointError, PenstockError
+
+__all__ = ["Entry", "Saved", "Wanted", "entry_for"]
+
+KeyPath = tuple[Any, ...]
+EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Something to be read."""
+
+    tensor: torch.Tensor | None
+    """To be filled; None for an object."""
+    own: bool
+    """Nobody else has this tensor: it may be filled before all is known to be good."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds, by its index."""
+
+    path: Path
+    metadata: Metadata
+    paths: dict[str, KeyPath]
+    """Name -> the keys that led to it."""
+
+    def under(self, key: str) -> dict[str, KeyPath]:
+        """Name -> path behind the key, of all that was saved under it."""
+        found = {name: path[1:] for name, path in self.paths.items() if path[0] == key}
+        if not found:
+            there = ", ".join(sorted({repr(path[0]) for path in self.paths.values()}))
+            raise CheckpointError(f"{self.path} holds nothing under {key!r}; it holds {there}")
+        return found
+
+    def empty(self, name: str, like: torch.Tensor | None = None) -> Wanted:
+        """To be read into memory of its own, laid out like `like` if of that size."""
+        saved = self.metadata.state_dict_metadata[name]
+        if not isinstance(saved, TensorStorageMetadata):
+            return Wanted(None, True)
+        if like is not None and not is_lazy(like) and not like.is_meta and like.shape == saved.size:
+            return Wanted(torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False), True)
+        return Wanted(torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu"), True)
+
+    def filled(self, name: str, tensor: torch.Tensor) -> Wanted:
+        """To be read into a tensor that is there. Raises CheckpointError if it does not fit."""
+        saved = self.metadata.state_dict_metadata[name]
+        if not isinstance(saved, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{name!r} of {self.path} does not fit: {name!r} was saved as an object, and is a tensor here"
+            )
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{name!r} is on the meta device, and has no memory to load into: call to_empty(device=...) before "
+                "restore"
+            )
+        if tensor.shape != saved.size:
+            raise CheckpointError(f"Size mismatch between saved {saved.size} and current: {tensor.shape} for {name}")
+        dtype = saved.properties.dtype
+        if not torch.can_cast(dtype, tensor.dtype):
+            raise CheckpointError(f"{name!r} of {self.path} was saved as {dtype}, and is {tensor.dtype} here")
+        return Wanted(tensor, False)
+
+
+@dataclass
+class Around:
+    """What entries need besides their own values."""
+
+    containers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """See `with_containers`."""
+    notes: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    """By an optimizer's key, what `optimizers.notes` returned at the save, of all ranks."""
+    orders: dict[int, list[int]] = field(default_factory=dict)
+    """By an optimizer's id, what `group_order` returned for it; optimizers come before all others."""
+
+
+class Entry(ABC):
+    """One key of the state that is restored."""
+
+    comes_first = False
+    """Others need to know what has become of it."""
+
+    def __init__(self, key: str, value: Any, saved: Saved) -> None:
+        self.key = key
+        self.value = value
+        self.saved = saved
+        self.names = saved.under(key)
+        """Name -> path behind the key, of what is read."""
+        self.loaded: Any = None
+
+    @abstractmethod
+    def wanted(self) -> dict[str, Wanted]:
+        """By name."""
+
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        """Take what was read, under the names in `wanted`."""
+        root: dict[str, Any] = {}
+        for name, path in self.names.items():
+            set_element(root, (self.key, *path), values[name])
+        self.loaded = with_containers(root, around.containers)[self.key]
+
+    @abstractmethod
+    def put(self) -> None:
+        """Hand it over."""
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """What user code or torch raises names this entry."""
+        try:
+            yield
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise self.misfit(str(error)) from error
+
+    def misfit(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.key!r} of {self.saved.path} does not fit: {what}")
+
+
+def entry_for(key: str, value: Any, state: Mapping[str, Any], saved: Saved, rank: int) -> Entry:
+    if isinstance(value, Loader):
+        return _LoaderEntry(key, value, saved, rank)
+    if isinstance(value, torch.optim.Optimizer):
+        return _OptimizerEntry(key, value, saved, parameter_names(value, state, key))
+    if isinstance(value, nn.Module):
+        return _ModuleEntry(key, unwrapped(value), saved)
+    if hasattr(value, "load_state_dict"):
+        return _StatefulEntry(key, value, saved)
+    return _PlainEntry(key, value, saved, state)
+
+
+class _LoaderEntry(Entry):
+    def __init__(self, key: str, value: Loader, saved: Saved, rank: int) -> None:
+        super().__init__(key, value, saved)
+        under = {str(path[0]): name for name, path in self.names.items()}
+        self._name = under[names_for(value, rank, set(under), key)]
+
+    def wanted(self) -> dict[str, Wanted]:
+        return {self._name: Wanted(None, True)}
+
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        self.loaded = values[self._name]
+
+    def put(self) -> None:
+        load_loader(self.value, self.loaded)
+
+
+class _OptimizerEntry(Entry):
+    comes_first = True
+
+    def __init__(self, key: str, value: torch.optim.Optimizer, saved: Saved, names: list[str]) -> None:
+        super().__init__(key, value, saved)
+        self._parameters = names
+
+    def wanted(self) -> dict[str, Wanted]:
+        parameters = [one for group in self.value.param_groups for one in group["params"]]
+        if any(one.is_meta for one in parameters):
+            raise self.misfit("its parameters are on the meta device: make the optimizer after to_empty(device=...)")
+        like = dict(zip(self._parameters, parameters, strict=True))
+        return {
+            name: self.saved.empty(name, like.get(str(path[1])) if path[0] == "state" and path[1:] else None)
+            for name, path in self.names.items()
+        }
+
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        super().fit(values, around)
+        lengths = [len(group["params"]) for group in self.value.param_groups]
+        try:
+            order = group_order(self.loaded, self._parameters, lengths)
+            check_order(self.loaded, self.value, self._parameters, order)
+        except CheckpointError as error:
+            raise self.misfit(error.message) from None
+        for optimizer in (self.value, getattr(self.value, "optimizer", None)):  # a wrapper's
+            around.orders[id(optimizer)] = order
+        self.loaded = numbered_state(self.loaded, self._parameters, order, lengths)
+        self._notes = around.notes.get(self.key, {})
+
+    def put(self) -> None:
+        load_optimizer(self.value, self.loaded, self._parameters, self._notes)
+
+
+class _ModuleEntry(Entry):
+    def wanted(self) -> dict[str, Wanted]:
+        state = module_state(self.value)
+        saved = {str(path[0]) for path in self.names.values()}
+        missing, unexpected = sorted(set(state) - saved), sorted(saved - set(state))
+        if missing or unexpected:
+            parts = [f"it lacks {some(self._full(missing))}"] if missing else []
+            parts += [f"it holds {some(self._full(unexpected))}, which the module does not have"] if unexpected else []
+            raise self.misfit("; ".join(parts))
+        wanted = {}
+        for name, path in self.names.items():
+            current, extra = state[str(path[0])], str(path[0]).rpartition(".")[2] == EXTRA
+            fills = isinstance(current, torch.Tensor) and not extra and not is_lazy(current)
+            wanted[name] = self.saved.filled(name, current) if fills else self.saved.empty(name)
+        return wanted
+
+    def _full(self, names: list[str]) -> list[str]:
+        return [f"{self.key}.{name}" for name in names]
+
+    def put(self) -> None:
+        current = self.value.state_dict()
+        state = OrderedDict((raw, self.loaded[clean]) for raw, clean in clean_keys(self.value, list(current)).items())
+        if hasattr(current, "_metadata"):  # versions of modules' states, which dicts of tensors do not keep
+            state._metadata = current._metadata  # type: ignore[attr-defined]
+        self.value.load_state_dict(state)
+
+
+class _StatefulEntry(Entry):
+    def wanted(self) -> dict[str, Wanted]:
+        current, _ = flatten_state_dict({self.key: self.value.state_dict()})
+        like = {name: tensor for name, tensor in current.items() if isinstance(tensor, torch.Tensor)}
+        return {name: self.saved.empty(name, like.get(name)) for name in self.names}
+
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        super().fit(values, around)
+        warn_of_numbers(self.key, self.loaded)
+        optimizer = getattr(self.value, "optimizer", None) or getattr(self.value, "_optimizer", None)
+        if optimizer is not None and id(optimizer) in around.orders:
+            try:
+                self.loaded = regrouped(self.loaded, around.orders[id(optimizer)])
+            except CheckpointError as error:
+                raise self.misfit(error.message) from None
+
+    def put(self) -> None:
+        self.value.load_state_dict(self.loaded)
+
+
+class _PlainEntry(Entry):
+    """A dict of tensors and plain values, or one of them."""
+
+    def __init__(self, key: str, value: Any, saved: Saved, state: Mapping[str, Any]) -> None:
+        super().__init__(key, value, saved)
+        self._state = state
+
+    def wanted(self) -> dict[str, Wanted]:
+        current, _ = flatten_state_dict({self.key: self.value})
+        if missing := sorted(set(current) - set(self.names)):
+            raise self.misfit(f"it lacks {some(missing)}")
+        if not isinstance(self.value, Mapping) or self.value:  # an empty dict takes whatever there is
+            self.names = {name: path for name, path in self.names.items() if name in current}
+        return {
+            name: self.saved.filled(name, tensor)
+            if isinstance(tensor := current.get(name), torch.Tensor)
+            else self.saved.empty(name)
+            for name in self.names
+        }
+
+    def fit(self, values: dict[str, Any], around: Around) -> None:
+        super().fit(values, around)
+        warn_of_numbers(self.key, self.loaded)
+
+    def put(self) -> None:
+        if isinstance(self.value, MutableMapping):
+            _replace(self.value, self.loaded)
+        elif not isinstance(self.value, torch.Tensor) and isinstance(self._state, MutableMapping):
+            self._state[self.key] = self.loaded
+
+
+def _replace(target: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Put loaded values in the place of those that are no tensors: these are filled already."""
+    for key, value in loaded.items():
+        if isinstance(target.get(key), MutableMapping) and isinstance(value, Mapping):
+            _replace(target[key], value)
+        elif not isinstance(target.get(key), torch.Tensor):
+            target[key] = value

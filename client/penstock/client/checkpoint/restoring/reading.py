@@ -1,0 +1,335 @@
+"""Files of a checkpoint -> memory: every byte that is read is hashed before anybody sees it.
+
+The writer hashes each archive of a file (`File.parts`), which is what a rank reads or does not: so a rank of many reads
+and hashes what it needs, and no more. Neighbouring archives are read in one go, by a few threads, for both reading and
+hashing leave the interpreter's lock alone.
+
+What goes into tensors that others have is kept until all is read and found good (`Fill`); that takes memory for it once
+more, as a save does. What goes into new tensors (an optimizer's states) is copied there at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from penstock.client.checkpoint.restoring.entries import Wanted
+from penstock.client.checkpoint.values.objects import load_tensor
+from penstock.client.checkpoint.values.torch_frames import frame_of
+from penstock.client.checkpoint.values.torch_private import copy_all, find_state_dict_object
+from penstock.proto.errors import CheckpointCorruptError, CheckpointError
+from penstock.proto.state.checkpoint_files import File
+from penstock.runtime.files.plain_files import open_plain
+
+__all__ = ["Fill", "read", "read_file"]
+
+RUN = 16 << 20
+"""Bytes that neighbouring archives are read in at a time, unless one is larger."""
+SMALL = 8 << 20
+"""Bytes up to which a checkpoint is read without threads: more time goes into what Python does for each entry."""
+WASTE = 4 << 10
+"""Bytes for each tensor to be filled that may be kept beside its values: the rest of what was read with them."""
+GAP = 64 << 10
+"""Bytes that are read for nothing rather than that another read is made."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Values that were read, and where they belong."""
+
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor
+
+    @staticmethod
+    def check(fills: list[Fill]) -> None:
+        """Raise CheckpointError where one tensor would get the values of two that differ: it could keep one of them."""
+        seen: dict[tuple[Any, ...], Fill] = {}
+        fills = [fill for fill in fills if fill.target.numel()]
+        if len({fill.target.data_ptr() for fill in fills}) == len(fills):
+            return
+        for fill in fills:
+            target = fill.target
+            place = target.device, target.data_ptr(), target.dtype, target.shape, target.stride()
+            other = seen.setdefault(place, fill)
+            if other.name != fill.name and not _same(other.source, fill.source, target.dtype):
+                raise CheckpointError(
+                    f"{other.name!r} and {fill.name!r} were saved with different values, and are one tensor here: "
+                    "untie them, or leave one of them out"
+                )
+
+    @staticmethod
+    def all_of(fills: list[Fill]) -> None:
+        if not fills:
+            return
+        with torch.no_grad():
+            copy_all([fill.target.detach() for fill in fills], [fill.source for fill in fills])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a tensor: from what is saved, to where it belongs. None: all of it."""
+
+    target: torch.Tensor
+    own: bool
+    item: ReadItem | None
+
+    @property
+    def is_new(self) -> bool:
+        """Filled at once: nobody has it, and it takes no copy to a device."""
+        return self.own and self.target.device.type == "cpu"
+
+
+@dataclass
+class _Archive:
+    """What was saved as one, and is read as one."""
+
+    name: str
+    offset: int
+    length: int
+    shape: tuple[torch.dtype, tuple[int, ...]] | None
+    """dtype and sizes of what is saved of a tensor; None for an object."""
+    pieces: list[_Piece]
+
+
+def read(
+    folder: int,
+    files: Mapping[str, File],
+    metadata: Metadata,
+    wanted: dict[str, Wanted],
+    load: Callable[[str, bytes], Any],
+    threads: int,
+) -> tuple[dict[str, Any], list[Fill]]:
+    """Read what is wanted.
+
+    Args:
+        folder: descriptor of the checkpoint's folder.
+        files: its files by name, by the manifest.
+        wanted: by name.
+        load: name and bytes -> an object.
+
+    Returns: tensors and objects by name, and what is still to be filled into tensors.
+
+    Raises CheckpointCorruptError, with the file's name, for what is not as it was written; CheckpointError where two
+    different values are wanted in one tensor.
+    """
+    by_file: dict[str, list[_Archive]] = defaultdict(list)
+    for name, archive in _archives(metadata, wanted):
+        by_file[name].append(archive)
+    found: dict[str, Any] = {name: want.tensor for name, want in wanted.items()}
+    fills: list[Fill] = []
+    objects: dict[str, bytes] = {}
+    handles: list[int] = []
+    tasks = []
+    try:
+        for name, archives in by_file.items():
+            file = files.get(name)
+            if file is None:
+                raise CheckpointCorruptError(f"{name}: the manifest does not have it")
+            handles.append(_open(folder, file))
+            if not file.parts:
+                _check_whole(handles[-1], file)
+            reader = _Reader(handles[-1], file, fills, objects)
+            tasks += [(reader, run) for run in _runs(archives)]
+        if sum(archive.length for archives in by_file.values() for archive in archives) <= SMALL:
+            for reader, run in tasks:
+                reader.read(run)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                for _ in pool.map(lambda task: task[0].read(task[1]), tasks):
+                    pass
+    finally:
+        for handle in handles:
+            os.close(handle)
+    Fill.check(fills)
+    for name, data in objects.items():
+        found[name] = load(name, data)
+    return found, fills
+
+
+def read_file(folder: int, file: File) -> bytes:
+    """All of one, which is short."""
+    handle = _open(folder, file)
+    try:
+        return bytes(_read(handle, 0, file.nbytes, file.name).numpy())
+    finally:
+        os.close(handle)
+
+
+def _archives(metadata: Metadata, wanted: dict[str, Wanted]) -> Iterator[tuple[str, _Archive]]:
+    """(file, archive)"""
+    stored = {index.fqn: info for index, info in metadata.storage_data.items()}  # of those with one part
+    pieces: dict[MetadataIndex, list[_Piece]] = defaultdict(list)
+    for name, want in wanted.items():
+        saved = metadata.state_dict_metadata[name]
+        if want.tensor is None or not isinstance(saved, TensorStorageMetadata):
+            info = stored[name]
+            yield info.relative_path, _Archive(name, info.offset, info.length, None, [])
+        elif type(want.tensor) in (torch.Tensor, torch.nn.Parameter) and len(saved.chunks) == 1:
+            info, shape = stored[name], (saved.properties.dtype, tuple(saved.chunks[0].sizes))
+            piece = _Piece(want.tensor, want.own, None)
+            yield info.relative_path, _Archive(name, info.offset, info.length, shape, [piece])
+        else:
+            plan = create_default_local_load_plan({name: want.tensor}, metadata)
+            for item in plan.items:
+                target = find_state_dict_object({name: want.tensor}, item.dest_index)
+                pieces[item.storage_index].append(_Piece(target, want.own, item))
+    for index, own in pieces.items():
+        saved, info = metadata.state_dict_metadata[index.fqn], metadata.storage_data[index]
+        assert isinstance(saved, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == index.offset)
+        shape = saved.properties.dtype, tuple(sizes)
+        yield info.relative_path, _Archive(index.fqn, info.offset, info.length, shape, own)
+
+
+def _runs(archives: list[_Archive]) -> Iterator[list[_Archive]]:
+    run: list[_Archive] = []
+    for archive in sorted(archives, key=lambda one: one.offset):
+        if run:
+            begin, end = run[0].offset, run[-1].offset + run[-1].length
+            if archive.offset - end > GAP or archive.offset + archive.length - begin > RUN:
+                yield run
+                run = []
+        run.append(archive)
+    if run:
+        yield run
+
+
+class _Reader:
+    """Reads one file. Its runs may be read by several threads."""
+
+    def __init__(self, handle: int, file: File, fills: list[Fill], objects: dict[str, bytes]) -> None:
+        self._handle = handle
+        self._file = file
+        self._parts = file.spans
+        self._fills = fills
+        self._objects = objects
+
+    def read(self, run: list[_Archive]) -> None:
+        begin = run[0].offset
+        end = self._end(run[-1])
+        data = _read(self._handle, begin, end - begin, self._file.name)
+        view = _bytes_of(data)
+        keep = _is_kept(run, end - begin)
+        for archive in run:
+            start = archive.offset - begin
+            self._check(archive, view[start : self._end(archive) - begin])
+            if archive.shape is None:
+                self._objects[archive.name] = bytes(view[start : start + archive.length])
+            else:
+                values = _values(view[start : start + archive.length], archive.name, archive.shape)
+                for piece in archive.pieces:
+                    self._hand_over(archive.name, piece, values, keep=keep)
+
+    def _end(self, archive: _Archive) -> int:
+        """Of what is hashed: the archive, and what fills it up to the next."""
+        if archive.offset in self._parts:
+            return max(self._parts[archive.offset][0], archive.offset + archive.length)
+        return archive.offset + archive.length
+
+    def _check(self, archive: _Archive, data: memoryview) -> None:
+        if not self._file.parts:
+            return  # checked as a whole
+        written = self._parts.get(archive.offset, (0, "no checksum"))[1]
+        found = xxhash.xxh3_64_hexdigest(data)
+        if found != written:
+            raise CheckpointCorruptError(
+                f"{self._file.name}: bytes {archive.offset:,} to {archive.offset + len(data):,}, with "
+                f"{archive.name!r}, have checksum {found} where {written} was written"
+            )
+
+    def _hand_over(self, name: str, piece: _Piece, values: torch.Tensor, *, keep: bool) -> None:
+        target = piece.target.detach()
+        if piece.item is not None:
+            values = _narrow(values, piece.item.storage_offsets, piece.item.lengths)
+            target = _narrow(target, piece.item.dest_offsets, piece.item.lengths)
+        if piece.is_new:
+            target.copy_(values)
+        else:
+            self._fills.append(Fill(name, target, values if keep else values.clone()))
+
+
+def _is_kept(run: list[_Archive], nbytes: int) -> bool:
+    """Whether what was read is kept for the tensors that it is to be filled into; else each is copied out of it."""
+    needed = count = 0
+    for archive in run:
+        dtype, shape = archive.shape or (torch.uint8, ())
+        for piece in archive.pieces:
+            if not piece.is_new:
+                needed += math.prod(piece.item.lengths if piece.item else shape) * dtype.itemsize
+                count += 1
+    return nbytes - needed <= WASTE * count
+
+
+def _values(archive: memoryview, name: str, shape: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+    """A tensor, from what torch.save wrote: its values lie in one piece, between bytes that are known."""
+    frame, (dtype, sizes) = frame_of(*shape), shape
+    before = len(frame.before)
+    if len(archive) == frame.length and archive[:before] == frame.before:
+        if not frame.nbytes:
+            return torch.empty(sizes, dtype=dtype, device="cpu")
+        values = torch.frombuffer(archive, dtype=dtype, count=math.prod(sizes), offset=before)
+        return values if len(sizes) == 1 else values.view(sizes)
+    return load_tensor(bytes(archive), name, dtype, sizes)  # written by another version of torch, or not a plain one
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """By their bytes: a NaN is the same as itself."""
+    left, right = (value.to(dtype).flatten().view(torch.uint8) for value in (one, other))
+    return torch.equal(left, right)
+
+
+def _narrow(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if offset or length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _open(folder: int, file: File) -> int:
+    try:
+        handle = open_plain(file.name, folder=folder)
+    except OSError as error:
+        raise CheckpointCorruptError(f"{file.name}: cannot be read: {error.strerror}") from error
+    if (nbytes := os.fstat(handle).st_size) < file.nbytes:  # before there is memory for it
+        os.close(handle)
+        raise CheckpointCorruptError(f"{file.name}: {nbytes:,} bytes where {file.nbytes:,} were written")
+    return handle
+
+
+def _read(handle: int, begin: int, nbytes: int, name: str) -> torch.Tensor:
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    view, done = _bytes_of(data), 0
+    while done < nbytes:
+        try:
+            count = os.preadv(handle, [view[done:]], begin + done)
+        except OSError as error:
+            raise CheckpointCorruptError(f"{name}: cannot be read: {error.strerror}") from error
+        if not count:
+            raise CheckpointCorruptError(f"{name}: ends after {begin + done:,} bytes, before {begin + nbytes:,}")
+        done += count
+    return data
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    return memoryview(data.numpy())  # type: ignore[arg-type]
+
+
+def _check_whole(handle: int, file: File) -> None:
+    """One whose parts have no checksums."""
+    hasher = xxhash.xxh3_128()
+    for begin in range(0, file.nbytes, RUN):
+        hasher.update(_bytes_of(_read(handle, begin, min(RUN, file.nbytes - begin), file.name)))
+    if hasher.hexdigest() != file.xxh3:
+        raise CheckpointCorruptError(f"{file.name}: checksum {hasher.hexdigest()} where {file.xxh3} was written")

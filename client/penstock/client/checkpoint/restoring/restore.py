@@ -1,0 +1,220 @@
+"""A checkpoint -> the objects of a training job, on as many ranks as it has now.
+
+What is loaded follows from what was saved, and not from what the objects happen to hold: an optimizer that has made no
+step has no state to be filled, and a loader's state has other parts than it had. Each rank reads what it needs, by
+itself; DTensors take their part of what is there, whoever wrote it.
+
+First all is read, hashed and held against what it goes into, and then all of it is handed over: so a checkpoint that is
+damaged, does not fit, or goes while it is read, leaves everything as it was.
+
+Reading unpickles nothing but what a checkpoint is made of: torch's index through a list of allowed classes
+(torch_index.py), tensors and objects by torch.load with weights_only, unless the caller vouches for the files
+(objects.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from penstock.client.checkpoint.restoring.entries import Around, Entry, Saved, entry_for
+from penstock.client.checkpoint.restoring.reading import Fill, read, read_file
+from penstock.client.checkpoint.restoring.torch_index import read_index
+from penstock.client.checkpoint.saving.collect import OPTIMIZERS, OURS, RECIPES
+from penstock.client.checkpoint.values.objects import load_object
+from penstock.client.checkpoint.values.optimizers import merged
+from penstock.client.checkpoint.values.plain_values import decode
+from penstock.proto.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    DeadlineError,
+    InvalidArgumentError,
+    PenstockError,
+)
+from penstock.proto.state.checkpoint_files import (
+    METADATA,
+    Found,
+    Manifest,
+    checkpoints,
+    damage,
+    locked,
+    pinned,
+    put_back,
+    read_manifest,
+)
+
+__all__ = ["Chosen", "Loaded", "chosen", "load"]
+
+SILENCE_S = 8.0
+"""Seconds that a save which somebody else is making is waited for without a sign of life: its machine may be gone."""
+TRIES = 20
+"""Times that a checkpoint is chosen, when each is deleted before it can be pinned."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint to restore, which is not deleted as long as it is held."""
+
+    path: Path
+    step: int
+    save: str
+    """Id of the save that made it."""
+
+
+@contextmanager
+def chosen(folder: Path, step: int | None, timeout_s: float, verify: bool) -> Iterator[Chosen | None]:
+    """Which checkpoint to restore; see AsyncCheckpointer.restore. Waits for a save that somebody else is making."""
+    _settle(folder, timeout_s)
+    for turn in range(TRIES):
+        found = _choose(folder, step)
+        if found is None:
+            yield None
+            return
+        try:
+            with pinned(found.path) as handle:
+                assert found.manifest is not None
+                if verify and (wrong := "; ".join(damage(_through(handle), found.manifest, contents=True))):
+                    raise _damaged(found.path, wrong)
+                yield Chosen(found.path, found.step, found.manifest.save)
+                return
+        except CheckpointNotFoundError:
+            if turn == TRIES - 1:
+                raise
+
+
+def _choose(folder: Path, step: int | None) -> Found | None:
+    found = checkpoints(folder)
+    if step is None:
+        if not found:
+            return None
+        newest = found[0]
+    else:
+        matching = [one for one in found if one.step == step]
+        if not matching:
+            there = ", ".join(str(one.step) for one in found) or "none"
+            raise CheckpointNotFoundError(f"{folder} has no checkpoint of step {step}; it has: {there}")
+        newest = matching[0]
+    if newest.damage:
+        raise _damaged(newest.path, newest.damage)
+    return newest
+
+
+def _saved_by(metadata: Metadata, name: str) -> int:
+    """The rank that saved an object, which stands in the name of the file."""
+    path: str = metadata.storage_data[MetadataIndex(name)].relative_path
+    return int(path.rpartition("__")[2].partition("_")[0])
+
+
+def _through(handle: int) -> Path:
+    """The folder that a descriptor is of, whatever it is called by now."""
+    return Path(f"/proc/self/fd/{handle}")
+
+
+def _settle(folder: Path, timeout_s: float) -> None:
+    """Undo what a stopped save left half done, once nobody is saving any more."""
+    try:
+        with locked(folder, timeout_s, silence_s=SILENCE_S):
+            put_back(folder)
+    except DeadlineError:
+        pass  # whoever it is will not be done; what is whole can be read all the same
+    except PenstockError:
+        raise
+    except OSError:
+        pass  # no folder yet, or one that can only be read
+
+
+def _damaged(path: Path, wrong: str) -> CheckpointCorruptError:
+    """Names the newest good one, as far as sizes tell: `restore` reads that with the same care."""
+    try:
+        good = [one.step for one in checkpoints(path.parent) if one.path != path and not one.damage]
+    except CheckpointError:
+        good = []
+    offer = "There is no other"
+    if good:
+        offer = f"The newest good one is of step {good[0]}: restore(state, step={good[0]}) goes on from there"
+    return CheckpointCorruptError(f"the checkpoint {path} is damaged: {wrong}. {offer}")
+
+
+@dataclass
+class Loaded:
+    """A checkpoint that was read and fits, and is not handed over yet."""
+
+    _entries: list[Entry]
+    _fills: list[Fill]
+
+    def put(self) -> None:
+        """Hand it over."""
+        Fill.all_of(self._fills)
+        for entry in self._entries:
+            with entry.named_errors():
+                entry.put()
+
+
+def load(
+    path: Path, save: str, state: Mapping[str, Any], rank: int, threads: int, allow_unsafe_types: bool
+) -> Loaded | None:
+    """Read what of the checkpoint at `path` goes into `state`; None if it is no longer the one that `save` made."""
+    if not isinstance(state, Mapping):
+        raise InvalidArgumentError(f"restore into a {type(state).__name__}: give a dict, as for save")
+    try:
+        with pinned(path) as folder:
+            manifest = read_manifest(_through(folder))
+            if manifest.save != save:
+                return None
+            return _load(folder, path, manifest, state, rank, threads, allow_unsafe_types)
+    except CheckpointNotFoundError:
+        return None
+    except CheckpointCorruptError as error:
+        raise _damaged(path, error.message) from error
+
+
+def _load(
+    folder: int,
+    path: Path,
+    manifest: Manifest,
+    state: Mapping[str, Any],
+    rank: int,
+    threads: int,
+    unsafe: bool,
+) -> Loaded:
+    files = {file.name: file for file in manifest.files}
+    if METADATA not in files:
+        raise CheckpointCorruptError(f"{METADATA}: the manifest does not have it")
+    data = read_file(folder, files[METADATA])
+    metadata = read_index(data, path / METADATA, {file.name: file.nbytes for file in manifest.files})
+    if (digest := xxhash.xxh3_128_hexdigest(data)) != files[METADATA].xxh3:
+        raise CheckpointCorruptError(f"{METADATA}: checksum {digest} where {files[METADATA].xxh3} was written")
+    paths: dict[str, tuple[Any, ...]] = dict(metadata.planner_data)
+    tables = [name for name, keys in paths.items() if keys[0] == OURS]
+    saved = Saved(path, metadata, {name: keys for name, keys in paths.items() if keys[0] != OURS})
+    entries = [entry_for(key, value, state, saved, rank) for key, value in state.items()]
+    wanted = {name: saved.empty(name) for name in tables}
+    for entry in entries:
+        wanted.update(entry.wanted())
+
+    def as_object(name: str, value: bytes) -> Any:
+        return load_object(value, name, str(path), unsafe=unsafe)
+
+    values, fills = read(folder, files, metadata, wanted, as_object, threads)
+    around = Around()
+    for table in tables:
+        kind, _, number = str(paths[table][1]).rpartition("-")
+        if kind == RECIPES:
+            own = {name for name in values[table] if name in values and _saved_by(metadata, name) == int(number)}
+            values.update({name: decode(values[name], values[table][name]) for name in own})
+        elif kind == OPTIMIZERS:
+            for key, noted in values[table].items():
+                around.notes[key] = merged(around.notes.get(key, {}), noted)
+        else:
+            around.containers.update(values[table])
+    for entry in sorted(entries, key=lambda one: not one.comes_first):
+        with entry.named_errors():
+            entry.fit(values, around)
+    return Loaded(entries, fills)

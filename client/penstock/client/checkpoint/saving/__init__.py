@@ -1,0 +1,1 @@
+"""The way of a save: plan, copy to shared memory, write."""

@@ -1,0 +1,176 @@
+"""What the ranks agree on before each save: that they save the same step, what each of them writes, and how long it is.
+
+One exchange of a few hundred bytes, as long as no rank's state has another shape than last time. All of it is decided
+by every rank for itself, from the same answers: so all go on, or all raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.client.checkpoint.saving.collect import Collected, collect, object_bytes
+from penstock.client.checkpoint.saving.planning import GlobalPlan, Key, LocalItem, agree, decode_items, encode_items
+from penstock.client.checkpoint.saving.ranks import Ranks
+from penstock.client.checkpoint.saving.replicas import compare, digests, summary
+from penstock.client.checkpoint.values.objects import load_object
+from penstock.proto.errors import CheckpointError, InvalidArgumentError
+
+__all__ = ["Agreed", "Agreement"]
+
+
+_log = logging.getLogger("penstock.checkpoint")
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A save that all ranks go on with."""
+
+    save: str
+    """Its id, hexadecimal."""
+    plan: GlobalPlan
+    lengths: list[dict[Key, int]]
+    """By rank, of what is not framed."""
+    collected: Collected
+    objects: dict[Key, bytes]
+    """What is not framed of this rank's."""
+    flying: list[str]
+    """Ids of the saves that are in flight on any rank."""
+
+
+class Agreement:
+    """Keeps what the ranks agreed on for as long as it holds.
+
+    Args:
+        threads, hint: files of each rank; see `assign`.
+        check_replicas: see AsyncCheckpointer.
+    """
+
+    def __init__(self, ranks: Ranks, threads: int, hint: str | None, check_replicas: bool) -> None:
+        self._ranks = ranks
+        self._threads, self._hint = threads, hint
+        self._checked = check_replicas and ranks.size > 1
+        self._signature: list[Any] | None = None
+        self._items: list[LocalItem] = []
+        """Of this rank."""
+        self._everybody: list[list[LocalItem]] = []
+        self._plan: GlobalPlan | None = None
+        self._warned: set[str] = set()
+        self._tried: set[str] = set()
+        """Objects that were tried to be loaded."""
+
+    def on(
+        self, step: int, folder: Path, state: Mapping[str, Any], earlier: list[CheckpointError], flying: list[str]
+    ) -> Agreed:
+        """Agree on a save.
+
+        earlier: what this rank knows of saves that failed and that no rank has raised yet; emptied when it is raised.
+        flying: ids of this rank's saves in flight.
+
+        Raises what AsyncCheckpointer.save does, on all ranks.
+        """
+        collected: Collected | None = None
+        objects: dict[Key, bytes] = {}
+        known: dict[Key, tuple[str, str]] = {}
+
+        def part() -> dict[str, Any]:
+            nonlocal collected, objects, known
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+                raise InvalidArgumentError(f"save(step={step!r}): a step is a whole number from 0")
+            collected = collect(state, self._ranks.rank, self._ranks.size)
+            if collected.signature != self._signature:
+                self._plan, self._items, self._signature = None, collected.items(), collected.signature
+            objects = object_bytes(collected, self._items)
+            self._tell_opaque(collected, objects)
+            if self._checked and self._plan is not None:
+                known = digests(collected, self._items, objects, self._plan.shared)
+            return {
+                "step": step,
+                "folder": str(folder),
+                "save": secrets.token_hex(4),
+                "earlier": [error.message for error in earlier],
+                "flying": flying,
+                "loaders": collected.loaders,
+                "planned": self._plan is not None,
+                "lengths": [len(objects[one.key]) for one in self._items if not one.framed],
+                "replicas": summary(known),
+            }
+
+        answers = self._ranks.together("save", f"step {step} was not saved", part)
+        assert collected is not None
+        if failures := sorted({message for answer in answers for message in answer["earlier"]}):
+            earlier.clear()
+            raise CheckpointError("; ".join(failures))
+        _check(answers)
+        if not all(answer["planned"] for answer in answers):
+            plan = self._replan(collected)
+            if self._checked:
+                self._compare(digests(collected, self._items, objects, plan.shared))
+        elif self._checked and len({answer["replicas"] for answer in answers}) > 1:
+            self._compare(known)
+        lengths = [
+            dict(zip((one.key for one in items if not one.framed), answer["lengths"], strict=True))
+            for items, answer in zip(self._everybody, answers, strict=True)
+        ]
+        assert self._plan is not None
+        everywhere = sorted({save for answer in answers for save in answer["flying"]})
+        return Agreed(answers[0]["save"], self._plan, lengths, collected, objects, everywhere)
+
+    def _tell_opaque(self, collected: Collected, objects: dict[Key, bytes]) -> None:
+        """Say once, at the save, what a restore will not load unasked."""
+        for name, kind in collected.opaque.items():
+            if name in self._tried or (name, None) not in objects:
+                continue
+            self._tried.add(name)
+            try:
+                load_object(objects[name, None], name, "", unsafe=False)
+            except CheckpointError:
+                _log.warning(
+                    "%r of the state to save holds %s: restore loads that only with allow_unsafe_types=True", name, kind
+                )
+
+    def _replan(self, collected: Collected) -> GlobalPlan:
+        self._plan = None
+        everybody = [(self._items, collected.paths)]
+        if self._ranks.size > 1:
+            described = self._ranks.exchange(encode_items(self._items, collected.paths))
+            everybody = [decode_items(value) for value in described]
+        self._plan = agree(everybody, self._threads, self._hint)
+        self._everybody = [items for items, _ in everybody]
+        return self._plan
+
+    def _compare(self, known: dict[Key, tuple[str, str]]) -> None:
+        objects, tensors = compare(self._ranks.exchange({"digests": [[*key, *one] for key, one in known.items()]}))
+        if objects:
+            raise CheckpointError(
+                f"ranks have different values under one name, of which a checkpoint holds one: {'; '.join(objects)}. "
+                "Give each rank's value a name with the rank in it, or say check_replicas=False to save any of them"
+            )
+        new = [text for name, text in tensors.items() if name not in self._warned]
+        self._warned.update(tensors)
+        if new:
+            warnings.warn(
+                f"ranks have different values in {len(new)} tensors of which a checkpoint holds one: "
+                f"{'; '.join(new[:3])}{' ...' if len(new) > 3 else ''}",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def _check(answers: list[dict[str, Any]]) -> None:
+    for what in ("step", "folder"):
+        if any(answer[what] != answers[0][what] for answer in answers):
+            said = ", ".join(f"rank {rank}: {answer[what]!r}" for rank, answer in enumerate(answers))
+            raise InvalidArgumentError(f"the ranks save together, but not the same {what}: {said}")
+    for key, (_, num_boxes) in (pair for answer in answers for pair in answer["loaders"].items()):
+        boxes = sorted(answer["loaders"][key][0] for answer in answers if key in answer["loaders"])
+        if num_boxes > 1 and len(answers) > 1 and 0 not in boxes:
+            raise InvalidArgumentError(
+                f"{key!r} is a loader of {num_boxes} boxes, and the ranks that save it have boxes {boxes}: the one "
+                "with box 0 asks for the state of all, so it has to be among them"
+            )

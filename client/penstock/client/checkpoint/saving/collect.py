@@ -1,0 +1,290 @@
+"""What the user gave to be saved -> named values: a flat dict as torch.distributed.checkpoint would name them.
+
+Modules and optimizers are taken by names that fit any number of ranks (parameter_names.py, optimizers.py). A loader's
+state is one object, whatever is in it (loader_states.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from penstock.client.checkpoint.saving.planning import Key, LocalItem, TensorItems
+from penstock.client.checkpoint.values.loader_states import Loader, loader_leaves
+from penstock.client.checkpoint.values.objects import plain_bytes
+from penstock.client.checkpoint.values.optimizers import named_state, notes, warn_of_numbers
+from penstock.client.checkpoint.values.parameter_names import clean_keys, parameter_names, unwrapped
+from penstock.client.checkpoint.values.plain_values import FACTORIES, PLAIN, decode, encode
+from penstock.client.checkpoint.values.torch_frames import is_plain, saved_bytes
+from penstock.client.checkpoint.values.torch_private import find_state_dict_object, flatten_state_dict
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["OPTIMIZERS", "OURS", "RECIPES", "Collected", "collect", "module_state", "object_bytes", "with_containers"]
+
+OURS = "__penstock__"
+"""Under it, at the top: what is needed to restore a state as it was."""
+CONTAINERS, RECIPES, OPTIMIZERS = "containers", "recipes", "optimizers"
+"""What is kept there by each rank: how dicts were, values that are saved as what they are made of, and what torch's
+`load_state_dict` would change of optimizers' states."""
+KINDS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
+"""Mappings that are restored as what they were; others as dicts."""
+LEAVES = PLAIN | {torch.Tensor, nn.Parameter}
+"""Types of values that nothing is in. They are looked for first: a question like `isinstance(value, Mapping)` takes a
+microsecond, and a state has thousands of values."""
+
+
+@dataclass
+class Collected:
+    """What this rank has, under names of its own making."""
+
+    values: dict[str, Any]
+    paths: dict[str, tuple[Any, ...]]
+    """Name -> the keys that lead to it."""
+    signature: list[Any]
+    """As long as it is the same, so is the plan."""
+    loaders: dict[str, tuple[int, int]]
+    """Of each loader: its box and the number of boxes of its run."""
+    recipes: dict[str, Any]
+    """Of what is saved as something plainer than it is: how to make it again (plain_values.py)."""
+    opaque: dict[str, str]
+    """Of objects that are not: what stands in them."""
+
+    def items(self) -> list[LocalItem]:
+        """All of it as write items."""
+        tensors, found = TensorItems(), []
+        for name, value in self.values.items():
+            if type(value) in PLAIN:
+                found.append(LocalItem(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO), False))
+            elif isinstance(value, torch.Tensor) and is_plain(value):
+                found.append(tensors.of(name, value))
+            else:
+                found += self._by_torch(name)
+        return found
+
+    def tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The one that is saved there, or the part of it."""
+        value = self.values[index.fqn]
+        found: torch.Tensor = value if type(value) in LEAVES else find_state_dict_object(self.values, index)
+        return found
+
+    def _by_torch(self, name: str) -> list[LocalItem]:
+        """What is split, or says itself how it is saved."""
+        plan = create_default_local_save_plan({name: self.values[name]}, is_coordinator=True)
+        return [
+            LocalItem(
+                item,
+                item.type is not WriteItemType.BYTE_IO and is_plain(find_state_dict_object(self.values, item.index)),
+            )
+            for item in plan.items
+        ]
+
+
+def collect(state: Mapping[str, Any], rank: int, ranks: int) -> Collected:
+    """Raises InvalidArgumentError for a state that has no names, or none that can be told apart."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
+        raise InvalidArgumentError(
+            f"the state to save is a {type(state).__name__}: give a dict of names and what is under them, like "
+            '{"model": model, "optimizer": optimizer, "loader": loader}'
+        )
+    if OURS in state:
+        raise InvalidArgumentError(f"{OURS!r} is a name of Penstock's own: give what is under it another one")
+    nested: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Loader):
+            if leaves := loader_leaves(value, rank, ranks):
+                nested[key] = leaves
+        else:
+            nested[key] = _state_of(key, value, state)
+    try:
+        values, paths = flatten_state_dict(nested)
+    except ValueError as error:
+        raise InvalidArgumentError(f"the state to save has two values under one name: {error}") from error
+    for name, value in values.items():
+        if type(value) in LEAVES:
+            continue
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            raise InvalidArgumentError(
+                f"{name!r} of the state to save is a {type(value).__name__}, whose state is only taken where it has a "
+                f"name at the top: give it one, or its state_dict()"
+            )
+    for path in _empty(nested, ()):
+        name = ".".join(map(str, path))
+        if name in values:
+            raise InvalidArgumentError(f"the state to save has two values under one name: {name}")
+        values[name], paths[name] = {}, path
+    recipes, opaque = _made_plain(values)
+    noted = {
+        key: found
+        for key, value in state.items()
+        if isinstance(value, torch.optim.Optimizer) and (found := notes(value, nested[key]))
+    }
+    tables = (CONTAINERS, dict(_containers(nested, ()))), (RECIPES, recipes), (OPTIMIZERS, noted)
+    for table, content in tables:
+        if content:
+            path = OURS, f"{table}-{rank}"
+            values[".".join(path)], paths[".".join(path)] = content, path
+    loaders = {key: value.place for key, value in state.items() if isinstance(value, Loader)}
+    signature = [list(paths.items()), [_kind(value) for value in values.values()]]
+    return Collected(values, paths, signature, loaders, recipes, opaque)
+
+
+def _made_plain(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Replace objects by what is saved for them: the recipes by name, and what could not be replaced.
+
+    Raises InvalidArgumentError for tensors that nobody could restore.
+    """
+    recipes, opaque = {}, {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            if why := _unrestorable(value):
+                raise InvalidArgumentError(f"{name!r} of the state to save {why}")
+        elif type(value) not in PLAIN:
+            values[name], recipe, kind = encode(value)
+            if recipe is not None:
+                recipes[name] = recipe
+            if kind:
+                opaque[name] = kind
+    return recipes, opaque
+
+
+def _unrestorable(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "has no values yet: call its module once, or leave it out"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"is a {kind} tensor, which no checkpoint can restore: save the plain tensors that it is made of"
+    if tensor.is_meta:
+        return "is on the meta device, and has no values"
+    return ""
+
+
+def _empty(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Where there are dicts without anything in them, which flattening loses."""
+    if isinstance(value, Mapping):
+        if not value and path:
+            yield path
+        for key, inner in value.items():
+            if type(inner) not in LEAVES:
+                yield from _empty(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            if type(inner) not in LEAVES:
+                yield from _empty(inner, (*path, number))
+
+
+def _containers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Dicts that are not as flattening takes them, with string keys and of no special kind: place -> how they were."""
+    if isinstance(value, Mapping):
+        keys = {str(key): key for key in value if _is_plain(key)}
+        coded = {str(key): _coded(key, path) for key in value if type(key) is not str and not _is_plain(key)}
+        kind = _container(value)
+        if keys or coded or kind:
+            yield ".".join(map(str, path)), {"keys": keys, "kind": kind, **({"coded": coded} if coded else {})}
+        for key, inner in value.items():
+            if type(inner) not in LEAVES:
+                yield from _containers(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            if type(inner) not in LEAVES:
+                yield from _containers(inner, (*path, number))
+
+
+def _container(value: Mapping[Any, Any]) -> str:
+    if type(value) is defaultdict:
+        return next((name for name, kind in FACTORIES.items() if kind is value.default_factory), "")
+    return type(value).__name__ if type(value) in KINDS.values() else ""
+
+
+def _coded(key: Any, path: tuple[Any, ...]) -> list[Any]:
+    """A key as what it is made of, and the recipe. Raises InvalidArgumentError for one that would become a text."""
+    encoded = encode(key)
+    if encoded.opaque:
+        raise InvalidArgumentError(
+            f"{'.'.join(map(str, path))!r} of the state to save has the key {key!r} of {type(key).__qualname__}, which "
+            "would come back as a text: give it numbers, texts or tuples of such"
+        )
+    return [encoded.value, encoded.recipe]
+
+
+def _is_plain(key: Any) -> bool:
+    """A key that is no string and can be loaded without asking what it is."""
+    if type(key) is tuple:
+        return all(type(part) is str or _is_plain(part) for part in key)
+    return type(key) in (int, float, bool, type(None))
+
+
+def with_containers(value: Any, containers: dict[str, dict[str, Any]], path: tuple[Any, ...] = ()) -> Any:
+    """A nested state with the dicts that it had. containers: place, its path joined by dots -> how it was."""
+    if not containers:
+        return value
+    if isinstance(value, dict):
+        was = containers.get(".".join(map(str, path)), {"keys": {}, "kind": ""})
+        keys = {**was["keys"], **{key: decode(*coded) for key, coded in was.get("coded", {}).items()}}
+        inside = {keys.get(key, key): with_containers(inner, containers, (*path, key)) for key, inner in value.items()}
+        if was["kind"] in FACTORIES:
+            return defaultdict(FACTORIES[was["kind"]], inside)
+        return KINDS[was["kind"]](inside) if was["kind"] else inside
+    if isinstance(value, list):
+        return [with_containers(inner, containers, (*path, number)) for number, inner in enumerate(value)]
+    return value
+
+
+def _state_of(key: str, value: Any, state: Mapping[str, Any]) -> Any:
+    """The state of one entry of the dict to save."""
+    if isinstance(value, torch.optim.Optimizer):
+        return named_state(value, parameter_names(value, state, key))
+    if isinstance(value, nn.Module):
+        return module_state(unwrapped(value))
+    plain = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
+    warn_of_numbers(key, plain)
+    return plain
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """A module's state_dict, by names without those of what wraps modules inside it."""
+    plain = module.state_dict()
+    clean = clean_keys(module, list(plain))
+    return type(plain)((clean[name], value) for name, value in plain.items())
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return DTensor, value.dtype, value.shape, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.shape, value.layout, value.device.type == "meta"
+    return None
+
+
+def object_bytes(collected: Collected, items: list[LocalItem]) -> dict[Key, bytes]:
+    """What torch.save writes for everything that is not a plain tensor.
+
+    Raises InvalidArgumentError, with the name, for what cannot be saved.
+    """
+    found = {}
+    for one in items:
+        if one.framed:
+            continue
+        name = one.item.index.fqn
+        try:
+            if one.item.type is not WriteItemType.BYTE_IO:
+                found[one.key] = saved_bytes(find_state_dict_object(collected.values, one.item.index).detach())
+            elif name in collected.opaque:
+                found[one.key] = saved_bytes(collected.values[name])
+            else:
+                found[one.key] = plain_bytes(collected.values[name])
+        except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
+            raise InvalidArgumentError(
+                f"{name!r} of the state to save cannot be saved: {type(error).__name__}: {error}"
+            ) from error
+    return found

@@ -1,0 +1,100 @@
+"""What several ranks have under one name, of which a checkpoint holds one copy: is it the same?
+
+torch.distributed.checkpoint takes it for granted and keeps one, whichever: a random state or a counter that differs by
+rank is lost without a word. Objects are compared whole, by value, and so are small tensors, such as a
+generator's state. Of larger ones 16 values are, spread over them: weights that have drifted apart differ nearly
+everywhere, and comparing all of them would take as long as saving.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from penstock.client.checkpoint.saving.collect import Collected
+from penstock.client.checkpoint.saving.planning import Key, LocalItem
+from penstock.client.checkpoint.values.plain_values import PLAIN, value_digest
+from penstock.client.checkpoint.values.torch_private import find_state_dict_object
+
+__all__ = ["compare", "digests", "summary"]
+
+SAMPLES = 16
+WHOLE = 16 << 10
+"""Bytes up to which a tensor is compared whole."""
+OBJECT, TENSOR = "object", "tensor"
+
+
+def digests(
+    collected: Collected, items: Sequence[LocalItem], objects: dict[Key, bytes], shared: dict[Key, list[int]]
+) -> dict[Key, tuple[str, str]]:
+    """(kind, digest) of what this rank shares with others."""
+    found: dict[Key, tuple[str, str]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Key, torch.Tensor]]] = defaultdict(list)
+    for one in items:
+        if one.key not in shared:
+            continue
+        if not one.framed:
+            found[one.key] = OBJECT, _object_digest(collected, one, objects)
+            continue
+        tensor = find_state_dict_object(collected.values, one.item.index).detach()
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if tensor.numel():
+            groups[tensor.device, tensor.dtype].append((one.key, _sample(tensor)))
+    for group in groups.values():  # one copy from the device for each dtype
+        values = torch.cat([sample for _, sample in group]).cpu()
+        data = values.view(torch.uint8).numpy().tobytes()
+        begin = 0
+        for key, sample in group:
+            end = begin + sample.numel() * sample.element_size()
+            found[key] = TENSOR, xxhash.xxh3_64_hexdigest(data[begin:end])
+            begin = end
+    return found
+
+
+def _object_digest(collected: Collected, one: LocalItem, objects: dict[Key, bytes]) -> str:
+    """By value: one text that is held twice is written otherwise than two that are equal."""
+    name = one.item.index.fqn
+    value = collected.values.get(name)
+    if isinstance(value, torch.Tensor) or type(value) in PLAIN:
+        return xxhash.xxh3_64_hexdigest(objects[one.key])
+    return value_digest((value, collected.recipes.get(name)))
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """All values of a small tensor, and of a large one those at some places, in order; wherever they lie in memory."""
+    if tensor.nbytes <= WHOLE:
+        return tensor.reshape(-1)
+    step = tensor.numel() // SAMPLES
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step][:SAMPLES]
+    places = torch.arange(SAMPLES, device=tensor.device) * step
+    return tensor[torch.unravel_index(places, tensor.shape)]
+
+
+def summary(known: dict[Key, tuple[str, str]]) -> str:
+    """One digest of all."""
+    hasher = xxhash.xxh3_64()
+    for key in sorted(known, key=str):
+        hasher.update(f"{key}{known[key]}".encode())
+    return hasher.hexdigest()
+
+
+def compare(answers: list[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
+    """What differs, for the user: objects, and tensors by name.
+
+    answers: by rank, rows of name, offset, kind, digest.
+    """
+    first: dict[tuple[str, str], tuple[int, str, str]] = {}
+    objects: dict[str, str] = {}
+    tensors: dict[str, str] = {}
+    for rank, answer in enumerate(answers):
+        for name, offset, kind, digest in answer["digests"]:
+            known = first.setdefault((name, str(offset)), (rank, kind, digest))
+            if known[2] != digest:
+                (objects if kind == OBJECT else tensors).setdefault(name, f"{name!r} on ranks {known[0]} and {rank}")
+    return list(objects.values()), tensors

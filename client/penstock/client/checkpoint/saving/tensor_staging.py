@@ -1,0 +1,148 @@
+"""Live tensors -> shared memory: the only part of a save that the training loop waits for.
+
+One image (shared_image.py) for a save in flight. The regions of its files follow from the plan and stay where they are
+while that stays, so staging again is one copy for each tensor and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.client.checkpoint.saving.planning import Key, RankLayout
+from penstock.client.checkpoint.saving.shared_image import PAGE, Image, pages
+from penstock.client.checkpoint.values.torch_frames import frame_of
+from penstock.client.checkpoint.values.torch_private import copy_all
+from penstock.client.stream.cuda import PageLocks, take_error
+
+__all__ = ["Buffer", "CudaCopies", "Staged"]
+
+SLACK = 16 * PAGE
+"""Bytes that a region has at least for its objects to grow into, before all of it has to be laid out anew: else as much
+again as they have now, so that steady growth costs a constant share."""
+
+Staged = tuple[list[tuple[str, int, int, list[int]]], tuple[int, int]]
+"""Of each file in the image: name, offset, bytes, and where in it its archives begin; and offset and bytes of the
+metadata."""
+
+
+class Buffer:
+    """Shared memory for one save at a time."""
+
+    def __init__(self) -> None:
+        self.image: Image | None = None
+        self._layout: RankLayout | None = None
+        self._starts: list[int] = []
+        self._rooms: list[int] = []
+        self._targets: list[torch.Tensor] = []
+        self._cuda: dict[torch.device, CudaCopies] = {}
+
+    def stage(
+        self,
+        layout: RankLayout,
+        objects: dict[Key, bytes],
+        metadata: bytes,
+        tensor_of: Callable[[Any], torch.Tensor],
+    ) -> Staged:
+        """Lay out what this rank saves as it will lie in its files. When this returns nothing refers to live values.
+
+        Args:
+            objects: what is not framed.
+            metadata: torch's `.metadata`; b"" on ranks that do not write it.
+            tensor_of: MetadataIndex -> the tensor to be saved there.
+        """
+        lengths = {key: len(data) for key, data in objects.items()}
+        placed = [file.places(lengths) for file in layout.files]
+        others = [places for places, _ in placed]
+        sizes = [*(size for _, size in placed), len(metadata)]
+        with torch.inference_mode(False), torch.no_grad():  # a later save may come from another mode
+            if layout is not self._layout or any(size > room for size, room in zip(sizes, self._rooms, strict=True)):
+                self._lay_out(layout, sizes)
+            image = self.image
+            assert image is not None
+            sources = [tensor_of(one.item.index).detach() for file in layout.files for one, _ in file.framed]
+            self._copy(image, sources)
+            for places, start in zip(others, self._starts, strict=False):
+                for one, offset, _ in places:
+                    image.put(start + offset, objects[one.key])
+            image.put(self._starts[-1], metadata)
+            files = [
+                (file.name, start, size, [offset for _, offset in file.framed] + [at for _, at, _ in places])
+                for file, start, size, places in zip(layout.files, self._starts, sizes, others, strict=False)
+            ]
+            return files, (self._starts[-1], len(metadata))
+
+    def _copy(self, image: Image, sources: list[torch.Tensor]) -> None:
+        devices = {source.device for source in sources if source.is_cuda}
+        for device in devices:
+            if device not in self._cuda:
+                self._cuda[device] = CudaCopies(device)
+            there = [number for number, source in enumerate(sources) if source.device == device]
+            self._cuda[device].copy(image, [self._targets[n] for n in there], [sources[n] for n in there])
+        here = [number for number, source in enumerate(sources) if source.device not in devices]
+        if here:
+            copy_all([self._targets[number] for number in here], [sources[number] for number in here])
+
+    def _lay_out(self, layout: RankLayout, sizes: Sequence[int]) -> None:
+        self._layout = None  # until all of it is there
+        framed = [*(file.framed_bytes for file in layout.files), 0]
+        self._rooms = [
+            pages(size + max(SLACK, size - fixed)) if size else 0 for size, fixed in zip(sizes, framed, strict=True)
+        ]
+        self._starts = [sum(self._rooms[:number]) for number in range(len(sizes))]
+        needed = sum(self._rooms)
+        if self.image is None or self.image.nbytes < needed:
+            self.close()
+            self.image = Image(needed)
+        image = self.image
+        self._targets = []
+        for file, start in zip(layout.files, self._starts, strict=False):
+            for one, offset in file.framed:
+                frame, begin = frame_of(*one.chunk), start + offset
+                values = begin + len(frame.before)
+                image.put(begin, frame.before)
+                image.put(values + frame.nbytes, frame.behind)
+                self._targets.append(image.view(values, *one.chunk))
+        self._layout = layout
+
+    def close(self) -> None:
+        self._targets, self._layout = [], None
+        if self.image is not None:
+            self.image.close()
+            self.image = None
+
+
+class CudaCopies:
+    """Copies from a CUDA device into page-locked memory, on a stream that holds nothing else.
+
+    They come behind what the device was asked for before, and all of them are waited for at once.
+
+    Args:
+        cuda: torch.cuda, or what a test puts in its place.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._stream = cuda.Stream(device)
+        self._locks = PageLocks(
+            cuda.cudart(),
+            str(device),
+            lambda: take_error(device),
+            "the memory that a checkpoint is staged in",
+            "It takes as much as this rank saves, for each of AsyncCheckpointer's buffers",
+        )
+        self._locked: set[int] = set()
+
+    def copy(self, image: Image, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Returns when all values are there."""
+        if image.number not in self._locked:
+            self._locked.add(image.number)
+            with self._cuda.device(self._device):
+                self._locks.lock(image)
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._stream):
+            copy_all(targets, sources, non_blocking=True)
+        self._stream.synchronize()

@@ -1,0 +1,595 @@
+"""The writer: shared memory -> files on the disk -> a checkpoint that is there.
+
+A small process of its own beside each rank, without torch, gRPC or CUDA: what it writes lies in shared memory as it
+will lie in the files (shared_image.py), so all that is left to do is to write, to hash and to commit. It starts in 0.1
+s, holds 12 to 14 MiB, has no interpreter lock in common with the training loop, and lives as long as its checkpointer
+does. It runs by its file's path (writer_process.py starts it), because `python -m` would import penstock.client, and
+with that torch.
+
+Requests are JSON with its length before it, over a Unix socket, and may bring the memfd to write from; replies are
+lines of JSON.
+
+**Files** are written past the page cache where that can be had (O_DIRECT). For 1 GiB that took 0.01 to 0.06 s of
+processor time in the kernel instead of 0.35 to 4.7, which the training loop keeps, and 0.5 to 0.75 s in all instead of
+0.7 to 5.5 (12 runs of each, with 4 and 16 MiB a call, 1 and 2 threads, fsync included).
+
+**Commit.** Every rank's writer writes its files into one temporary folder, has them on the disk, and then says so in a
+file of its own there. That of rank 0 waits for all, holds sizes against the plan, adds the manifest and, as the last,
+torch's `.metadata`; then it renames the folder. The others wait for that, or for the file that says why not. So ranks
+agree without a collective, which would need the training loops' threads, and over nothing but the folder that they
+share anyway.
+
+**Ends.** When the training process is gone the writer finishes the save under way, or drops it at once, as that save
+asked; and then leaves. A save has a deadline, and a writer whose training process is gone ends with it at the latest.
+It may have gone because a machine did, with a rank whose writer will never be done, and a job that is started again
+waits for the folder. So a writer without a training process gives a save up once a rank that it waits for gives no sign
+of life.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import gc
+import json
+import mmap
+import os
+import select
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.proto.errors import PenstockError
+from penstock.proto.state.checkpoint_files import (
+    ASKED,
+    FAILED,
+    LATEST,
+    LOCK,
+    MANIFEST,
+    METADATA,
+    File,
+    Manifest,
+    checkpoints,
+    claimed,
+    last_sign,
+    leftovers,
+    locked,
+    old_name,
+    put_back,
+    report_name,
+    sign_name,
+    sign_of_life,
+    step_name,
+    surplus,
+    temporary_name,
+)
+from penstock.runtime.files.atomic_files import sync_folder, write_whole
+from penstock.runtime.files.part_checksums import PartHasher
+
+CHUNK = 16 << 20
+"""Bytes that are hashed and then written: they are still in the cache the second time, and few calls are made."""
+PROGRESS_S = 0.2
+SIGN_S = 1.0
+"""Seconds between signs of life, once they were asked for."""
+SILENCE_S = 5.0
+"""Seconds without one after which a writer that has lost its training process gives up."""
+PROBE_S = 0.5
+"""Seconds without a folder to write into, after which a rank looks whether there could be one."""
+LENGTH = 8
+"""Bytes before a request: how long it is."""
+NICENESS = 10
+"""The training loop and its input come first on a busy processor."""
+
+
+class Failed(Exception):
+    """A save that was given up: rank -> why."""
+
+    def __init__(self, causes: dict[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items())))
+        self.causes = causes
+
+
+class Save:
+    """One rank's part in one save; `request` is what writer_process.py sends."""
+
+    def __init__(
+        self,
+        request: dict[str, Any],
+        image: memoryview,
+        tell: Callable[[dict[str, Any]], None],
+        orphaned: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.request = request
+        self.image = image
+        self.save: str = request["save"]
+        self.rank: int = request["rank"]
+        self.ranks: int = request["ranks"]
+        self.folder = Path(request["folder"])
+        self.temporary = self.folder / temporary_name(request["step"], self.save)
+        self.final = self.folder / step_name(request["step"])
+        self.deadline: float = time.monotonic() + request["timeout_s"]
+        self.written = 0
+        self.cancelled = False
+        self._begun = False
+        self._orphaned = orphaned
+        """Whether the training process is gone."""
+        self._signs: dict[int, tuple[int, float]] = {}
+        """Rank -> its last sign of life, and when it was seen."""
+        self._signed_at = 0.0
+        self._tell = tell
+        self._told_at = time.monotonic()
+
+    def run(self) -> None:
+        """Raises Failed if the checkpoint is not there."""
+        if self.rank:
+            self._report(self._write)
+            self._await_verdict()
+            return
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            _sync_name(self.folder)
+            with locked(self.folder, self._left(), beats=True):
+                self._check_place()
+                put_back(self.folder)
+                if left := leftovers(self.folder, besides=[self.save, *self.request["flying"]]):
+                    sync_folder(self.folder)  # the names by which they are no longer needed, before they go
+                    for path in left:
+                        with claimed(path) as free:
+                            if free:
+                                _remove(path)
+                self._commit(self._report(self._write))
+        except (OSError, PenstockError) as error:
+            self._give_up({0: _explain(error, self.folder)})
+        except Failed as failed:
+            self._give_up(failed.causes)
+
+    def _check_place(self) -> None:
+        """What has the name of this checkpoint is replaced by it, and has to be a checkpoint of ours."""
+        if self.final.exists() and not (self.final / MANIFEST).exists() and any(self.final.iterdir()):
+            raise Failed({0: f"{self.final} is there and is no checkpoint of Penstock's: move it away"})
+
+    # ---- this rank's files
+
+    def _report(self, write: Callable[[], list[File]]) -> dict[str, Any]:
+        """What this rank has to say of its part: files, or an error. For the others it stands in the folder too."""
+        report: dict[str, Any] = {"save": self.save, "files": [], "error": self.request["error"]}
+        try:
+            if self.rank:
+                self._await_folder()
+            else:
+                os.makedirs(self.temporary, exist_ok=True)
+            if not report["error"]:
+                report["files"] = [file.row() for file in write()]
+        except OSError as error:
+            report["error"] = _explain(error, self.temporary, sum(size for _, _, size, _ in self.request["files"]))
+        if self.rank:
+            try:
+                write_whole(self.temporary / report_name(self.rank), json.dumps(report).encode())
+            except OSError as error:
+                # If not for that, rank 0 will wait for it until the deadline: there is nothing else to tell it by.
+                if not self._given_up():
+                    raise Failed({self.rank: report["error"] or _explain(error, self.temporary)}) from error
+        return report
+
+    def _write(self) -> list[File]:
+        files = [(name, self.image[start:], size, parts) for name, start, size, parts in self.request["files"]]
+        if not files:
+            return []
+        with ThreadPoolExecutor(self.request["threads"]) as pool:
+            tasks = [pool.submit(self._write_one, *file) for file in files]
+            try:
+                while wait(tasks, PROGRESS_S, FIRST_EXCEPTION).not_done:
+                    self._progress()
+                    if any(task.done() and task.exception() for task in tasks):
+                        break
+                return [task.result() for task in tasks]
+            finally:
+                self.cancelled = True
+
+    def _write_one(self, name: str, region: memoryview, size: int, parts: list[int]) -> File:
+        hasher, before = PartHasher(parts), 0
+
+        def passing(data: memoryview) -> None:
+            nonlocal before
+            if self.cancelled:
+                raise InterruptedError(errno.EINTR, "given up")
+            self.written += before
+            hasher.update(data)
+            before = len(data)
+
+        write_file(self.temporary / name, region, size, durable=self.request["fsync"], passing=passing)
+        self.written += before
+        return File(name, size, *hasher.digests())
+
+    # ---- rank 0: all ranks' files become a checkpoint
+
+    def _commit(self, own: dict[str, Any]) -> None:
+        if own["error"]:
+            raise Failed({0: own["error"]})
+        plan: dict[str, list[list[Any]]] = self.request["commit"]["plan"]
+        reports = {0: own, **self._gather()}
+        causes = {rank: report["error"] for rank, report in reports.items() if report["error"]}
+        for rank, report in sorted(reports.items()):
+            if rank not in causes and [file[:2] for file in report["files"]] != plan[str(rank)]:
+                wrote = [file[:2] for file in report["files"]]
+                causes[rank] = f"wrote {wrote}, where the plan has {plan[str(rank)]}"
+        if causes:
+            raise Failed(causes)
+        start, size = self.request["commit"]["metadata"]
+        metadata = self.image[start : start + size]
+        files = [File.from_row(*file) for rank in range(self.ranks) for file in reports[rank]["files"]]
+        files.append(File(METADATA, size, xxhash.xxh3_128_hexdigest(metadata)))
+        before = checkpoints(self.folder, sizes=self.request["keep_last"] is not None)
+        sequence = 1 + max((one.manifest.sequence for one in before if one.manifest), default=0)
+        manifest = Manifest(self.request["step"], self.save, sequence, self.ranks, tuple(files))
+        for rank in range(1, self.ranks):
+            os.unlink(self.temporary / report_name(rank))
+        write_whole(self.temporary / MANIFEST, manifest.encode())
+        write_whole(self.temporary / METADATA, metadata)  # with this the whole folder is on the disk
+        replaced = self.folder / old_name(self.request["step"], self.save)
+        with suppress(FileNotFoundError):
+            os.rename(self.final, replaced)
+        os.rename(self.temporary, self.final)
+        sync_folder(self.folder)
+        # It is there. What fails from here on fails no save.
+        with suppress(OSError):
+            for name in set(os.listdir(self.final)) - {MANIFEST, *(file.name for file in files)}:
+                os.unlink(self.final / name)  # what a rank said that has lost its writer since its part was written
+        with suppress(OSError):
+            write_whole(self.folder / LATEST, f"{self.final.name}\n".encode())
+        with claimed(replaced) as free:
+            if free:
+                shutil.rmtree(replaced, ignore_errors=True)
+        older = [one.step for one in before if not one.damage and one.path != self.final]
+        self._delete(surplus([self.request["step"], *older], self.request["keep_last"], self.request["keep_every"]))
+
+    def _delete(self, steps: list[int]) -> None:
+        """First the names, and these on the disk: a deletion that is stopped half way leaves no half checkpoint.
+
+        One that somebody reads stays until another save finds it surplus.
+        """
+        with suppress(OSError), ExitStack() as claims:
+            free = [step for step in steps if claims.enter_context(claimed(self.folder / step_name(step)))]
+            doomed = [(self.folder / step_name(step), self.folder / temporary_name(step, self.save)) for step in free]
+            for path, aside in doomed:
+                os.rename(path, aside)
+            if doomed:
+                sync_folder(self.folder)
+            for _, aside in doomed:
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def _gather(self) -> dict[int, dict[str, Any]]:
+        """The reports of the other ranks. Raises Failed at the deadline, naming those that did not come."""
+        reports: dict[int, dict[str, Any]] = {}
+
+        def all_there() -> bool:
+            for rank in range(1, self.ranks):
+                if rank not in reports and (report := self._read(self.temporary / report_name(rank))) is not None:
+                    reports[rank] = report
+            if len(reports) == self.ranks - 1 or any(report["error"] for report in reports.values()):
+                return True
+            if self._orphaned():
+                self._expect_signs([rank for rank in range(1, self.ranks) if rank not in reports])
+            return False
+
+        if not self._wait_until(all_there):
+            late = [rank for rank in range(1, self.ranks) if rank not in reports]
+            raise Failed(dict.fromkeys(late, f"had not written its part after {self.request['timeout_s']:g} s"))
+        return reports
+
+    def _expect_signs(self, late: list[int]) -> None:
+        """Raises Failed, naming ranks whose writers are not at work any more."""
+        now = time.monotonic()
+        if not self._signs:
+            sign_of_life(self.temporary / ASKED)
+        for rank in late:
+            sign = last_sign(self.temporary / sign_name(rank))
+            if rank not in self._signs or self._signs[rank][0] != sign:
+                self._signs[rank] = sign, now
+        if lost := [rank for rank in late if now - self._signs[rank][1] > SILENCE_S]:
+            raise Failed(
+                dict.fromkeys(lost, f"its writer gave no sign of life for {SILENCE_S:g} s after the training had ended")
+            )
+
+    def _give_up(self, causes: dict[int, str]) -> None:
+        """Tell the other ranks why, free the disk, and raise Failed."""
+        failed = Failed(causes)
+        with suppress(OSError):
+            if self.ranks > 1:
+                os.makedirs(self.temporary, exist_ok=True)
+                write_whole(
+                    self.temporary / FAILED,
+                    json.dumps(
+                        {"save": self.save, "causes": {str(rank): why for rank, why in causes.items()}}
+                    ).encode(),
+                )
+                for name in set(os.listdir(self.temporary)) - {FAILED}:
+                    (self.temporary / name).unlink(missing_ok=True)  # another rank may be about to rename it
+            else:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+        raise failed
+
+    # ---- the other ranks
+
+    def _await_folder(self) -> None:
+        """Rank 0 makes it once it has the lock, and nothing that others write into it can be taken for a leftover.
+
+        Raises OSError if this rank could not write there anyway, which may be why it does not come.
+        """
+        probed_at = time.monotonic()
+
+        def there() -> bool:
+            nonlocal probed_at
+            if self.temporary.exists():
+                self._begun = True
+                return True
+            if time.monotonic() - probed_at > PROBE_S:
+                probe = self.folder / f".probe-{self.save}-{self.rank}"
+                probe.touch()
+                probe.unlink(missing_ok=True)  # rank 0 takes it for a leftover
+                probed_at = time.monotonic()
+            return False
+
+        if not self._wait_until(there):
+            raise Failed({0: f"had not begun after {self.request['timeout_s']:g} s"})
+
+    def _given_up(self) -> bool:
+        """Rank 0 has cleared the folder, under this rank's hands it may be. `_await_verdict` finds out why."""
+        return self._begun and ((self.temporary / FAILED).exists() or not self.temporary.exists())
+
+    def _await_verdict(self) -> None:
+        causes: dict[int, str] = {}
+
+        def known() -> bool:
+            gone = not self.temporary.exists()  # asked first: after a commit the manifest is there to be found
+            manifest = self._read(self.final / MANIFEST)
+            if manifest is not None and manifest.get("checkpoint", {}).get("save") == self.save:
+                return True
+            verdict = self._read(self.temporary / FAILED)
+            if verdict is not None:
+                causes.update({int(rank): why for rank, why in verdict["causes"].items()})
+            elif gone:
+                causes[0] = "its writer has given the save up"
+            return bool(causes)
+
+        if not self._wait_until(known):
+            causes[0] = f"had not committed the checkpoint after {self.request['timeout_s']:g} s"
+        if causes:
+            raise Failed(causes)
+
+    # ---- waiting
+
+    def _wait_until(self, true: Callable[[], bool]) -> bool:
+        """False at the deadline. It looks often at first, and then less often, for the folder may be far away."""
+        pause = 0.005
+        while not true():
+            if self._left() <= 0:
+                return False
+            if self.rank and self._orphaned():
+                self._expect_first_rank()
+            time.sleep(min(pause, max(self._left(), 0)))
+            pause = min(pause * 1.5, 0.5)
+            self._progress()
+        return True
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _expect_first_rank(self) -> None:
+        """Raises Failed if the lock that rank 0's writer holds, or waits for, is nobody's who lives."""
+        sign, now = last_sign(self.folder / LOCK), time.monotonic()
+        if self._signs.setdefault(0, (sign, now))[0] != sign:
+            self._signs[0] = sign, now
+        elif now - self._signs[0][1] > 2 * SILENCE_S:
+            raise Failed({0: "its writer gave no sign of life after the training had ended"})
+
+    def _progress(self) -> None:
+        now = time.monotonic()
+        if self.rank and now - self._signed_at >= SIGN_S:
+            self._signed_at = now
+            if (self.temporary / ASKED).exists():
+                sign_of_life(self.temporary / sign_name(self.rank))
+        if now - self._told_at >= PROGRESS_S:
+            self._told_at = now
+            self._tell({"save": self.save, "kind": "progress", "written": self.written})
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """A file of another writer of this save; None if it is not there (yet)."""
+        try:
+            value = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return value if isinstance(value, dict) and self.save in (value.get("save"), _saved(value)) else None
+
+
+def _saved(value: dict[str, Any]) -> Any:
+    inner = value.get("checkpoint")
+    return inner.get("save") if isinstance(inner, dict) else None
+
+
+def write_file(
+    path: Path, region: memoryview, size: int, *, durable: bool, passing: Callable[[memoryview], None]
+) -> None:
+    """Make a file of the first `size` bytes of a region that is padded to whole pages.
+
+    passing: called with each piece before it is written; what it raises ends the file.
+    """
+    handle = _open(path, direct=durable)
+    try:
+        for start in range(0, size, CHUNK):
+            end = min(start + CHUNK, size)
+            passing(region[start:end])
+            # Whole pages; the file is cut to its length below.
+            _write_all(handle, region[start : -(-end // mmap.PAGESIZE) * mmap.PAGESIZE], start)
+        os.ftruncate(handle, size)
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path, *, direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # this file system has no O_DIRECT; some make the file before they say so
+    return os.open(path, flags, 0o666)
+
+
+def _write_all(handle: int, data: memoryview, offset: int) -> None:
+    while data:
+        try:
+            done = os.pwrite(handle, data, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # larger blocks than pages, or half of one left
+            continue
+        data, offset = data[done:], offset + done
+
+
+def _sync_name(folder: Path) -> None:
+    """Have a folder's name on the disk, and those above it: who made them, and whether that one was stopped before it
+    could see to this, nobody knows. 0.1 ms for each."""
+    while not os.path.ismount(folder) and folder != folder.parent:
+        folder = folder.parent
+        with suppress(PermissionError):  # one that we may not read: we have not made it
+            sync_folder(folder)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a file, as far as that can be done."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _explain(error: BaseException, where: Path, nbytes: int = 0) -> str:
+    """For the user: which file, why, and what would be needed."""
+    if not isinstance(error, OSError) or isinstance(error, PenstockError):
+        return str(error)
+    text = f"{error.filename or where}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            free = os.statvfs(where if where.exists() else where.parent)
+            text += (
+                f" ({nbytes:,} bytes to write, {free.f_bavail * free.f_frsize:,} free): delete older checkpoints, or "
+            )
+            text += "set keep_last"
+    return text
+
+
+class Parent:
+    """The training process's end of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self.images: dict[int, memoryview] = {}
+        """By their number in the training process."""
+        self.gone = threading.Event()
+        """Set when the training process is gone."""
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next request; None if the training process, or its checkpointer, has gone."""
+        try:
+            head, handles, _, _ = socket.recv_fds(self._sock, LENGTH, 1)
+            head += self._read(LENGTH - len(head))
+            request: dict[str, Any] = json.loads(self._read(int.from_bytes(head)))
+            self.images = {number: image for number, image in self.images.items() if number in request["images"]}
+            for handle in handles:
+                self.images[request["image"]] = memoryview(mmap.mmap(handle, 0, prot=mmap.PROT_READ))
+                os.close(handle)
+            return request
+        except (OSError, EOFError):
+            return None
+
+    def _read(self, nbytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            piece = self._sock.recv(min(nbytes - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+    def end(self) -> None:
+        """What was sent can still be received, and then it is over: also where children of the training process, which
+        it forked, hold its end of the socket."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def tell(self, reply: dict[str, Any]) -> None:
+        with self._lock, suppress(OSError):  # it may be gone, and the save goes on
+            self._sock.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def attend(parent: Parent, watched: list[Save], lifeline: int) -> None:
+    """A thread for when the training process has ended: then nothing more comes, and nothing may take for ever."""
+    try:
+        poll = select.poll()
+        poll.register(os.pidfd_open(lifeline), select.POLLIN)
+        poll.poll()
+    except OSError:  # it has gone already; or this kernel has no pidfds, or lets nobody have them
+        while os.getppid() == lifeline:
+            time.sleep(1)
+    parent.gone.set()
+    parent.end()
+    while True:
+        if watched and not (watched[0].request["finish"] and time.monotonic() < watched[0].deadline):
+            os._exit(0)
+        time.sleep(0.05)
+
+
+def serve(parent: Parent, lifeline: int) -> None:
+    """Save after save, until the parent has no more."""
+    watched: list[Save] = []
+    threading.Thread(target=attend, args=(parent, watched, lifeline), daemon=True).start()
+    parent.tell({"kind": "ready"})
+    while (request := parent.receive()) is not None:
+        if os.getppid() != lifeline and not request["finish"]:
+            return
+        save = Save(request, parent.images.get(request["image"], memoryview(b"")), parent.tell, parent.gone.is_set)
+        watched[:] = [save]
+        try:
+            save.run()
+            reply: dict[str, Any] = {"kind": "done"}
+        except Failed as failed:
+            reply = {"kind": "failed", "causes": {str(rank): why for rank, why in failed.causes.items()}}
+        except Exception as error:  # a bug: it fails this save and not the writer
+            reply = {"kind": "failed", "causes": {str(save.rank): f"{type(error).__name__}: {error}"}}
+        watched.clear()
+        parent.tell({"save": save.save, **reply})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes checkpoints for a training process.")
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--lifeline-pid", type=int, required=True, help="leave when this process is gone")
+    given = parser.parse_args()
+    gc.disable()  # nothing here makes cycles, and a collection would stop all threads
+    with suppress(OSError):
+        os.nice(NICENESS)
+    with suppress(OSError):  # where memory runs out, a save is the smaller loss
+        Path("/proc/self/oom_score_adj").write_text("500")
+    serve(Parent(socket.socket(fileno=given.socket_fd)), given.lifeline_pid)
+
+
+if __name__ == "__main__":
+    main()

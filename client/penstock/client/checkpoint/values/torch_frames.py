@@ -1,0 +1,95 @@
+"""How torch.save frames a tensor: the bytes before its values and behind them.
+
+torch.distributed.checkpoint stores each tensor as torch.save writes it, a zip archive of its own. For one dtype and
+shape all of that is the same except the values, which lie in one piece. So torch.save itself is asked once, for a
+tensor that nobody looks at, and from then on a tensor is staged by copying its values between the two.
+
+Without the archive's CRC32, which torch.load does not look at, and which took 0.45 s of a processor for 1 GiB. The
+manifest has a checksum for each file, which takes 0.13 s, and not the training process's.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.client.checkpoint.values.torch_private import without_crc32
+from penstock.proto.errors import CheckpointError
+
+__all__ = ["ALIGNMENT", "Frame", "frame_of", "is_plain", "saved_bytes"]
+
+ALIGNMENT = 64
+"""Bytes: where torch.save puts values, counted from the beginning of its archive, and where we put archives."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What torch.save writes around the values of a tensor."""
+
+    before: bytes
+    nbytes: int
+    """Of the values."""
+    behind: bytes
+
+    @property
+    def length(self) -> int:
+        return len(self.before) + self.nbytes + len(self.behind)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its values and nothing else; others are saved by torch.save as they are."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+@lru_cache(maxsize=65536)
+def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """The frame of a contiguous CPU tensor of this dtype and shape."""
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # its memory is never touched
+    recorder = _Recorder(tensor)
+    with without_crc32():
+        torch.save(tensor, recorder)  # type: ignore[arg-type]
+    before, behind = recorder.parts
+    if len(before) % ALIGNMENT and tensor.nbytes:
+        raise CheckpointError(f"torch.save puts values at byte {len(before)}, which is no multiple of {ALIGNMENT}")
+    return Frame(bytes(before), tensor.nbytes, bytes(behind))
+
+
+def saved_bytes(value: Any) -> bytes:
+    """What torch.save writes for anything."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _Recorder:
+    """A file that keeps what is written to it, but for the values of one tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = (tensor.data_ptr(), tensor.nbytes)
+        self.parts = [bytearray()]
+
+    def write(self, data: memoryview) -> int:
+        nbytes = len(data)
+        if nbytes and (_address(data), nbytes) == self._values:
+            self.parts.append(bytearray())
+        else:
+            self.parts[-1] += data
+        return nbytes
+
+    def flush(self) -> None:
+        if not self._values[1] and len(self.parts) == 1:
+            self.parts.append(bytearray())  # no values: all of it comes before them
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)

@@ -1,0 +1,1 @@
+"""Saved states, and what of a loader goes into them."""

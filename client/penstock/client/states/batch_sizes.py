@@ -1,0 +1,63 @@
+"""How many rows a batch has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from penstock.proto.batch.structure import Structure
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["batch_size_of", "infer_batch_size"]
+
+
+def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
+    """Return the first dimension that all tensors of a batch share; a tensor without dimensions counts as one row.
+
+    Args:
+        data: nested dicts, lists, tuples and dataclasses of tensors. Other values are passed over.
+        batch_size: of the batches before; another one is a UserWarning.
+
+    Returns None, with a UserWarning, where tensors differ in it. Raises InvalidArgumentError without any tensor.
+    """
+    sizes = {tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(data)}
+    if not sizes:
+        raise InvalidArgumentError(
+            f"data must hold a tensor for its batch size to be known, got a {type(data).__qualname__} without one: "
+            "pass nested dicts, lists, tuples or dataclasses of tensors"
+        )
+    if len(sizes) > 1:
+        warnings.warn(f"the batch has no batch size: its tensors have {sorted(sizes)} rows", UserWarning, stacklevel=2)
+        return None
+    (size,) = sizes
+    if batch_size is not None and size != batch_size:
+        warnings.warn(f"the batch has {size} rows, and batches before had {batch_size}", UserWarning, stacklevel=2)
+    return size
+
+
+def batch_size_of(structure: Structure, shapes: Sequence[int]) -> int | None:
+    """Return the same of a batch whose layout is known; None where tensors differ, or where there are none."""
+    sizes, dims = set(), 0
+    for leaf in structure.leaves:
+        if leaf.kind == "t":
+            sizes.add(shapes[dims] if leaf.rank else 1)
+        dims += leaf.dims
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from _tensors(value)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from _tensors(value)
+    elif is_dataclass(data) and not isinstance(data, type):
+        for field in fields(data):
+            yield from _tensors(getattr(data, field.name))

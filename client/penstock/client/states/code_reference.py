@@ -1,0 +1,209 @@
+"""From a callable to a name that another process can import.
+
+User code is named, never shipped: what leaves this machine is "module:qualname" and arguments in the safe envelope. A
+lambda, a local function, a partial, a method of an instance, and arguments that the envelope cannot hold (callables,
+dataclasses, paths) go to this machine's own child processes only, by value (penstock.proto.state.by_value): in embedded
+mode. Elsewhere they are refused when the run is opened, with what to do instead.
+
+The main script is special. Where it was run with `python -m`, its real module name can be imported. Where it was run as
+a file, runners on this machine load the file under the name `penstock_main`, so that its main guard does not fire;
+workers elsewhere cannot. A notebook, `python -c` and standard input have no file at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.proto.errors import InvalidArgumentError, PenstockError, UnsupportedStateError
+from penstock.proto.state.codec import encode_state
+
+__all__ = [
+    "BY_VALUE",
+    "MAIN",
+    "RUNNER_VARIABLE",
+    "Reference",
+    "encode_arguments",
+    "forbid_in_runner",
+    "refer",
+    "search_path",
+    "ship",
+]
+
+MAIN = "penstock_main"
+"""The name under which runners load a main script."""
+BY_VALUE = "penstock_by_value"
+"""The module in the names of those that have no module to be imported from."""
+RUNNER_VARIABLE = "PENSTOCK_RUNNER"
+"""Set by the worker in every process that runs user code."""
+
+_MAIN_NAMES = ("__main__", "__mp_main__")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An input_fn by name."""
+
+    name: str
+    """ "module:qualname"."""
+    main_path: str = ""
+    """The training script, absolute, when the module is MAIN."""
+    only_here: PenstockError | None = field(default=None, compare=False)
+    """Why other machines' workers cannot run it, where it goes by value."""
+
+    def same_as(self, name: str) -> bool:
+        """Whether `name` means this input_fn; a main script may have become a module since, or the reverse."""
+        module, _, qualname = self.name.partition(":")
+        other, _, other_qualname = name.partition(":")
+        return qualname == other_qualname and (module == other or bool({MAIN, BY_VALUE} & {module, other}))
+
+
+def ship(input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reference, bytes]:
+    """Return what leaves this process: by name and in the safe envelope where that can be, else by value.
+
+    Raises:
+        TypeError: input_fn is not callable.
+        InvalidArgumentError, UnsupportedStateError: it can go neither way.
+    """
+    by_value: Any = None
+    try:
+        reference = refer(input_fn)
+    except InvalidArgumentError as error:
+        reference, by_value = Reference(f"{BY_VALUE}:{_label(input_fn)}", only_here=error), input_fn
+    try:
+        arguments = encode_arguments(reference.name, args, kwargs)
+        if by_value is None:
+            return reference, arguments
+    except UnsupportedStateError as error:
+        reference = reference if reference.only_here else replace(reference, only_here=error)
+    assert reference.only_here is not None
+    try:
+        from penstock.proto.state.by_value import dump  # cloudpickle, which few loaders need
+
+        data = dump((by_value, args, dict(kwargs)))
+    except Exception as error:
+        words = f"{reference.only_here.message}. Nor can it go to this machine's own workers: {error}"
+        raise type(reference.only_here)(words) from error
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not reference.main_path and main and os.path.isfile(main):
+        reference = replace(reference, main_path=os.path.abspath(main))
+    return reference, encode_state({"by_value": data})
+
+
+def _label(input_fn: Any) -> str:
+    """A name for what has none to import."""
+    while isinstance(input_fn, functools.partial):
+        input_fn = input_fn.func
+    return str(getattr(input_fn, "__qualname__", type(input_fn).__qualname__))
+
+
+def refer(input_fn: Callable[..., Any]) -> Reference:
+    """The name of an input_fn.
+
+    Raises:
+        TypeError: it is not callable.
+        InvalidArgumentError: no other process could import it.
+    """
+    if not callable(input_fn):
+        raise TypeError(
+            f"input_fn must be callable, and a {type(input_fn).__qualname__} is not: pass the function itself, without "
+            "calling it; its arguments follow it"
+        )
+    if isinstance(input_fn, functools.partial):
+        inner = getattr(input_fn.func, "__qualname__", repr(input_fn.func))
+        raise InvalidArgumentError(
+            f"input_fn is a functools.partial of {inner}, which has no name to import: write DataLoader({inner}, ...) "
+            "with the arguments after it"
+        )
+    module, qualname = getattr(input_fn, "__module__", None), getattr(input_fn, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualname, str):
+        raise InvalidArgumentError(
+            f"input_fn is an instance of {type(input_fn).__qualname__}, which has no name to import: pass a function "
+            "or a class at the top level of a module, and what the instance holds as arguments"
+        )
+    label = f"{module}.{qualname}"
+    if "<lambda>" in qualname:
+        raise InvalidArgumentError(
+            f"input_fn {label} is a lambda, which has no name that a worker could import: write a def at the top "
+            "level of a module"
+        )
+    if "<locals>" in qualname:
+        raise InvalidArgumentError(
+            f"input_fn {label} is defined inside a function, where no worker can import it: move it to the top level "
+            "of its module, and pass what it uses from outside as arguments"
+        )
+    owner = getattr(input_fn, "__self__", None)
+    if owner is not None and not isinstance(owner, type) and not hasattr(owner, "__spec__"):
+        raise InvalidArgumentError(
+            f"input_fn {label} is a method of an instance of {type(owner).__qualname__}, which cannot be imported: "
+            "pass a function at the top level of a module, and what the instance holds as arguments"
+        )
+    reference = _of_main(module, qualname) if module in _MAIN_NAMES else Reference(f"{module}:{qualname}")
+    if RUNNER_VARIABLE not in os.environ:
+        _check_found(input_fn, module, qualname)
+    return reference
+
+
+def _of_main(module: str, qualname: str) -> Reference:
+    main = sys.modules.get(module)
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name not in _MAIN_NAMES:
+        return Reference(f"{spec.name}:{qualname}")
+    path = getattr(main, "__file__", None)
+    if not path or not os.path.isfile(path):
+        raise InvalidArgumentError(
+            f"input_fn {qualname!r} is defined in a notebook, in an interactive session, or by python -c, where no "
+            "worker can import it: put it into a module file beside, and import it from there"
+        )
+    return Reference(f"{MAIN}:{qualname}", os.path.abspath(path))
+
+
+def _check_found(input_fn: Callable[..., Any], module: str, qualname: str) -> None:
+    """The name must lead back to the callable, or workers would run something else."""
+    try:
+        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"input_fn calls itself {module}.{qualname}, but there is nothing of that name ({error}); define it at "
+            "the top level of an importable module"
+        ) from error
+    if found is not input_fn and found != input_fn:
+        raise InvalidArgumentError(
+            f"input_fn calls itself {module}.{qualname}, but that name holds another object, which workers would run "
+            "instead; give it a name of its own (a decorator may lack functools.wraps)"
+        )
+
+
+def encode_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    """The envelope of an input_fn's arguments. Raises UnsupportedStateError that names the one it cannot hold."""
+    for place, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
+        try:
+            encode_state(value)
+        except UnsupportedStateError as error:
+            what = place if place not in kwargs else f"argument {place!r}"
+            raise UnsupportedStateError(
+                f"{what} of input_fn {name} cannot travel to a worker: {error.message}. Pass plain values, tensors or "
+                "arrays, and build the rest inside input_fn"
+            ) from error
+    return encode_state({"args": tuple(args), "kwargs": dict(kwargs)})
+
+
+def search_path() -> list[str]:
+    """This process's module search path, with nothing in it that depends on the working directory."""
+    return list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)))
+
+
+def forbid_in_runner(what: str) -> None:
+    """Raises RuntimeError in a process that runs user code for a worker: the script would start itself for ever."""
+    if os.environ.get(RUNNER_VARIABLE):
+        raise RuntimeError(
+            f"{what} inside a worker: a Penstock worker is loading the script or module that defines input_fn, and it "
+            'starts its training at import. Put the training part under\n\n    if __name__ == "__main__":\n'
+        )

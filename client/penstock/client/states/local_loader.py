@@ -1,0 +1,165 @@
+"""A loader built in the training process, for the methods that need an instance: aggregate, the state before the first
+step, len(), and samples by their keys. It is never iterated.
+
+Built only when needed, once. Building it must leave no trace in the training: the random generators are put back to
+where they were, for an input_fn may seed or draw.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch.utils import data as torch_data
+
+from penstock.proto.errors import InputFnError, NotRestartableError
+from penstock.proto.state.assignment import NEUTRAL, Assignment, assigned
+from penstock.proto.state.generators import capture_rng, restore_rng
+from penstock.proto.state.restartable import DataLoaderCheckpoint, state_methods, takes_strict, worker_state
+
+__all__ = ["LocalLoader", "check_strict"]
+
+
+class LocalLoader:
+    """The local instance of one DataLoader, once something asks for it."""
+
+    def __init__(self, name: str, input_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._name = name
+        self._fn = input_fn
+        self._args = args
+        self._kwargs = kwargs
+        self._instance: Any = None
+        self._seeded: tuple[int, Any] | None = None
+
+    @property
+    def input_fn(self) -> Callable[..., Any]:
+        return self._fn
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._args, self._kwargs
+
+    def instance(self, purpose: str) -> Any:
+        """The loader. Raises InputFnError where it cannot be built, TypeError if `strict` is on one of two methods."""
+        instance = self._get(purpose)
+        takes_strict(instance)
+        return instance
+
+    def methods(self, purpose: str) -> int:
+        """How many of the state methods the loader has: 4, 2 or 0."""
+        return state_methods(self._get(purpose))
+
+    def check_strict(self, purpose: str) -> None:
+        """Raises TypeError if `strict` is on one of two methods only."""
+        takes_strict(self._get(purpose))
+
+    @property
+    def can_be_built(self) -> bool:
+        """Whether input_fn runs in this process; its data may be only where the workers are."""
+        try:
+            self._get("aggregate_state_dict")
+        except InputFnError:
+            return False
+        return True
+
+    def aggregate(self, states: list[Any]) -> Any:
+        """The user's aggregate_state_dict over the workers' states, by global_worker_id."""
+        instance = self._get("aggregate_state_dict")
+        takes_strict(instance)
+        with _undisturbed():
+            return instance.aggregate_state_dict(states)
+
+    def initial_state(self, seed: int) -> Any:
+        """The aggregated state of a loader from which nothing was read. `seed`: the run's."""
+        instance = self._build(replace(NEUTRAL, seed=seed), "the state before the first step")
+        takes_strict(instance)
+        with _undisturbed():
+            with worker_state(DataLoaderCheckpoint(0, 1, 1, 0, 0, 0, 0)):
+                state = instance.state_dict()
+            return instance.aggregate_state_dict([state])
+
+    def length(self, assignments: list[Assignment]) -> int:
+        """The sum of len() over one instance for each assignment. Raises TypeError if they have none."""
+        total = 0
+        for assignment in assignments:
+            with _undisturbed():
+                total += len(self._build(assignment, "len()"))
+        return total
+
+    def config(self, seed: int) -> dict[str, Any]:
+        """What decides which samples come in which order."""
+        own = getattr(self._of_seed(seed, "config()"), "config", None)
+        return {"input_fn": self._name, "loader": own() if callable(own) else None}
+
+    def can_restore_sample(self, seed: int) -> bool:
+        """Whether the loader has restore_sample, and does not say that it cannot."""
+        loader = self._of_seed(seed, "can_restore_sample()")
+        own = getattr(loader, "can_restore_sample", None)
+        return callable(getattr(loader, "restore_sample", None)) and (bool(own()) if callable(own) else True)
+
+    def restore_sample(self, seed: int, key: Any) -> Any:
+        """The sample of a key. Raises NotRestartableError if the loader cannot."""
+        if not self.can_restore_sample(seed):
+            raise NotRestartableError(
+                f"the loader that {self._name} returned cannot restore samples, for it has no restore_sample(key), or "
+                "says so: use a loader of penstock.data with keys=, or give yours the method"
+            )
+        with _undisturbed():
+            return self._of_seed(seed, "restore_sample()").restore_sample(key)
+
+    def _of_seed(self, seed: int, purpose: str) -> Any:
+        """The loader as a run with this seed has it."""
+        if self._seeded is None or self._seeded[0] != seed:
+            self._seeded = (seed, self._build(replace(NEUTRAL, seed=seed), purpose))
+        return self._seeded[1]
+
+    def _get(self, purpose: str) -> Any:
+        if self._instance is None:
+            self._instance = self._build(NEUTRAL, purpose)
+        return self._instance
+
+    def _build(self, assignment: Assignment, purpose: str) -> Any:
+        try:
+            with _undisturbed(), assigned(assignment):
+                instance = self._fn(*self._args, **self._kwargs)
+                if isinstance(instance, torch_data.DataLoader) and instance.num_workers > 0:
+                    # Here it is one process, which stands for its worker 0.
+                    if instance.worker_init_fn is not None:
+                        instance.worker_init_fn(0)
+                    instance.num_workers = 0
+        except Exception as error:
+            raise InputFnError(
+                f"{purpose} of {self._name} needs an instance of the loader in the training process, and input_fn "
+                f"raised here: {type(error).__name__}: {error}. Its data must be readable in the training process too"
+            ) from error
+        if instance is None:
+            raise InputFnError(
+                f"{self._name} returned None; it must return a torch DataLoader or an iterable of batches"
+            )
+        return instance
+
+
+def check_strict(input_fn: Callable[..., Any]) -> None:
+    """Raises TypeError if input_fn is a class, or is annotated to return one, with `strict` on one of its two methods:
+    before anything runs, where no instance is needed to know."""
+    made = input_fn
+    if not isinstance(input_fn, type):
+        try:
+            made = inspect.signature(input_fn, eval_str=True).return_annotation
+        except (TypeError, ValueError, NameError, AttributeError, SyntaxError):
+            return  # no annotations, or of names that only a type checker imports
+    if isinstance(made, type):
+        takes_strict(made)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put the random generators back afterwards."""
+    before = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(before)

@@ -1,0 +1,324 @@
+"""A saved state, as `DataLoader.state_dict()` returns it: built and read here, without any process.
+
+    {**aggregated, "__penstock__": {"format": 1, "step": S, "record": envelope, "of": {...}}}    with the four methods
+    {"state": aggregated, "__penstock__": ...}                                         the same, if that is no dict
+    {"__penstock__": ...}                                                              any other loader
+
+The user's part stays as their code returned it, readable and theirs to change. Ours is one reserved key with bytes in
+it, so that checkpoint libraries carry it along whatever they do to nested values, and its envelope has a checksum:
+damage is found when it is loaded. It holds nothing that differs between boxes, so every rank saves the same value.
+
+Libraries that load in place (torch.distributed.checkpoint) ask a loader for its state first, and fill in those values
+that it has: what was saved besides, an open document or a shard more, would be left out without a word, and what was
+not, an empty list that has grown, is an error. So the record holds the user's part as well, and torch's `load` is given
+a state with nothing but the places of ours to be filled (`blank`). Other such libraries are told apart by `of`, which
+says which record the visible part came with: a key and an empty dict, which they neither save nor load. Where the two
+    do
+not belong together the record's part counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import xxhash
+
+from penstock.proto.batch.digest import MASK, Cover
+from penstock.proto.errors import PenstockError, StateCorruptError, StateMismatchError, StateVersionError
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.state.position import MOST, Position
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["FORMAT", "KEY", "STATE", "Part", "Saved", "Start", "blank", "is_to_be_filled", "read"]
+
+KEY = "__penstock__"
+"""The reserved key of a saved state."""
+STATE = "state"
+"""Holds an aggregated state that is no dict."""
+FORMAT = 2
+"""The newest that is read; written only for a state that was converted to another shape, which has no parts."""
+OF_ITS_SHAPE = 1
+"""Every other state is as the first release writes and reads it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One worker's part of a record."""
+
+    box: int
+    slot: int
+    worker_step: int
+    samples: int
+    digest: int
+    """Of the worker's last batch up to the step, 0 if none: a replay is compared with it."""
+    restart: Any
+    """How a runner gets there: written and read by penstock.worker, opaque here."""
+    user: Any = None
+    """The loader's own state; None for a loader with the four methods, whose states were aggregated."""
+    next_digest: int = 0
+    """Of the worker's next batch, 0 if it was not known: a loader that resumes is compared with it."""
+    next_epoch: bool = False
+    """That batch is the next epoch's first."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a box sends to resume."""
+
+    base: records_pb2.BoxPosition
+    blob: bytes
+    """Envelope for the workers; b"" for a start from nothing."""
+    same_shape: bool
+
+
+@dataclass
+class Saved:
+    """A state at a step."""
+
+    step: int
+    input_fn: str
+    methods: int
+    """4, 2 or 0 of the state methods."""
+    num_boxes: int
+    """0 if the state was taken before any run was opened: it then fits any shape."""
+    num_workers_per_box: int
+    seed: int | None
+    """None only in a state that an older release took before its run was opened."""
+    positions: list[Position] = field(default_factory=list)
+    """One for each box; empty at step 0."""
+    full_digest: bool = False
+    """How the digests in it were made: a stream that goes on from here must make them so too."""
+    parts: list[Part] = field(default_factory=list)
+    """By global_worker_id; empty at step 0, and for a shape that the state was not saved on."""
+    aggregated: Any = None
+
+    @property
+    def by_rows(self) -> bool:
+        """The digests in it are sums over rows."""
+        return any(position.by_rows for position in self.positions)
+
+    @property
+    def cover(self) -> Cover:
+        """What the digests in it cover: a stream that goes on from here must make them so too."""
+        if self.by_rows:
+            return Cover.ROWS
+        return Cover.FULL if self.full_digest else Cover.SAMPLE
+
+    is_mixed: bool = False
+    """The workers' own states were counted from different places, and are good together on no other shape."""
+    by_hand: bool = False
+    """It is the user's, and holds no record of a run: nothing is known but what the loader's own methods make of it."""
+    is_changed: bool = False
+    """The user has made another state of the visible part: what was streamed when it was saved is no measure."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value that the user gets. Raises UnsupportedStateError now rather than when it is loaded."""
+        record: dict[str, Any] = {
+            "step": self.step,
+            "input_fn": self.input_fn,
+            "methods": self.methods,
+            "num_boxes": self.num_boxes,
+            "num_workers_per_box": self.num_workers_per_box,
+            "seed": self.seed,
+            "full_digest": self.full_digest,
+            "wrapped": type(self.aggregated) is not dict,
+            "positions": [position.to_proto().SerializeToString(deterministic=True) for position in self.positions],
+            "parts": [
+                {
+                    "box": part.box,
+                    "slot": part.slot,
+                    "worker_step": part.worker_step,
+                    "samples": part.samples,
+                    "digest": part.digest,
+                    "restart": part.restart,
+                    "user": part.user,
+                    "next_digest": part.next_digest,
+                    "next_epoch": part.next_epoch,
+                }
+                for part in self.parts
+            ],
+        }
+        if self.is_mixed:
+            record["mixed"] = True
+        number = FORMAT if self.positions and not self.parts else OF_ITS_SHAPE
+        if self.methods == 4:
+            record["aggregated"] = self.aggregated
+        envelope = encode_state(record)
+        ours = {KEY: {"format": number, "step": self.step, "record": envelope, "of": {_digest(envelope): {}}}}
+        if self.methods != 4:
+            return ours
+        if type(self.aggregated) is not dict:
+            return {STATE: self.aggregated, **ours}
+        if KEY in self.aggregated:
+            raise StateMismatchError(
+                f"aggregate_state_dict of {self.input_fn} returned a dict with the key {KEY!r}, which is reserved: "
+                "rename it"
+            )
+        return {**self.aggregated, **ours}
+
+    def start(self, box: int, num_boxes: int, num_workers_per_box: int, *, strict: bool) -> Start:
+        """What box `box` of this shape sends. Raises StateMismatchError if the loader cannot change its shape."""
+        if self.positions and (num_boxes, num_workers_per_box) != (self.num_boxes, self.num_workers_per_box):
+            other = self.reshaped(num_boxes, num_workers_per_box)
+            return other.start(box, num_boxes, num_workers_per_box, strict=strict)
+        base = self.positions[box] if self.positions else Position.start(num_workers_per_box, step=self.step)
+        if not self.positions and self.methods != 4:
+            return Start(base.to_proto(), b"", False)
+        slots = {
+            part.slot: {
+                "user": part.user,
+                "restart": part.restart,
+                "digest": part.digest,
+                "next_digest": part.next_digest,
+                "next_epoch": part.next_epoch,
+                "samples": part.samples,
+                "changed": self.is_changed,
+            }
+            for part in self.parts
+            if part.box == box
+        }
+        blob = encode_state({"aggregated": self.aggregated, "strict": strict, "slots": slots})
+        return Start(base.to_proto(), blob, bool(slots))
+
+    def reshaped(self, num_boxes: int, num_workers_per_box: int) -> Saved:
+        """This state for other boxes and workers: the loader's own methods alone decide who goes on with what, so no
+        worker has a part of its own any more. Raises StateMismatchError if the loader cannot change its shape."""
+        if self.methods != 4:
+            raise StateMismatchError(
+                f"the state of {self.input_fn} at step {self.step} was saved on "
+                f"{_shape(self.num_boxes, self.num_workers_per_box)} and cannot go on with "
+                f"{_shape(num_boxes, num_workers_per_box)}: its loader has "
+                f"{'only state_dict and load_state_dict' if self.methods else 'no state methods'}. Use the shape it "
+                "was saved on, or give the loader aggregate_state_dict and deaggregate_state_dict"
+            )
+        if self.is_mixed:
+            raise StateMismatchError(
+                f"the state of {self.input_fn} at step {self.step} is good only for "
+                f"{_shape(self.num_boxes, self.num_workers_per_box)}, on which it was saved: some of its workers had "
+                "been made again from the beginning, for resumed by its own methods the loader did not go on with the "
+                "right batches, and what they count does not add up with the others. Resume on that shape and save "
+                "once more"
+            )
+        epoch = max((position.epoch for position in self.positions), default=0)
+        positions = [Position.start(num_workers_per_box, step=self.step, epoch=epoch) for _ in range(num_boxes)]
+        chains = [position.chain for position in self.positions]
+        for box, position in enumerate(positions):
+            position.by_rows = self.by_rows
+            if num_boxes == self.num_boxes:  # the same streams over other workers
+                position.chain = chains[box]
+            elif self.by_rows and None not in chains:  # one box goes on with the sum, which is what counts
+                position.chain = 0 if box else sum(cast(list[int], chains)) & MASK
+            else:
+                position.chain = None
+        return replace(
+            self, num_boxes=num_boxes, num_workers_per_box=num_workers_per_box, positions=positions, parts=[]
+        )
+
+
+def blank() -> dict[str, Any]:
+    """A state to be filled in place: every saved state has these values, and they are all that it takes to load it."""
+    return {KEY: {"format": 0, "step": 0, "record": b""}}
+
+
+def is_to_be_filled() -> bool:
+    """Whether the state that is asked for now is one for torch.distributed.checkpoint.load to fill.
+
+    That asks whatever it loads into for its state, and tells it nothing; so who calls is all there is to go by. Should
+    it not be found here any more, it gets the whole state, which does for loaders whose states keep their parts.
+    """
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_loader":
+            return True
+    return False
+
+
+def _shape(num_boxes: int, num_workers_per_box: int) -> str:
+    boxes = "1 box" if num_boxes == 1 else f"{num_boxes} boxes"
+    workers = "1 worker" if num_workers_per_box == 1 else f"{num_workers_per_box} workers"
+    return f"{boxes} with {workers} each"
+
+
+def read(value: object) -> Saved:
+    """The record of a saved state.
+
+    Raises:
+        StateMismatchError: it is no state of a Penstock loader.
+        StateVersionError: a newer Penstock wrote it.
+        StateCorruptError: it is damaged.
+    """
+    if not isinstance(value, Mapping) or KEY not in value:
+        what = f"a {type(value).__qualname__}" if not isinstance(value, Mapping) else f"a dict without the key {KEY!r}"
+        raise StateMismatchError(
+            f"load_state_dict got {what}, which no DataLoader.state_dict() returned: pass on its value as it was"
+        )
+    ours = value[KEY]
+    if not isinstance(ours, Mapping) or not isinstance(ours.get("format"), int):
+        raise StateCorruptError(f"the saved state's {KEY!r} is damaged: it has no format number")
+    if ours["format"] > FORMAT:
+        raise StateVersionError(
+            f"the saved state has format {ours['format']}, written by a newer Penstock; this one reads formats up to "
+            f"{FORMAT}. Upgrade Penstock here"
+        )
+    if not isinstance(ours.get("record"), bytes | bytearray):
+        raise StateCorruptError(f"the saved state's {KEY!r} is damaged: its record is gone")
+    record = cast(dict[str, Any], decode_state(ours["record"]))
+    try:
+        saved, wrapped = _saved(record)
+    except PenstockError as error:
+        raise StateCorruptError(f"the saved state's record cannot be: {error.message}") from error
+    except Exception as error:  # a checksum holds, so these bytes were made by something else
+        raise StateCorruptError(f"the saved state's record cannot be: {type(error).__name__}: {error}") from error
+    if saved.step != ours.get("step"):
+        raise StateCorruptError(f"the saved state says step {ours.get('step')}, its record step {saved.step}")
+    if saved.methods == 4 and "aggregated" in record and not _belongs(ours):
+        saved.aggregated = record["aggregated"]
+    elif saved.methods == 4:
+        if wrapped and STATE not in value:
+            raise StateCorruptError(f"the saved state of {saved.input_fn} has lost its key {STATE!r}")
+        saved.aggregated = value[STATE] if wrapped else {key: item for key, item in value.items() if key != KEY}
+        saved.is_changed = encode_state(saved.aggregated) != encode_state(record.get("aggregated"))
+    return saved
+
+
+def _belongs(ours: Mapping[str, Any]) -> bool:
+    """Whether the visible part of a state is the one that its record came with."""
+    marks = ours.get("of")
+    return isinstance(marks, Mapping) and _digest(ours["record"]) in marks
+
+
+def _digest(envelope: bytes | bytearray) -> str:
+    return xxhash.xxh3_64_hexdigest(envelope)
+
+
+def _saved(record: dict[str, Any]) -> tuple[Saved, bool]:
+    saved = Saved(
+        step=int(record["step"]),
+        input_fn=str(record["input_fn"]),
+        methods=int(record["methods"]),
+        num_boxes=int(record["num_boxes"]),
+        num_workers_per_box=int(record["num_workers_per_box"]),
+        seed=None if record["seed"] is None else int(record["seed"]),
+        positions=[Position.from_proto(records_pb2.BoxPosition.FromString(data)) for data in record["positions"]],
+        full_digest=bool(record["full_digest"]),
+        parts=[Part(**part) for part in record["parts"]],
+        is_mixed=record.get("mixed") is True,
+    )
+    if saved.positions:
+        # Counted first: the numbers are only said, what was decoded is here.
+        places, workers = [(part.box, part.slot) for part in saved.parts], saved.num_workers_per_box
+        wanted = saved.num_boxes * workers if places or saved.methods != 4 else 0  # none: converted to this shape
+        if (len(saved.positions), len(places)) != (saved.num_boxes, wanted):
+            raise ValueError(
+                f"{len(saved.positions)} positions and {len(places)} workers for {saved.num_boxes} boxes of {workers}"
+            )
+        if places and places != [(box, slot) for box in range(saved.num_boxes) for slot in range(workers)]:
+            raise ValueError(f"workers {str(places)[:200]} for {saved.num_boxes} boxes of {workers}")
+        if any(len(position.total) != workers for position in saved.positions):
+            raise ValueError(f"a position of other than {workers} workers")
+    if saved.methods not in (0, 2, 4) or not 0 <= saved.step <= MOST or (saved.step > 0 and not saved.positions):
+        raise ValueError(f"{saved.methods} methods at step {saved.step} with {len(saved.positions)} positions")
+    return saved, bool(record["wrapped"])

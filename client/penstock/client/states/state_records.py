@@ -1,0 +1,88 @@
+"""Workers' records of a step, as a saved state and as checkpoints for the user."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from penstock.client.states.saved_state import Part, Saved
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.state.codec import decode_state
+from penstock.proto.state.position import Position
+from penstock.proto.state.restartable import DataLoaderCheckpoint
+
+__all__ = ["checkpoints_of", "saved_of"]
+
+
+def saved_of(
+    fetched: FetchedState, step: int, name: str, methods: int, seed: int, *, full_digest: bool
+) -> tuple[Saved, list[Any]]:
+    """Return the state without what aggregation adds, and the workers' own states by global_worker_id."""
+    first = fetched.records[0][0]
+    positions = [Position.from_proto(fetched.positions[box]) for box in sorted(fetched.positions)]
+    saved = Saved(step, name, methods, first.num_boxes, first.num_workers_per_box, seed, positions, full_digest)
+    values = [cast(dict[str, Any], decode_state(envelope)) for _, envelope in fetched.records]
+    for (record, _), value in zip(fetched.records, values, strict=True):
+        saved.parts.append(
+            Part(
+                record.box,
+                record.local_worker_id,
+                record.worker_step,
+                record.samples_streamed,
+                record.digest,
+                value["restart"],
+                None if methods == 4 else value["user"],
+                record.next_digest,
+                record.next_epoch,
+            )
+        )
+    return saved, _by_worker(saved, values)
+
+
+def _by_worker(saved: Saved, values: list[dict[str, Any]]) -> list[Any]:
+    """The loaders' own states in order of the workers that they take themselves for: a launch of a loader that is
+    resumed by its own methods begins with worker 0, and that may be any slot. Says in `saved` where some went on as
+    their saved state said, and others had to be made again: what each counts began elsewhere."""
+    launches = [value["launch"] for value in values if "launch" in value]
+    if len(launches) < len(values):
+        return [value["user"] for value in values]
+    places = {(part.box, launch["worker"]) for part, launch in zip(saved.parts, launches, strict=True)}
+    saved.is_mixed = len({launch["step"] for launch in launches}) > 1 or len(places) < len(values)
+    if saved.is_mixed:
+        return [value["user"] for value in values]
+    users = [None] * len(values)
+    for part, launch, value in zip(saved.parts, launches, values, strict=True):
+        users[part.box * saved.num_workers_per_box + launch["worker"]] = value["user"]
+    return users
+
+
+def checkpoints_of(fetched: FetchedState, loaded: Saved | None, step: int) -> list[DataLoaderCheckpoint]:
+    """Return the workers' records, with counts of this launch and of all.
+
+    loaded: the state that this launch began from. Workers of other numbers than its own began from nothing.
+    """
+    began = loaded.step if loaded is not None else 0
+    before = {(part.box, part.slot): part for part in loaded.parts} if loaded is not None else {}
+    checkpoints = []
+    for record, envelope in fetched.records:
+        part = before.get((record.box, record.local_worker_id))
+        if loaded is None or (record.num_boxes, record.num_workers_per_box) != (
+            loaded.num_boxes,
+            loaded.num_workers_per_box,
+        ):
+            part = None
+        checkpoints.append(
+            DataLoaderCheckpoint(
+                record.local_worker_id,
+                record.num_workers_per_box,
+                record.num_boxes,
+                record.box,
+                step - began,
+                record.worker_step - (part.worker_step if part is not None else 0),
+                record.samples_streamed - (part.samples if part is not None else 0),
+                cast(dict[str, Any], decode_state(envelope))["user"],
+                lifetime_appliance_step=step,
+                lifetime_worker_step=record.worker_step,
+                lifetime_samples_streamed=record.samples_streamed,
+            )
+        )
+    return checkpoints

@@ -1,0 +1,142 @@
+"""Devices that batches can be handed out on, and what the feed needs of one.
+
+A `Backend` copies tensors to its device. Copies only start in `copy`, in one order of their own, and how far they are
+is asked of an `Event`; so a source must stay as it is until then, and a result may be read by whatever the device runs
+after `hand_over`. Three implementations: the CPU here, whose copies are done when `copy` returns; CUDA in cuda.py; and
+in the tests one whose copies happen when the test says so. One suite of tests holds for all.
+
+Each tensor is copied by itself into memory of its own, and not the batch's whole region at once with views cut from
+it: a label that the loop keeps would hold the images beside it in device memory, and `torch.save` of it would write
+them. What that costs the training thread was measured for a dict of 8 tensors on the CPU backend: 23 us with eight
+copies, 21 us with one copy and eight views of it (2-core AMD EPYC; the views that are copied from take 10 of the 23).
+What a device adds for each copy that it is asked for, `benchmarks/device.py` shows where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from penstock.proto.batch.assemble import CARRIERS
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.lane.ring import Ring
+
+__all__ = ["Backend", "CpuBackend", "Event", "check_device", "copied"]
+
+
+class Event(Protocol):
+    """Where the device stood when it was made. torch.cuda.Event is one."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done. Never waits."""
+
+
+class Backend(Protocol):
+    """One device, for one feed. All of it belongs to the training thread."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches arrive."""
+
+    def lock(self, ring: Ring) -> None:
+        """Make copies out of this ring fast, for as long as the `Ring` lives: called once, before the first of them.
+        Never fails; where it cannot be done copies are slower."""
+
+    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        """Start copying contiguous CPU tensors to the device; never waits for it. Copies are done in the order in which
+        they were started.
+
+        Returns: as many tensors of the same dtypes and shapes, each with memory of its own; and an event that is done
+        when the last of them is. Until then the sources' memory must neither change nor go.
+        """
+
+    def hand_over(self, copies: Sequence[torch.Tensor], event: Event) -> None:
+        """What this thread has the device do from now on comes after these copies; never waits for them."""
+
+
+class _Done:
+    """The event of what has happened already."""
+
+    def query(self) -> bool:
+        return True
+
+
+class CpuBackend:
+    """The CPU as a device: batches are private copies."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._done = _Done()
+
+    def lock(self, ring: Ring) -> None:
+        """Nothing would make it faster."""
+
+    def copy(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        return copied(sources, self.device), self._done
+
+    def hand_over(self, copies: Sequence[torch.Tensor], event: Event) -> None:
+        """They are there."""
+
+
+_CARRIED: Final[dict[torch.dtype, torch.dtype]] = {
+    dtype: {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for dtype, (_, needed) in CARRIERS.items()
+    if needed is not None
+}
+"""Dtypes that are copied as integers of their size: not every torch copies them all, and some warn."""
+
+
+def copied(sources: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Start the copies, on the current stream of the device. Shapes, dtypes and bits are those of the sources."""
+    copies = []
+    for source in sources:
+        carrier = _CARRIED.get(source.dtype)
+        if carrier is None:
+            copies.append(torch.empty_like(source, device=device).copy_(source, non_blocking=True))
+        else:
+            carried = source.view(carrier)
+            copy = torch.empty_like(carried, device=device).copy_(carried, non_blocking=True)
+            copies.append(copy.view(source.dtype))
+    return copies
+
+
+def check_device(name: str) -> str:
+    """The name of a device that batches can be handed out on, in torch's spelling.
+
+    Args:
+        name: "cpu", "cuda" (the current device when a loader is first iterated) or "cuda:N".
+
+    Raises InvalidArgumentError for any other, and for one that this process cannot use.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidArgumentError(f'{name!r} names no device: use "cpu", "cuda" or "cuda:N"') from None
+    if device.type == "cpu":
+        if device.index:
+            raise InvalidArgumentError(f'{name!r} names no device, for there is one "cpu"')
+        return "cpu"
+    if device.type != "cuda":
+        raise InvalidArgumentError(
+            f'batches are copied to "cpu", "cuda" or "cuda:N", not to a device of type {device.type!r}: leave device '
+            "out, and move them in the loop"
+        )
+    if not torch.cuda.is_available():
+        if _built_for_cuda():
+            why = "torch finds no CUDA device here; see nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
+        else:
+            why = f"this torch ({torch.__version__}) was built without CUDA; install one that has it"
+        raise InvalidArgumentError(f'{name!r} cannot be used, for {why}. Or leave device out, or use device="cpu"')
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise InvalidArgumentError(
+            f"{name!r} cannot be used, for this process sees {count} CUDA devices, numbered from 0; see "
+            "CUDA_VISIBLE_DEVICES, and under torchrun use LOCAL_RANK"
+        )
+    return str(device)
+
+
+def _built_for_cuda() -> Any:
+    return torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]

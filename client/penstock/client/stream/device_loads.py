@@ -1,0 +1,146 @@
+"""Batches on their way from a ring slot to a device, and the lane that sends them off.
+
+What `SlotLane` is to views of the ring, `DeviceLane` is to copies out of it: `take` starts them and returns a `Load`,
+which keeps its ring in memory, and therefore page-locked, until they are done. What becomes of loads stands in
+device_reader.py.
+
+Tensors go to the device. Arrays are copied on the host, at once: as views they would hold the slot for as long as the
+loop keeps them.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.client.stream.device import Backend, Event
+from penstock.client.stream.lane_reader import RingView, SlotLane
+from penstock.proto.errors import PenstockError
+from penstock.proto.lane.endpoints import Consumer
+from penstock.proto.lane.frames import BATCH, END, Frame
+
+__all__ = ["LOOK_S", "DeviceLane", "Load", "LookingConsumer"]
+
+LOOK_S = 50e-6
+"""Seconds between two looks at an event while nothing else can be done; a copy of 1 MiB takes about as long."""
+
+
+class Load:
+    """A batch on its way to the device."""
+
+    __slots__ = ("batch", "copies", "digest", "event", "lane", "ring", "slot", "token")
+
+    def __init__(self, lane: DeviceLane, ring: RingView, frame: Frame) -> None:
+        self.lane = lane
+        self.ring = ring
+        self.slot: int = frame.slot
+        self.token = frame.ring << 16 | frame.slot
+        """See penstock.client.stream.lane_reader."""
+        self.digest: int = frame.digest
+        self.batch: Any = None
+        self.copies: list[torch.Tensor] = []
+        """Its tensors."""
+        self.event: Event | None = None
+        """None if it has no tensors."""
+
+    def move(self, leaves: list[Any]) -> list[Any]:
+        """Start the copies of views of the ring slot, and put them in the place of those."""
+        backend, tensors = self.lane.backend, [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        if tensors:
+            if torch.is_inference_mode_enabled():
+                # It may be handed out when the mode is over, to a loop that wants gradients.
+                with torch.inference_mode(False):
+                    self.copies, self.event = backend.copy(tensors)
+            else:
+                self.copies, self.event = backend.copy(tensors)
+        arrived = iter(self.copies)
+        return [
+            next(arrived)
+            if type(leaf) is torch.Tensor
+            else leaf.copy()
+            if type(leaf) is np.ndarray
+            else leaf  # a scalar, which is a copy already
+            for leaf in leaves
+        ]
+
+    @property
+    def done(self) -> bool:
+        """Nothing reads the ring slot any more. Raises what the device has failed with."""
+        return self.event is None or self.event.query()
+
+    def forget(self) -> None:
+        """Let go of the batch; what is left serves to release the slot."""
+        self.batch, self.copies = None, []
+
+    def wait(self, until: float) -> bool:
+        """Wait until it is done. False if it is not by `until` (monotonic)."""
+        while not self.done:
+            if time.monotonic() > until:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+
+class LookingConsumer(Consumer):
+    """A consumer that can look at the next frame and leave it there."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        super().__init__(sock, name)
+        self._seen: Frame | PenstockError | None = None
+
+    def look(self) -> Frame | None:
+        """What the next `receive` will return; what it will raise is None here, and kept for it too."""
+        if self._seen is None:
+            try:
+                self._seen = super().receive()
+            except PenstockError as error:
+                self._seen = error
+        return None if isinstance(self._seen, PenstockError) else self._seen
+
+    def receive(self) -> Frame | None:
+        seen = self._seen
+        if seen is None:
+            return super().receive()
+        self._seen = None
+        if isinstance(seen, PenstockError):
+            raise seen
+        return seen
+
+    def abandon(self, epoch: int) -> None:
+        seen = self._seen
+        if isinstance(seen, Frame) and seen.kind in (BATCH, END):
+            self._seen = None  # of a pass that is left now: `receive` passes over such frames
+        super().abandon(epoch)
+
+
+class DeviceLane(SlotLane):
+    """A slot's lane whose batches are copied to a device. `take` returns a Load, whose slot is held from `lend` on."""
+
+    __slots__ = ("backend",)
+
+    consumer: LookingConsumer | None
+
+    def __init__(self, slot: int, generation: int, name: str, backend: Backend) -> None:
+        super().__init__(slot, generation, name)
+        self.backend = backend
+
+    def _another(self, generation: int, name: str) -> SlotLane:
+        return DeviceLane(self.slot, generation, name, self.backend)
+
+    def _consumer(self, sock: socket.socket) -> Consumer:
+        return LookingConsumer(sock, self.name)
+
+    def take(self, frame: Frame) -> Load:
+        ring, assembler, shapes = self.checked(frame)
+        load = Load(self, ring, frame)
+        load.batch = assembler.assemble(shapes, ring.buffer, frame.slot * ring.slot_bytes, frame.nbytes, move=load.move)
+        return load
+
+    def _map(self, ring_id: int) -> RingView:
+        view = super()._map(ring_id)
+        self.backend.lock(view.ring)
+        return view

@@ -1,0 +1,331 @@
+"""One slot's lane as the training loop holds it: the consumer, the rings it maps, and which ring slots are still seen.
+
+A `SlotLane` belongs to one generation of a slot and outlives its connections: when a connection breaks, what it holds
+is said again in the next Hello. A new generation gets a new one, and a view that dies after that releases nothing, for
+its token goes to a deque that nobody reads any more.
+
+Tokens are ints, ring << 16 | slot, because a finalizer may append them and do nothing else (see
+penstock.proto.batch.assemble).
+
+**What is delivered is what was made.** Before a batch is handed out its bytes are compared with the digest that its
+runner computed when it wrote them: of up to 64 KiB all, of more a sample, or all with `Appliance(digest="full")`. A
+difference is a BatchCorruptError, upon which the feed gives the connection up: the ring at its other end still has the
+batch. Only what stays wrong, CORRUPT_TRIES times in a row, is an error in the training loop.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from typing import Any
+
+from penstock.proto.batch.digest import Cover, Layouts, region_digest, rows_digest
+from penstock.proto.batch.flatten import Assembler, wrap_buffer
+from penstock.proto.batch.structure import Structure
+from penstock.proto.errors import BatchCorruptError, ProtocolError
+from penstock.proto.lane.endpoints import Consumer, dims_of
+from penstock.proto.lane.frames import Frame
+from penstock.proto.lane.ring import Ring
+from penstock.proto.v1 import lane_pb2
+from penstock.runtime.process import forks
+
+__all__ = ["CORRUPT_TRIES", "RingView", "SlotLane"]
+
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 1.0
+CUT_OFF_S = 2.0
+"""Seconds for which a worker's host cannot be reached before another worker is asked for: a daemon that died is known
+to the coordinator within 1.5 s, and it says so better."""
+CHECK_S = 0.1
+"""Seconds before the second try, for the coordinator to be heard in."""
+CORRUPT_TRIES = 8
+"""Times that a batch is fetched, each time damaged, before it is an error. Where every second one is damaged, as often
+in a row once in 256 batches; so a link as bad as that ends the run, and within a second."""
+LEFT_KEPT = 256
+"""Passes left: a runner that dies starts from a base of the last seconds, in which a loop leaves no more."""
+
+
+class RingView:
+    """A ring in the form that the hot path reads it."""
+
+    __slots__ = ("buffer", "group", "held", "limit", "ring", "slot_bytes")
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.buffer = wrap_buffer(ring.map)
+        self.slot_bytes = ring.slot_bytes
+        self.held: set[int] = set()
+        """Slots that views still see."""
+        self.limit = min(max(2, ring.slots // 2), ring.slots - 1)
+        """From so many held slots on the loop gets copies: one that keeps its batches must not stop the producer."""
+        self.group = max(1, ring.slots // 4)
+        """Deliveries between two acks."""
+
+
+class SlotLane:
+    """See the module. All of it belongs to the training thread."""
+
+    __slots__ = (
+        "backoff_s",
+        "consumer",
+        "copies",
+        "corrupt",
+        "current_ring",
+        "cut_epoch",
+        "cut_off_at",
+        "cut_off_since",
+        "cuts",
+        "failed_since",
+        "freed",
+        "generation",
+        "group",
+        "last_digest",
+        "layout",
+        "left",
+        "name",
+        "poll",
+        "release",
+        "retry_at",
+        "rings",
+        "slot",
+        "tried_failed",
+        "trouble",
+        "unacked",
+        "unreachable",
+        "unsettled",
+        "unused",
+        "vouched",
+        "wanted",
+    )
+
+    def __init__(self, slot: int, generation: int, name: str) -> None:
+        self.slot = slot
+        self.generation = generation
+        self.name = name
+        """For messages: worker, box, slot."""
+        self.consumer: Consumer | None = None
+        self.poll = select.poll()
+        """For what comes over the connection. Made once: it would cost more than the wait of a quick worker."""
+        self.rings: dict[int, RingView] = {}
+        self.current_ring = 0
+        self.release: deque[int] = deque()
+        self.freed: list[int] = []
+        """Ring, slot, ring, slot ... to be named in the next ack."""
+        self.unacked = 0
+        """Batches delivered since the last ack."""
+        self.group = 1
+        self.cuts = 0
+        """Passes left so far, over all generations."""
+        self.cut_epoch = -1
+        """The pass left last."""
+        self.left: deque[tuple[int, int]] = deque(maxlen=LEFT_KEPT)
+        """(epoch, the slot's last batch of it) of the passes left."""
+        self.unsettled = False
+        """Nothing has come since the lane was opened or a pass was left."""
+        self.unused = 0
+        """Frames since the last batch that was due, or since the connection was made."""
+        self.last_digest = 0
+        self.layout: tuple[Structure, list[int]] | None = None
+        """Structure and dims of the batch that was checked last."""
+        """Of the slot's last delivered batch."""
+        self.wanted: list[int] = []
+        """Step, total, step, total ... of the snapshots announced and not yet passed."""
+        self.retry_at = 0.0
+        self.backoff_s = FIRST_BACKOFF_S
+        self.trouble = ""
+        """Why the last attempt to open the lane failed."""
+        self.cut_off_since = self.cut_off_at = 0.0
+        """Since when its worker's host cannot be reached, and when that was first seen here; 0 = it can."""
+        self.vouched = False
+        """The last try to reach it was begun after the coordinator had been heard, behind `cut_off_at`."""
+        self.unreachable = ""
+        """Why the coordinator is asked for another worker; "" = it is not."""
+        self.failed_since = 0.0
+        self.tried_failed = False
+        self.copies = 0
+        self.corrupt = 0
+        """Times in a row that what came was damaged."""
+
+    def successor(self, generation: int, name: str) -> SlotLane:
+        """The lane of the slot's next generation: the count of cuts and the last digest go on, all else is new."""
+        after = self._another(generation, name)
+        after.cuts, after.cut_epoch, after.unsettled = self.cuts, self.cut_epoch, self.unsettled
+        after.left = self.left
+        after.last_digest, after.wanted, after.copies = self.last_digest, self.wanted, self.copies
+        return after
+
+    def _another(self, generation: int, name: str) -> SlotLane:
+        """A new lane of this slot."""
+        return SlotLane(self.slot, generation, name)
+
+    # ---- connections
+
+    def hello(self, hello: lane_pb2.Hello) -> None:
+        """Fill in what this end holds. Ring numbers are a producer's own: an earlier one's mean nothing to it."""
+        self.drain()
+        self.freed.clear()
+        for ring_id, ring in self.rings.items():
+            hello.held.extend(lane_pb2.Slot(ring=ring_id, slot=slot) for slot in ring.held)
+        hello.cuts = self.cuts
+        hello.last_digest = self.last_digest
+        hello.left.extend(lane_pb2.Left(epoch=epoch, total=total) for epoch, total in self.left)
+        hello.wanted.extend(self.wanted)
+        if self.cuts and self.unsettled and self.left and hello.next_total - 1 <= self.left[-1][1]:
+            # The producer may not have heard of the last cut. One that has, knows so by the count; and one of which the
+            # loop has had a batch behind it, has.
+            hello.abandon_epoch = self.cut_epoch + 1
+            hello.epoch = self.cut_epoch
+
+    def attach(self, sock: socket.socket, wake_fd: int) -> None:
+        """The connection is there; `poll` shall tell of `wake_fd` too."""
+        consumer = self._consumer(sock)
+        forks.keep(consumer)
+        consumer.cuts = self.cuts
+        self.consumer = consumer
+        self.unacked = 0
+        self.unused = 0
+        self.poll = select.poll()
+        self.poll.register(consumer.fileno(), select.POLLIN)
+        self.poll.register(wake_fd, select.POLLIN)
+        self.unsettled = True
+        self.trouble = ""
+
+    def _consumer(self, sock: socket.socket) -> Consumer:
+        """What reads a connection."""
+        return Consumer(sock, self.name)
+
+    def settle(self) -> None:
+        """Something came: the peer works, and has heard of all cuts."""
+        self.unsettled = False
+        self.backoff_s = FIRST_BACKOFF_S
+        self.cut_off_since = self.cut_off_at = 0.0
+        self.unreachable = ""
+
+    def dials(self, heard_at: float) -> None:
+        """A try to open it begins; the coordinator was last heard at that time."""
+        self.vouched = heard_at > self.cut_off_at > 0.0
+
+    def cut_off(self, now: float, silent_s: float, why: str) -> bool:
+        """Its worker's host could not be reached, or was not heard of for `silent_s`. True if the coordinator is to be
+        asked for another one: it was so for a while, and this end's network was seen to work meanwhile. Without that a
+        host whose own cable was out would, once it is back, take its slots from workers that are well."""
+        self.lose(now, why)
+        if not self.cut_off_at:
+            self.cut_off_since, self.cut_off_at = now - silent_s, now
+            self.retry_at = max(self.retry_at, now + CHECK_S)
+        elif self.vouched and now - self.cut_off_since >= CUT_OFF_S:
+            self.unreachable = why
+        return bool(self.unreachable)
+
+    def lose(self, now: float, why: str) -> None:
+        """The connection is gone; another may be tried a little later."""
+        if self.consumer is not None:
+            self.consumer.close(say_so=False)
+            self.consumer = None
+        self.trouble = why
+        self.retry_at = now + self.backoff_s
+        self.backoff_s = min(2 * self.backoff_s, MAX_BACKOFF_S)
+
+    def close(self) -> None:
+        """Leave on purpose, or for another generation."""
+        if self.consumer is not None:
+            self.consumer.close()
+            self.consumer = None
+
+    # ---- batches
+
+    def take(self, frame: Frame) -> Any:
+        """The batch of a BATCH frame: views of its ring slot, or copies while few slots are free.
+
+        Raises BatchCorruptError if it is not what its runner made.
+        """
+        ring_id, slot = frame.ring, frame.slot
+        ring, assembler, shapes = self.checked(frame)
+        if self.release:
+            self.drain()
+        held = ring.held
+        copy = len(held) >= ring.limit
+        if copy:
+            self.copies += 1
+        batch = assembler.assemble(
+            shapes, ring.buffer, slot * ring.slot_bytes, frame.nbytes, self.release, ring_id << 16 | slot, copy
+        )
+        held.add(slot)
+        return batch
+
+    def checked(self, frame: Frame) -> tuple[RingView, Assembler, list[int]]:
+        """What is needed to assemble a batch, once its bytes are those that its runner wrote."""
+        ring = self.rings.get(frame.ring)
+        if ring is None:
+            ring = self._map(frame.ring)
+        consumer = self.consumer
+        assert consumer is not None
+        assembler, layouts = consumer.compiled.get(frame.structure) or self._compile(frame.structure)
+        nbytes = frame.nbytes
+        dims = frame.rest if not frame.size else dims_of(frame, ring.ring)
+        if len(dims) & 7:
+            raise ProtocolError(f"{self.name}: dims of {len(dims)} bytes")
+        shapes, seed = layouts.find(nbytes, dims)
+        view, offset, cover = ring.ring.view, frame.slot * ring.slot_bytes, frame.flags
+        if cover == Cover.ROWS:
+            try:
+                digest = rows_digest(assembler.structure, shapes, view, offset, nbytes)
+            except ValueError as error:
+                raise ProtocolError(f"{self.name}: {error}") from None
+        else:
+            digest = region_digest(seed, view, offset, nbytes, cover == Cover.FULL)
+        if digest != frame.digest:
+            raise BatchCorruptError(
+                f"{self.name}: batch {frame.total} of the slot is not what its runner made, by its digest"
+            )
+        self.layout = assembler.structure, shapes
+        return ring, assembler, shapes
+
+    def skip(self, frame: Frame) -> None:
+        """Give back the slot of a batch that nobody needs."""
+        self.freed += (frame.ring, frame.slot)
+
+    def drain(self) -> None:
+        """Take note of the views that have died."""
+        release, rings, freed = self.release, self.rings, self.freed
+        while release:
+            token = release.popleft()
+            ring_id, slot = token >> 16, token & 0xFFFF
+            ring = rings.get(ring_id)
+            if ring is not None:
+                ring.held.discard(slot)
+                if ring_id != self.current_ring and not ring.held:
+                    del rings[ring_id]
+            freed += (ring_id, slot)
+
+    def ack(self, total: int) -> bool:
+        """Say what was delivered and released. False while the socket has no room for it."""
+        consumer = self.consumer
+        if consumer is None:
+            return True
+        if self.release:
+            self.drain()
+        if self.freed:
+            consumer.release(self.freed)
+            self.freed.clear()
+        if self.unacked:
+            consumer.delivered(total)
+            self.unacked = 0
+        return consumer.flush()
+
+    def _map(self, ring_id: int) -> RingView:
+        assert self.consumer is not None
+        ring = self.consumer.rings[ring_id]
+        # A producer never goes back to an outgrown ring: let its memory go with its last view.
+        self.rings = {known: view for known, view in self.rings.items() if view.held}
+        self.current_ring = ring_id
+        view = self.rings[ring_id] = RingView(ring)
+        self.group = view.group
+        return view
+
+    def _compile(self, structure: int) -> tuple[Assembler, Layouts]:
+        assert self.consumer is not None
+        found = Structure.from_bytes(self.consumer.structures[structure])
+        compiled = self.consumer.compiled[structure] = Assembler(found), Layouts(found.key)
+        return compiled

@@ -1,0 +1,571 @@
+"""The hot path: frames of several lanes -> batches in the order of the position. All of it runs in the training thread.
+
+`Feed.next` asks the lane whose turn it is for a frame, makes a batch of it and moves the position on; when nothing is
+there it waits for that lane or for news of the slots. What went before is acknowledged at a later call and not before
+the batch is returned: until then the loop does not have it. Acks go in groups; a wait that lasts sends all acks of all
+lanes, for a producer without credits would wait for us.
+
+Nothing is taken on trust about order: a batch that is not exactly the next one of its slot is an error, and what comes
+twice after a reconnect is given back unseen. Nor about content: a batch that is damaged is fetched again from the ring
+at the lane's other end, and an error only if it stays damaged (penstock.client.stream.lane_reader).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NoReturn
+
+from penstock.client.stream import open_streams
+from penstock.client.stream.checkpoint_schedule import Schedule
+from penstock.client.stream.lane_reader import CORRUPT_TRIES, SlotLane
+from penstock.client.stream.open_run import Run
+from penstock.proto.batch.structure import Structure
+from penstock.proto.errors import (
+    BatchCorruptError,
+    DeadlineError,
+    ForkedProcessError,
+    LaneLostError,
+    NoWorkersError,
+    PenstockError,
+    ProtocolError,
+)
+from penstock.proto.lane.frames import BATCH, CLOSE, END, ERROR, MAX_UNUSED, Frame
+from penstock.proto.lane.ring import MAX_SLOTS
+from penstock.proto.lane.tcp import USER_TIMEOUT_S
+from penstock.proto.rpc.channel import error_of
+from penstock.proto.state.position import Position, advance
+from penstock.proto.state.restartable import by_own_methods
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import lane_pb2, records_pb2
+
+__all__ = ["PASS_ENDED", "Feed", "Stats"]
+
+PASS_ENDED: Final = object()
+"""Returned by `Feed.next` instead of a batch."""
+OUTRUN = 2 * (MAX_SLOTS + 8)
+"""Batches of each slot that announced checkpoint steps reach ahead: a worker may be a ring ahead of the loop, and hears
+of more when the loop is half way there."""
+FAILED_GRACE_S = 2.0
+"""A slot that has failed may still have batches, and its own error, on the way in its lane."""
+RETRY_FLUSH_S = 0.02
+LAZY_S = 0.002
+"""Seconds of a wait after which acks go out whose group is not full. At once would be one system call and one wake-up
+of the producer for each batch of a loop that is faster than its workers."""
+
+_log = logging.getLogger("penstock.client")
+
+
+@dataclass
+class Stats:
+    """Figures of a run's stream so far."""
+
+    steps: int = 0
+    """Batches handed to the loop."""
+    waited_s: float = 0.0
+    """Seconds that the loop waited for data."""
+    waited_by_worker: dict[str, float] = field(default_factory=dict)
+    """Seconds, by the worker that was waited for."""
+    copies: int = 0
+    """Batches that were handed out as copies, because the loop held too many views."""
+    ahead: int = 0
+    """Batches whose copy to the device had been started before the loop asked for them; 0 without a device."""
+    recoveries: int = 0
+    """Slots that moved to another runner while the loop was reading."""
+    corrupt: int = 0
+    """Times that something came damaged, over the network or in memory, and was fetched again."""
+    skipped: int = 0
+    """Batches that were left out since the loader was opened, for they killed their runners (poison="skip")."""
+
+
+class Feed:
+    """The batches of one box, in order."""
+
+    def __init__(self, run: Run, position: Position, label: str, timeout_s: float) -> None:
+        self.position = position
+        self.stats = Stats()
+        self.first_step = position.step
+        """Before its first batch."""
+        self.wait_s = 0.0
+        """Seconds waited for the last batch."""
+        self.layout: tuple[Structure, list[int]] | None = None
+        """Structure and dims of the last batch."""
+        self.thread = threading.get_ident()
+        """The thread that reads; lanes know no other."""
+        self._run = run
+        self._label = label
+        self._timeout_s = timeout_s
+        self._version = -1
+        self._poll = select.poll()  # for slots without a lane
+        self._poll.register(run.wake_fd, select.POLLIN)
+        self._lanes = [self._first_lane(slot) for slot in range(run.num_slots)]
+        self._restarts = [0] * run.num_slots
+        self._slow = [""] * run.num_slots
+        self._start_places = [0] * run.num_slots
+        self._queue_moved = 0.0
+        """When a runner that waited to be started had fewer before it, or none, the last time."""
+        self._open_epochs = position.epoch
+        self._waiting_since = 0.0
+        self._moving = False
+        self._cuts: list[tuple[int, int]] = []
+        self._told_unsharded = self._told_not_used = False
+        run.progress.waited_by_slot = [0.0] * run.num_slots
+        run.progress.position = self.snapshot
+        run.progress.unreachable = self._unreachable
+        open_streams.feeds.add(self)
+
+    # ---- the hot path
+
+    def next(self) -> Any:
+        """The next batch, or PASS_ENDED; waits for it.
+
+        Raises:
+            DeadlineError: no batch within the deadline; names who was waited for.
+            PenstockError: the input failed, after every batch that came before it.
+        """
+        position = self.position
+        total = position.total
+        if self._version != self._run.version:
+            self._refresh()
+        self.wait_s = 0.0
+        self._waiting_since = 0.0  # a wait that ended with the pass, or an error, is not this one's
+        while True:
+            slot = position.live[position.cursor]
+            lane = self._lanes[slot]
+            if lane.unacked >= lane.group:
+                lane.ack(total[slot])
+            consumer = lane.consumer
+            frame = None
+            if consumer is not None:
+                try:
+                    frame = consumer.receive()
+                except LaneLostError as error:
+                    lane.lose(time.monotonic(), error.message)
+                except ProtocolError as error:
+                    lane.lose(time.monotonic(), error.message)
+                    raise
+            if frame is None:
+                self._wait(lane)
+                continue
+            if lane.unsettled and frame.kind != CLOSE:  # that one may have been sent before a cut was heard of
+                lane.settle()
+            if frame.kind != BATCH or frame.epoch != position.epoch or frame.total != total[slot] + 1:
+                if self._other(lane, frame):
+                    return PASS_ENDED
+                continue
+            digest = frame.digest
+            try:
+                batch = lane.take(frame)
+            except BatchCorruptError as error:
+                self._corrupt(lane, error.message)
+                continue
+            except BaseException as error:
+                # Not delivered; should the caller try again, the producer sends it again.
+                lane.lose(time.monotonic(), str(error))
+                raise
+            self._count(lane, digest)
+            return batch
+
+    def _count(self, lane: SlotLane, digest: int) -> None:
+        """The batch that is due is delivered."""
+        if self._waiting_since:
+            self._waiting_since = 0.0
+        lane.last_digest = digest
+        self.layout = lane.layout
+        lane.unacked += 1
+        lane.unused = lane.corrupt = 0
+        self._moving = True
+        self.position.deliver(digest)
+        self._moving = False
+
+    def _corrupt(self, lane: SlotLane, what: str) -> None:
+        """What came of this lane is damaged: fetch it again, or raise BatchCorruptError if it stays so."""
+        lane.corrupt += 1
+        self.stats.corrupt += 1
+        lane.lose(time.monotonic(), what)
+        if lane.corrupt >= CORRUPT_TRIES:
+            slot = lane.slot
+            lane.corrupt = 0  # should the caller try again, so does the lane
+            raise self._placed(
+                BatchCorruptError(
+                    f"{self._label}: batch {self.position.total[slot] + 1} of the slot came damaged {CORRUPT_TRIES} "
+                    f"times in a row; memory or network damages data, at the worker or here. The last time: {what}"
+                ),
+                slot,
+            )
+        _log.warning("%s: what came is damaged and is fetched again: %s", self._label, what)
+
+    def _other(self, lane: SlotLane, frame: Frame) -> bool:
+        """Anything but the batch that is due. True if the pass has ended."""
+        position, kind, slot = self.position, frame.kind, lane.slot
+        if kind == ERROR:
+            if frame.error.name == BatchCorruptError.__name__:
+                self._corrupt(lane, frame.error.message)
+                return False
+            error = self._placed(error_of(frame.error), slot)
+            self._run.error = error  # there is nothing after it
+            raise error
+        if kind == END:
+            if frame.epoch < position.epoch:
+                self._pass_over(lane)
+                return False  # of a slot that had ended, said again after a reconnect
+            if frame.epoch != position.epoch or frame.total != position.total[slot]:
+                raise self._confused(lane, f"the end of pass {frame.epoch} after batch {frame.total}")
+            if by_own_methods(self._run.views[slot].traits):
+                position.carry()
+            self._moving = True
+            try:
+                return position.exhaust()
+            finally:
+                self._moving = False
+        if kind == BATCH:
+            if frame.total <= position.total[slot]:
+                lane.skip(frame)
+                self._pass_over(lane)
+                return False
+            raise self._confused(lane, f"batch {frame.total} of pass {frame.epoch}")
+        if frame.rest:
+            self._cut_off(lane, frame.error)
+        else:
+            lane.lose(time.monotonic(), "the worker closed the lane")
+        return False
+
+    def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
+        """The lander cannot reach the lane's worker. Reports go out at once: to hear whether the coordinator can be
+        reached from here, and then to ask it for another worker."""
+        silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
+        first = not lane.cut_off_at
+        if lane.cut_off(time.monotonic(), silent_s, error.message) or first:
+            self._run.report_soon()
+
+    def _unreachable(self) -> list[tuple[int, int, str]]:
+        """(slot, generation, why) of workers that cannot be reached, for the watch thread: all that they have of this
+        box. The loop waits for one slot at a time, and would find out of each only when its turn comes."""
+        views, lanes = self._run.views, list(self._lanes)
+        why = {views[lane.slot].worker: lane.unreachable for lane in lanes if lane.unreachable}
+        known = [(lane, views[lane.slot]) for lane in lanes]
+        return [
+            (lane.slot, lane.generation, why[view.worker])
+            for lane, view in known
+            if view.worker in why and view.generation == lane.generation
+        ]
+
+    def _pass_over(self, lane: SlotLane) -> None:
+        """A frame came that nobody needs. If that is all that comes, no wait and no deadline would ever be reached."""
+        lane.unused += 1
+        if lane.unused > MAX_UNUSED:
+            raise self._confused(lane, f"{lane.unused} frames that nobody needs")
+
+    def _confused(self, lane: SlotLane, what: str) -> ProtocolError:
+        position, slot = self.position, lane.slot
+        lane.lose(time.monotonic(), "out of order")
+        return ProtocolError(
+            f"{lane.name}: sent {what}, where batch {position.total[slot] + 1} of pass {position.epoch} was due"
+        )
+
+    # ---- waiting
+
+    def _wait(self, lane: SlotLane) -> None:
+        """Wait until there may be something for `lane`. Acks of all lanes go out first."""
+        run = self._run
+        version = run.version
+        if self._version != version:
+            self._refresh()
+            return
+        if run.error is not None:
+            raise run.error
+        if run.closed:
+            raise PenstockError(f"{self._label}: its run was closed while it was being read")
+        now = time.monotonic()
+        if not self._waiting_since:
+            self._waiting_since = now
+        view = run.views[lane.slot]
+        if lane.consumer is None and self._connect(lane, view, now):
+            return
+        # A runner that waits for others to be started is not late while these are: each of them has its own deadline.
+        until = max(self._waiting_since, self._queue_moved) + self._timeout_s
+        if now >= until:
+            self.flush()
+            raise self._deadline(lane, view, now - self._waiting_since)
+        if view.phase == pb.FAILED:
+            until = min(until, self._failed(lane, view, now))
+        if lane.consumer is None and view.phase in (pb.READY, pb.FAILED):
+            until = min(until, max(lane.retry_at, now + 0.001))
+        lazy_until = self._waiting_since + LAZY_S
+        if now < lazy_until:
+            until = min(until, lazy_until)
+        elif not self.flush():
+            until = min(until, now + RETRY_FLUSH_S)
+        poll = self._poll if lane.consumer is None else lane.poll
+        progress, worker = run.progress, view.worker
+        progress.waiting_since = now
+        progress.waiting_for = lane.slot + 1
+        try:
+            for fd, _ in poll.poll(max(0.0, until - now) * 1000 + 0.5):
+                if fd == run.wake_fd:
+                    os.eventfd_read(fd)
+        finally:
+            progress.waiting_for = 0
+            self._waited(lane.slot, worker, time.monotonic() - now)
+
+    def _waited(self, slot: int, worker: str, seconds: float) -> None:
+        """Enter a wait into the figures."""
+        self.wait_s += seconds
+        stats = self.stats
+        stats.waited_s += seconds
+        stats.waited_by_worker[worker] = stats.waited_by_worker.get(worker, 0.0) + seconds
+        self._run.progress.waited_by_slot[slot] += seconds
+
+    def _failed(self, lane: SlotLane, view: pb.SlotView, now: float) -> float:
+        """The slot is lost for good: raises its error once nothing more can come; until then, when to look again."""
+        if lane.consumer is None:
+            if lane.tried_failed:
+                raise self._slot_error(view)
+            return now
+        if not lane.failed_since:
+            lane.failed_since = now
+        if now - lane.failed_since > FAILED_GRACE_S:
+            raise self._slot_error(view)
+        return lane.failed_since + FAILED_GRACE_S
+
+    def raise_failed(self, view: pb.SlotView) -> NoReturn:
+        """The slot has failed and will deliver nothing any more."""
+        raise self._slot_error(view)
+
+    def _slot_error(self, view: pb.SlotView) -> PenstockError:
+        error = self._placed(error_of(view.error), view.slot)
+        self._run.error = error
+        return error
+
+    def _placed(self, error: PenstockError, slot: int) -> PenstockError:
+        """The same error with its place."""
+        worker = self._run.views[slot].worker or "no worker"
+        message = f"{error.message} [worker {worker}, box {self._run.box}, slot {slot}, step {self.position.step + 1}]"
+        return type(error)(message, remote_traceback=error.remote_traceback)
+
+    def _deadline(self, lane: SlotLane, view: pb.SlotView, waited: float) -> DeadlineError:
+        run, slot = self._run, lane.slot
+        step = self.position.step + 1
+        away = ""
+        if run.away_since is not None:
+            seconds = time.monotonic() - run.away_since
+            away = f"; the coordinator has not answered for {seconds:.0f} s ({run.away_because})"
+        if view.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING):
+            missing = sum(v.phase in (pb.SLOT_PHASE_UNSPECIFIED, pb.WAITING) for v in run.views)
+            return NoWorkersError(
+                f"{self._label}: box {run.box} waited {waited:.0f} s for step {step}: {missing} of its "
+                f"{run.num_slots} slots have no worker (slot {slot} is due){away}. Start more `penstock worker`s or "
+                "ones with more --slots, or lower num_workers_per_box; `penstock status` shows who is there"
+            )
+        starting = "its runner is still starting"
+        if view.start_place:
+            starting = f"its runner is number {view.start_place} of {view.start_queue} that wait to be started there"
+        doing = {pb.STARTING: starting, pb.READY: "its next batch has not come"}
+        trouble = f"; its lane cannot be opened: {lane.trouble}" if lane.consumer is None and lane.trouble else ""
+        what = f"its runner is {view.doing}" if view.doing else doing.get(view.phase, "it has failed")
+        return DeadlineError(
+            f"{self._label}: box {run.box} waited {waited:.0f} s for step {step} from slot {slot} on worker "
+            f"{view.worker or 'unknown'}: {what}{trouble}{away} (timeout_s={self._timeout_s:g})",
+            remote_traceback=view.stack if view.doing else "",
+        )
+
+    # ---- slots and their lanes
+
+    def _first_lane(self, slot: int) -> SlotLane:
+        """A slot's lane before any generation of it is known."""
+        return SlotLane(slot, 0, self._lane_name(slot, ""))
+
+    def _lane_name(self, slot: int, worker: str) -> str:
+        return f"box {self._run.box}, slot {slot}, worker {worker or 'unknown'}"
+
+    def _refresh(self) -> None:
+        """Take note of what the watch thread learned: slots that moved, slots that became ready."""
+        run = self._run
+        if isinstance(run.error, ForkedProcessError):
+            raise run.error  # also where frames are left that had been read: they are the parent's
+        self._version = run.version
+        notes = []
+        now = time.monotonic()
+        for view in run.views:
+            slot, lane = view.slot, self._lanes[view.slot]
+            if view.generation > lane.generation:
+                moved = lane.generation > 0
+                lane.close()
+                lane = self._lanes[slot] = lane.successor(view.generation, self._lane_name(slot, view.worker))
+                if moved:
+                    self.stats.recoveries += 1
+                if moved and view.handed_over:
+                    what = f"slot {slot} of box {run.box} is on worker {view.worker} now: {view.note}"
+                    _log.info("%s: %s", self._label, what)
+            if view.restarts > self._restarts[slot]:
+                self._restarts[slot] = view.restarts
+                stack = f"\nIts stack when it died:\n{view.stack}\n" if view.stack and not view.doing else ""
+                why = f"{view.note or f'moved to worker {view.worker}'}{stack}"
+                notes.append(
+                    f"slot {slot} of box {run.box} was recovered: {why}; the stream goes on as if nothing had happened"
+                )
+            if view.doing and view.doing != self._slow[slot]:
+                notes.append(f"slow worker: slot {slot} of box {run.box} on worker {view.worker} is {view.doing}")
+            self._slow[slot] = view.doing
+            if self._start_places[slot] > view.start_place:
+                self._queue_moved = now
+            self._start_places[slot] = view.start_place
+            if lane.consumer is None and view.phase == pb.READY:
+                self._connect(lane, view, now)
+        if not self._told_unsharded and run.num_workers > 1 and all(_never_looked(view) for view in run.views):
+            self._told_unsharded = True
+            warnings.warn(
+                f"{self._label}: no worker asked for its assignment, so every worker streams the whole input, and each "
+                "sample comes once from every worker. Shard it in input_fn or its dataset: a = penstock.worker."
+                "current_assignment() and a.global_worker_id of a.total_num_workers, or torch's get_worker_info()",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._tell_not_used(run.views)
+        self.stats.skipped = sum(view.skipped for view in run.views)
+        for note in notes:
+            warnings.warn(f"{self._label}: {note}", UserWarning, stacklevel=2)
+
+    def _tell_not_used(self, views: Sequence[pb.SlotView]) -> None:
+        """Say once that states of the loader are not used: its saves and recoveries take longer."""
+        why = next((view.traits.not_used for view in views if view.traits.not_used), "")
+        if why and not self._told_not_used:
+            self._told_not_used = True
+            _log.warning("%s: %s", self._label, why)
+
+    def _connect(self, lane: SlotLane, view: pb.SlotView, now: float) -> bool:
+        if view.generation != lane.generation or now < lane.retry_at:
+            return False
+        if view.phase == pb.FAILED and not lane.tried_failed and (view.local_address or view.tcp_address):
+            lane.tried_failed = True  # what it had produced before it failed may still be had
+        elif view.phase != pb.READY:
+            lane.tried_failed = lane.tried_failed or view.phase == pb.FAILED
+            return False
+        position, run = self.position, self._run
+        total = position.total[lane.slot]
+        hello = lane_pb2.Hello(next_total=total + 1, epoch=position.epoch)
+        hello.delivered = total
+        hello.open_epochs = self._open_epochs
+        lane.hello(hello)
+        lane.dials(run.heard_at)
+        try:
+            sock = run.dial(view, hello)
+        except (OSError, PenstockError) as error:
+            lane.lose(now, str(error))
+            return False
+        lane.attach(sock, run.wake_fd)
+        return True
+
+    # ---- between batches
+
+    def flush(self) -> bool:
+        """Send all acks. False while a socket has no room."""
+        total = self.position.total
+        done = True
+        for lane in self._lanes:
+            done = lane.ack(total[lane.slot]) and done
+        return done
+
+    def open_epochs(self, limit: int) -> None:
+        """Let the workers open passes up to this epoch."""
+        if limit > self._open_epochs:
+            self._open_epochs = limit
+            for lane in self._lanes:
+                if lane.consumer is not None:
+                    lane.consumer.open_epochs(limit)
+
+    def announce(self, schedule: Schedule, last: int | None) -> int | None:
+        """Tell the workers which snapshots will be asked for next. Returns the step at which to do so again."""
+        position = self.position
+        steps = schedule.ahead(position.step, last, OUTRUN * len(self._lanes))
+        pairs: list[list[int]] = [[] for _ in self._lanes]
+        at = position.copy()
+        for step in steps:
+            if step - at.step <= len(self._lanes):
+                while at.step < step:
+                    at.deliver()  # a tenth of what `advance` takes, and where every step is announced it counts
+            else:
+                at = advance(at, step, {})
+            for lane in self._lanes:
+                if at.total[lane.slot] > position.total[lane.slot]:
+                    pairs[lane.slot] += (step, at.total[lane.slot])
+        for lane in self._lanes:
+            new = pairs[lane.slot]
+            if new != lane.wanted and new and lane.consumer is not None:
+                lane.consumer.want(new)
+            lane.wanted = new
+        return steps[(len(steps) - 1) // 2] if steps else None
+
+    def cut(self) -> None:
+        """Leave the pass here; the workers drop what they have of it."""
+        position = self.position
+        if not any(position.delivered):
+            return  # nothing of the pass was taken
+        epoch = position.epoch
+        self._cuts.append((epoch, position.step))
+        self._run.progress.cuts = tuple(self._cuts)
+        for lane in self._lanes:
+            lane.cuts += 1
+            lane.cut_epoch = epoch
+            lane.left.append((epoch, position.total[lane.slot]))
+            lane.unsettled = True
+            lane.ack(position.total[lane.slot])
+            if lane.consumer is not None:
+                lane.consumer.abandon(epoch)
+        self._moving = True
+        position.cut()
+        self._moving = False
+        # Other boxes may ask for a state before this one's next report, which would then lack the cut.
+        self._run.report()
+
+    @property
+    def copies(self) -> int:
+        """Batches handed out as copies."""
+        return sum(lane.copies for lane in self._lanes)
+
+    @property
+    def run(self) -> Run:
+        """Whose batches these are."""
+        return self._run
+
+    def open_lanes(self) -> list[Literal["local", "tcp"]]:
+        """The kind of each lane that is open; from any thread."""
+        views = self._run.views
+        lanes = [lane for lane in list(self._lanes) if lane.consumer is not None]
+        return ["tcp" if self._run.is_remote(views[lane.slot]) else "local" for lane in lanes]
+
+    @property
+    def held(self) -> int:
+        """Batches of which the loop holds views, as far as it is known by now; from any thread."""
+        return sum(len(ring.held) for lane in list(self._lanes) for ring in list(lane.rings.values()))
+
+    def snapshot(self) -> records_pb2.BoxPosition | None:
+        """The position, also while the training thread moves it: for the watch thread."""
+        position = self.position
+        for _ in range(1000):
+            before = (position.step, position.epoch, len(position.live))
+            if not self._moving:
+                copied = position.to_proto()
+                if not self._moving and before == (position.step, position.epoch, len(position.live)):
+                    return copied
+            time.sleep(0)  # another thread is in the middle of a few assignments
+        return None
+
+    def close(self) -> None:
+        """Leave all lanes. Batches that the loop still holds stay valid."""
+        last = self.snapshot()
+        self._run.progress.position = lambda: last  # for the run's last report
+        self._run.progress.unreachable = list
+        for lane in self._lanes:
+            lane.close()
+
+
+def _never_looked(view: pb.SlotView) -> bool:
+    """Its input asked nowhere which worker it is; a worker says so once the first batch is out."""
+    return view.HasField("traits") and not view.traits.looked_at_assignment

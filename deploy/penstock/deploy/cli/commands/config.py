@@ -1,0 +1,55 @@
+"""`penstock config`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.console.options import AsJson, Debug
+
+__all__ = ["config"]
+
+
+class Of(StrEnum):
+    """Whose settings."""
+
+    coordinator = "coordinator"
+    worker = "worker"
+    client = "client"
+    up = "up"
+
+
+def config(
+    of: Annotated[
+        Of | None,
+        typer.Argument(
+            metavar="[coordinator|worker|client|up]", help="Whose settings; client: a training job's. Default: all."
+        ),
+    ] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Print a settings file with every setting, its meaning and its default.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Show the settings that hold here, and where each came from.
+
+    A flag wins over a PENSTOCK_* variable, a variable over the settings file, the file over the default. This shows all
+    but flags: what a daemon or a training job that was started here without any would run with. Never a secret. A
+    setting that cannot be meant is shown with the reason, and ends with 2; one that is only missing does not.
+
+    \b
+    Examples:
+      penstock config                                   everything
+      penstock config worker --config node.toml         what a worker would take from that file
+      penstock config client --json | jq .settings      for a script
+      penstock config --example > ~/.config/penstock/config.toml
+    """
+    from penstock.deploy.operations.list_settings import show_config, show_example
+
+    if example:
+        show_example()
+        return 0
+    return show_config(of.value if of else None, as_json)

@@ -1,0 +1,25 @@
+"""`penstock demo`."""
+
+from __future__ import annotations
+
+from penstock.deploy.console.common_options import quiet_grpc
+from penstock.deploy.console.options import AsJson, Debug
+
+__all__ = ["demo"]
+
+
+def demo(as_json: AsJson = False, debug: Debug = False) -> int:
+    """Show what Penstock does, in under a minute: stream, kill a worker, save, resume elsewhere, compare.
+
+    Starts a coordinator and two workers on this machine and ends them again. Ends with 0 if the disturbed stream is
+    the undisturbed one, batch by batch, else with 1.
+
+    \b
+    Examples:
+      penstock demo
+      penstock demo --json | jq .ok
+    """
+    quiet_grpc()
+    from penstock.deploy.demo.run_demo import run_demo
+
+    return run_demo(as_json)

@@ -1,0 +1,211 @@
+"""`penstock doctor`: of a machine, of a cluster, of a loader or a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.deploy.console.common_options import Group, subcommands, tls_flags
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.exit_codes import guarded
+from penstock.deploy.console.options import (
+    LARGEST_SEED,
+    AsJson,
+    Debug,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsName,
+    TokenFile,
+)
+
+__all__ = ["doctor"]
+
+_INPUT_FN = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+
+
+class _FindsWhatIsMeant(Group):
+    """`penstock doctor` is `doctor machine`; `penstock doctor TARGET` is `doctor loader TARGET`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing and not args:  # a shell that completes: nothing is meant yet
+            return super().parse_args(ctx, args)
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["loader" if _has_target(args) else "machine", *args]
+        return super().parse_args(ctx, args)
+
+
+def _has_target(args: list[str]) -> bool:
+    """A loader or a checkpoint, at the beginning, or at the end after options and no value of one."""
+    if not args:
+        return False
+    before = args[-2] if len(args) > 1 else ""
+    value = before.startswith("-") and before not in ("--json", "--debug", "--replay")
+    last = bool(_INPUT_FN.fullmatch(args[-1])) or Path(args[-1]).exists()
+    return not args[0].startswith("-") or (last and not value)
+
+
+doctor = subcommands(_FindsWhatIsMeant)
+
+InputFn = Annotated[
+    str | None, typer.Option("--input-fn", metavar="MODULE:NAME", help="Loader that shall run: can it, here or there?")
+]
+
+
+@doctor.callback()
+def _doctor() -> None:
+    """Check a machine, a cluster, a loader or a checkpoint, and say what to do.
+
+    `penstock doctor` alone is `penstock doctor machine`; `penstock doctor MODULE:NAME` and `penstock doctor CHECKPOINT`
+    are `penstock doctor loader ...`.
+
+    \b
+    Examples:
+      penstock doctor                                   is this machine ready?
+      penstock doctor cluster --boxes 8 --workers 4     can this cluster take my job, from here?
+      penstock doctor mypackage.data:train_input        can my loader be saved and resumed exactly?
+      penstock doctor run1/checkpoints                  are my checkpoints whole?
+    """
+
+
+@doctor.command("machine")
+@guarded
+def doctor_machine(
+    slots: Annotated[
+        int | None,
+        typer.Option("--slots", metavar="N", min=1, help="Slots of a worker here. Default: as set, else the cores."),
+    ] = None,
+    input_fn: InputFn = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="PREFIX", help="Prefixes of that worker, for --input-fn; repeatable."),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Address of a coordinator here.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option("--state-dir", metavar="DIR", help="State directory of a coordinator here.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For importing the loader's module.")
+    ] = 60.0,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Check this machine: versions, kernel, limits, clock, disk, ports, TLS, token, settings.
+
+    Looks at what the settings that hold here would need (`penstock config` shows them): without --slots and
+    --state-dir, a worker with a slot for each core, and no coordinator. With --input-fn, imports its module in a
+    process of its own. Starts nothing and leaves nothing. Exit code 32 if there is a problem; warnings alone are 0.
+
+    \b
+    Examples:
+      penstock doctor machine
+      penstock doctor machine --slots 32 --input-fn mypackage.data:train_input --allow mypackage
+      penstock doctor machine --state-dir /var/lib/penstock --listen 0.0.0.0:7070
+      penstock doctor machine --json | jq '.findings[] | select(.level != "ok")'
+    """
+    from penstock.deploy.doctor.findings import show_findings
+    from penstock.deploy.doctor.machine_check import Asked, check_machine
+
+    flags = {
+        "slots": slots,
+        "allow": ",".join(allow) if allow else None,
+        "listen": listen,
+        "state_dir": state_dir,
+        **tls_flags(tls_ca, tls_cert, tls_key, tls_name),
+    }
+    asked = Asked(flags, token_file, input_fn, deadline)
+    return show_findings("This machine", list(check_machine(asked)), as_json)
+
+
+@doctor.command("cluster")
+@guarded
+def doctor_cluster(
+    boxes: Annotated[
+        int | None, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the job that shall run.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="W", min=1, help="Workers of each of its boxes.")
+    ] = None,
+    input_fn: InputFn = None,
+    *,
+    peer: Peer,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Check a cluster from here: is its coordinator reached, and every worker's lanes?
+
+    Run it where the training job runs. Name, connection, TLS, token, versions, clocks; each worker, its lanes tried
+    from here; slots that are free for --boxes and --workers on workers that may run --input-fn. Exit code 32 if there
+    is a problem; warnings alone are 0. Needs a token of the role admin.
+
+    \b
+    Examples:
+      penstock doctor cluster --coordinator head:7070
+      penstock doctor cluster --boxes 8 --workers 4 --input-fn mypackage.data:train_input
+    """
+    from penstock.deploy.doctor.cluster_check import Job, check_cluster
+    from penstock.deploy.doctor.findings import show_findings
+
+    found = check_cluster(peer.address, peer.tls, peer.token, Job(boxes, workers, input_fn))
+    return show_findings(f"The cluster of {peer.address}", list(found), as_json)
+
+
+@doctor.command("loader")
+@guarded
+def doctor_loader(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME|CHECKPOINT",
+            help="An input_fn, importable from here; or the folder of a checkpoint, or one with checkpoints in it.",
+        ),
+    ],
+    args: Annotated[str, typer.Option("--args", metavar="JSON", help="Its positional arguments, a JSON list.")] = "[]",
+    kwargs: Annotated[str, typer.Option("--kwargs", metavar="JSON", help="Its named ones, a JSON object.")] = "{}",
+    batches: Annotated[
+        int, typer.Option("--batches", metavar="N", min=2, max=5000, help="Batches to stream from each worker.")
+    ] = 32,
+    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, max=64, help="Workers of the one box.")] = 1,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="A loader without state methods may be saved by replay: Appliance(replay=True)."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=LARGEST_SEED, help="Of the run.")] = 0,
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="SECONDS", min=1, help="For each child process that runs the loader.")
+    ] = 300.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> int:
+    """Check beforehand whether a loader can be saved and resumed exactly; or whether checkpoints are whole.
+
+    Of a loader: streams N batches with a snapshot after each, restores some of them in fresh processes, and compares
+    what comes next: the check that every run makes, and more of it. Exit code 0: it can. 30: a restored loader yields
+    other batches. 31: it streams well, but cannot be saved as it is.
+
+    Of checkpoints: reads all files and compares them with what was written. 24: one is damaged, which is named.
+
+    \b
+    Examples:
+      penstock doctor mypackage.data:train_input --workers 2 --batches 100
+      penstock doctor mypackage.data:train_input --kwargs '{"root": "/data", "batch_size": 8}'
+      penstock doctor run1/checkpoints --json
+    """
+    from penstock.deploy.doctor.checkpoint_check import is_path, show_checkpoints
+
+    if is_path(target):
+        return show_checkpoints(Path(target), as_json)
+    from penstock.deploy.doctor.loader_check import Question
+    from penstock.deploy.doctor.loader_report import show_doctor
+
+    return show_doctor(Question(target, args, kwargs, batches, workers, replay, seed, deadline), as_json)

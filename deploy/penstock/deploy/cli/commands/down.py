@@ -1,0 +1,35 @@
+"""`penstock down`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.options import AsJson, Debug, option
+
+__all__ = ["down"]
+
+
+def down(
+    name: Annotated[str | None, option(UpSettings, "name", "NAME")] = None,
+    dir: Annotated[str | None, option(UpSettings, "dir", "DIR")] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="For an orderly end; then it is killed.")
+    ] = 60.0,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """End what `penstock up` started, whichever engine it was: workers first, then the coordinator.
+
+    Its journal, token and logs stay, so that `penstock up` goes on where it was. Ends with 0 if nothing is up, too.
+
+    \b
+    Examples:
+      penstock down
+      penstock down --name eval
+    """
+    from penstock.deploy.engines.up_down import run_down
+
+    run_down({"name": name, "dir": dir}, timeout, as_json)

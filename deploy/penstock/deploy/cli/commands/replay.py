@@ -1,0 +1,82 @@
+"""`penstock replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.cli.completion import run_names
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.options import LARGEST, LARGEST_BOX, AsJson, Debug
+
+__all__ = ["replay"]
+
+
+def replay(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN", help="JOB/ORDINAL; JOB is JOB/0. None: from a --checkpoint alone.", autocompletion=run_names
+        ),
+    ] = None,
+    step: Annotated[
+        int, typer.Option("--step", metavar="S", min=1, max=LARGEST, help="Step of the box that got the batch.")
+    ] = ...,  # type: ignore[assignment]
+    box: Annotated[int, typer.Option("--box", metavar="B", min=0, max=LARGEST_BOX, help="The box.")] = 0,
+    row: Annotated[int | None, typer.Option("--row", metavar="I", min=0, help="Show one row of the batch too.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the batch, to FILE.pst, FILE.npz or FILE.pt.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="PREFIX", help="Prefix of modules whose input_fn may run here; repeatable."),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option("--state-dir", metavar="DIR", help="Read the journal of a coordinator that is stopped."),
+    ] = None,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option("--checkpoint", metavar="FILE", help="File with a saved state to start from; repeatable."),
+    ] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(
+            "--attempt", metavar="N", min=1, max=LARGEST, help="Of the run. Default: the last that had the step."
+        ),
+    ] = None,
+    args: Annotated[
+        str | None, typer.Option("--args", metavar="JSON", help="Positional arguments of input_fn, if not the run's.")
+    ] = None,
+    kwargs: Annotated[str | None, typer.Option("--kwargs", metavar="JSON", help="Named ones, a JSON object.")] = None,
+    script: Annotated[
+        Path | None, typer.Option("--script", metavar="FILE", help="The training script, if input_fn is in it.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after so long.")
+    ] = 3600.0,
+    *,
+    peer: Peer,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a batch again that a box was handed, bit by bit, and show what is in it.
+
+    Runs the loader here, in processes of its own, from the newest place that is kept: a snapshot, a checkpoint, or the
+    beginning. What it made is compared with the flight record, where that is known. Needs your data, and --allow.
+
+    \b
+    Examples:
+      penstock replay myjob --step 1234 --allow mypackage
+      penstock replay myjob --step 1234 --box 3 --row 2 --out spike.pt --allow mypackage
+      penstock replay --checkpoint ckpt.pt --step 1300 --allow mypackage          without a coordinator
+    """
+    from penstock.deploy.replay.replay_batch import Request
+    from penstock.deploy.replay.replay_report import show_replay
+
+    request = Request(
+        run, step, box, row, out, attempt, state_dir, checkpoint or (), args, kwargs, allow or (), script, timeout
+    )
+    show_replay(request, peer, as_json)

@@ -1,0 +1,117 @@
+"""`penstock state`, and `penstock state convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.deploy.cli.completion import run_names
+from penstock.deploy.console.common_options import Group, subcommands
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.exit_codes import guarded
+from penstock.deploy.console.options import LARGEST, AsJson, Debug
+
+__all__ = ["state"]
+
+
+class _ShowsByDefault(Group):
+    """`penstock state RUN` is short for `penstock state show RUN`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The commands, and what `show` takes."""
+        completed = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("-"):
+            return completed
+        show = self.commands["show"]
+        context = show.make_context("show", [], parent=ctx, resilient_parsing=True)
+        run = next(parameter for parameter in show.params if parameter.name == "run")
+        return [*completed, *run.shell_complete(context, incomplete)]
+
+
+state = subcommands(_ShowsByDefault, no_args_is_help=True)
+
+
+@state.callback()
+def _state() -> None:
+    """Show the state of a run at a step (`penstock state RUN`), or convert a saved one to another shape.
+
+    \b
+    Examples:
+      penstock state myjob                                        where the run is, and each worker's state
+      penstock state convert ckpt.pt new.pt --boxes 2 --workers 8
+    """
+
+
+@state.command("show")
+@guarded
+def state_show(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="JOB/ORDINAL as `penstock status` shows it; JOB is JOB/0.", autocompletion=run_names
+        ),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            metavar="S",
+            min=0,
+            max=LARGEST,
+            help="Step of the boxes. Default: the last that every box has had.",
+        ),
+    ] = None,
+    deadline: Annotated[
+        float,
+        typer.Option("--deadline", metavar="SECONDS", min=0.1, max=3600, help="Wait so long for the workers."),
+    ] = 60.0,
+    *,
+    peer: Peer,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show the state of a run at a step: one DataLoaderCheckpoint for each worker of every box.
+
+    Asking disturbs nobody. A step outside the retention window is an error that names the steps that can be had (20).
+
+    \b
+    Examples:
+      penstock state myjob                          at the last step that every box has had
+      penstock state show myjob/1 --step 1200       the job's second loader, at a step
+      penstock state myjob --json | jq '.workers[].samples_streamed'
+    """
+    from penstock.deploy.operations.show_state import show_state
+
+    show_state(run, step, deadline, peer, as_json)
+
+
+@state.command("convert")
+@guarded
+def state_convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="File with what DataLoader.state_dict() returned.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, of the same kind.")],
+    boxes: Annotated[int, typer.Option("--boxes", metavar="R", min=1, help="Boxes of the job that goes on.")],
+    workers: Annotated[int, typer.Option("--workers", metavar="W", min=1, help="Workers of each of them.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Turn a saved state for one number of boxes and workers into one for another, and say what that means.
+
+    IN was written by encode_state or torch.save; the state may be a part of a larger checkpoint, the rest of which is
+    copied. A loader without the four state methods cannot change its shape: 22.
+
+    \b
+    Examples:
+      penstock state convert ckpt.pt new.pt --boxes 2 --workers 8
+      penstock state convert ckpt.pt /dev/null --boxes 2 --workers 8 --json       can it be done?
+    """
+    from penstock.deploy.operations.convert_state import show_convert
+
+    show_convert(source, target, boxes, workers, as_json)

@@ -1,0 +1,29 @@
+"""`penstock status`."""
+
+from __future__ import annotations
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.options import (
+    AsJson,
+    Debug,
+)
+
+__all__ = ["status"]
+
+
+def status(
+    peer: Peer,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show runs, boxes, slots and workers: rates, and who waits for whom.
+
+    \b
+    Examples:
+      penstock status
+      penstock status --coordinator head:7070 --token-file ~/penstock/token
+      penstock status --json | jq '.workers[] | select(.live | not) | .worker'
+    """
+    from penstock.deploy.operations.show_status import show_status
+
+    show_status(peer, as_json)

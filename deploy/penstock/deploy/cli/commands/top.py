@@ -1,0 +1,45 @@
+"""`penstock top`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.options import (
+    AsJson,
+    Debug,
+)
+
+__all__ = ["top"]
+
+
+def top(
+    peer: Peer,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="Look so often.")
+    ] = 1.0,
+    count: Annotated[
+        int | None,
+        typer.Option("-n", "--count", metavar="N", min=1, help="Look N times, then end. Default: until q or Ctrl-C."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once and print lines: short for -n 1.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Watch runs: how fast they are, how long they wait, and who holds them up.
+
+    On a terminal it is a screen that is drawn anew each second, with what matters most on top: the sentence that names
+    the bottleneck, the slots that boxes wait for, faults. Elsewhere, or with -n, it is a line for each run and for each
+    event; with --json an object a line. A coordinator that goes away is waited for. q or Ctrl-C ends it.
+
+    \b
+    Examples:
+      penstock top
+      penstock top --once                                   a look for scripts and bug reports
+      penstock top --json -n 60 --interval 10 >> runs.jsonl     ten minutes on record
+    """
+    from penstock.deploy.operations.show_top import run_top
+
+    run_top(peer, interval_s=interval, count=1 if once else count, as_json=as_json)

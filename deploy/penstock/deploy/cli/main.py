@@ -1,0 +1,125 @@
+"""The command `penstock`, put together from penstock.deploy.cli.commands.
+
+Nothing heavy is imported before a command needs it: `--help` is text, and `coordinator`, `worker` and `status` never
+see torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, NoReturn
+
+import typer
+
+from penstock.deploy.cli.commands.config import config
+from penstock.deploy.cli.commands.coordinator import coordinator
+from penstock.deploy.cli.commands.demo import demo
+from penstock.deploy.cli.commands.doctor import doctor
+from penstock.deploy.cli.commands.down import down
+from penstock.deploy.cli.commands.replay import replay
+from penstock.deploy.cli.commands.state import state
+from penstock.deploy.cli.commands.status import status
+from penstock.deploy.cli.commands.top import top
+from penstock.deploy.cli.commands.up import up
+from penstock.deploy.cli.commands.worker import worker
+from penstock.deploy.console.common_options import CONTEXT, EPILOG, App, Group
+from penstock.deploy.console.exit_codes import INTERRUPTED, UNSAID, USAGE, guarded
+from penstock.deploy.console.options import ConfigFile
+from penstock.runtime.telemetry.logs import printable
+
+__all__ = ["app", "main"]
+
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+"""What a print may raise."""
+
+
+class _Commands(Group):
+    heads: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Try it": ("demo",),
+        "Run it": ("coordinator", "worker", "up", "down"),
+        "Look at it": ("status", "top", "state", "replay"),
+        "Check and set up": ("doctor", "config"),
+    }
+
+
+app = App(
+    cls=_Commands,
+    name="penstock",
+    help="Penstock feeds accelerators: input workers elsewhere, an ordinary iterator here, exact resume.",
+    epilog="\b\nExamples:\n"
+    "  penstock doctor                                         is this machine ready?\n"
+    "  penstock coordinator --state-dir ~/penstock             once in a cluster\n"
+    "  penstock worker --slots 8 --allow mypackage             on each input node\n"
+    "  penstock status                                         who waits for whom\n\n" + EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # help is text: the same in a terminal, a file and a bug report
+    pretty_exceptions_enable=False,  # an expected error is one line (see exit_codes.py), a bug is a plain traceback
+    context_settings=CONTEXT,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _penstock(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    config: ConfigFile = None,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"penstock {installed('penstock')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+app.command()(guarded(coordinator))
+app.add_typer(worker, name="worker")
+app.command()(guarded(up))
+app.command()(guarded(down))
+app.command()(guarded(demo))
+app.command()(guarded(status))
+app.command()(guarded(top))
+app.add_typer(state, name="state")
+app.command()(guarded(replay))
+app.add_typer(doctor, name="doctor")
+app.command()(guarded(config))
+
+
+def main() -> None:
+    """Entry point of `penstock`, once all this is imported; see __main__."""
+    for given in sys.argv:
+        if not given.isascii() and any("\ud800" <= char <= "\udfff" for char in given):  # how Python has such bytes
+            _end(f"an argument is not UTF-8: {printable(given)}", USAGE)
+    if sys.stdout is None:
+        _end("standard output is closed; >/dev/null if nothing of it is wanted", UNSAID)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may hold what the terminal's encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in UNWRITTEN or error.filename is not None:  # not of a print
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
+        if isinstance(error, BrokenPipeError):  # `| head` has what it wanted
+            raise SystemExit(UNSAID) from None
+        _end(f"standard output cannot be written: {error.strerror}", UNSAID)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # Typer's own end, for a print that was not held back
+            raise SystemExit(UNSAID) from None
+        raise
+    except KeyboardInterrupt:  # before a command began
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _end(why: str, code: int) -> NoReturn:
+    print(f"penstock: {why}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,1 @@
+"""What commands have in common: settings, options, exit codes, tables."""

@@ -1,0 +1,77 @@
+"""Where a command's token comes from. It is never an argument, which every user of the machine could read, and never
+printed or logged; a coordinator that was given none makes one and says in which file it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+
+from penstock.proto.errors import InvalidArgumentError, JournalError
+from penstock.proto.rpc.channel import read_token, read_tokens
+from penstock.proto.rpc.credentials.roles import Role
+from penstock.runtime.config.settings_file import token_file_of_settings
+
+__all__ = ["coordinator_tokens", "make_token", "peer_token"]
+
+_log = logging.getLogger("penstock.deploy")
+FILE = "token"
+"""Of the state directory."""
+
+
+def peer_token(role: Role, file: Path | None) -> str:
+    """The token of a worker or an operator: from the file, else from the environment."""
+    return read_token(role, file=file)
+
+
+def coordinator_tokens(file: Path | None, state_dir: Path | None) -> str:
+    """The text of tokens for a coordinator, which makes one that is good for all roles if there is none.
+    `state_dir` None: it keeps nothing on disk.
+
+    Raises AuthenticationError for a file that cannot be read, JournalError if none can be written.
+    """
+    named = os.environ.get("PENSTOCK_TOKEN") or os.environ.get("PENSTOCK_TOKEN_FILE") or token_file_of_settings()
+    if file is not None or named:
+        return read_tokens(file)
+    if state_dir is None:
+        raise InvalidArgumentError(
+            "a coordinator that keeps nothing on disk has no place for a token of its own: set PENSTOCK_TOKEN, or give "
+            "--token-file"
+        )
+    path = state_dir / FILE
+    made = make_token(path)
+    _log.info(
+        "token: %s in %s; give workers and training jobs PENSTOCK_TOKEN_FILE=%s",
+        "made one" if made else "the one",
+        path,
+        path.absolute(),
+    )
+    return read_tokens(path)
+
+
+def make_token(path: Path) -> bool:
+    """A fresh token in a file that only we can read; False if there is one already. Whole or not there at all.
+
+    Raises JournalError if it cannot be written.
+    """
+    if path.exists():
+        return False
+    beside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as out:
+            out.write(secrets.token_urlsafe(32) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            os.link(beside, path)  # unlike rename, this never replaces another's
+        except FileExistsError:
+            return False
+        finally:
+            beside.unlink()
+    except OSError as error:
+        raise JournalError(f"no token can be written to {path}: {error}") from error
+    return True

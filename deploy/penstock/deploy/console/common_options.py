@@ -1,0 +1,152 @@
+"""What commands have in common: how their help is laid out, and the options that all of them take.
+
+`App` and `subcommands` make every command the same way, so that none can be without its exit codes or `--config`. A
+command that asks the coordinator has one parameter `peer`, which stands for the options that say where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.exit_codes import EXIT_LINES
+from penstock.deploy.console.options import ConfigFile, Coordinator, TlsCa, TlsCert, TlsKey, TlsName, TokenFile
+
+__all__ = ["CONTEXT", "EPILOG", "App", "Group", "quiet_grpc", "subcommands", "tls_flags"]
+
+EPILOG = f"\b\nExit codes:\n{EXIT_LINES}\n\n\b\nMore: docs/cli.md"
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+_SECTIONS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("Coordinator", frozenset(("coordinator", "token_file"))),
+    ("TLS", frozenset(("tls_ca", "tls_cert", "tls_key", "tls_name"))),
+    ("General", frozenset(("as_json", "config", "debug", "help", "install_completion", "show_completion", "version"))),
+)
+"""Options that many commands have stand after their own, under these heads."""
+
+
+def _format_options(self: Any, ctx: Any, formatter: Any) -> None:
+    arguments: list[tuple[str, str]] = []
+    own: list[tuple[str, str]] = []
+    shared: dict[str, list[tuple[str, str]]] = {head: [] for head, _ in _SECTIONS}
+    for parameter in self.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None:
+            continue
+        head = next((head for head, names in _SECTIONS if parameter.name in names), None)
+        if parameter.param_type_name == "argument":
+            arguments.append(record)
+        else:
+            (own if head is None else shared[head]).append(record)
+    for head, records in (("Arguments", arguments), ("Options", own), *shared.items()):
+        if records:
+            with formatter.section(head):
+                formatter.write_dl(records)
+
+
+class _Command(TyperCommand):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Under heads."""
+        _format_options(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """Commands, listed under the heads of what they are for."""
+
+    heads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Head -> commands, in order; all others come under "Commands"."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of the heads, also where a shell completes."""
+        order = [name for commands in self.heads.values() for name in commands]
+        return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Under heads; then the commands."""
+        _format_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """By head."""
+        names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
+        listed = {name for commands in self.heads.values() for name in commands}
+        rest = {"Commands": tuple(name for name in names if name not in listed)}
+        for head, commands in {**self.heads, **rest}.items():
+            rows = [(name, _first_line(self.commands[name])) for name in commands if name in names]
+            if rows:
+                with formatter.section(head):
+                    formatter.write_dl(rows)
+
+
+def _first_line(command: Any) -> str:
+    """Of its help, whole: what is cut off teaches nothing."""
+    return " ".join((command.help or "").split("\n\n")[0].split())
+
+
+class App(typer.Typer):
+    """Whose commands all end their help with the exit codes, and take `--config`."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # type: ignore[override]
+        """As of Typer."""
+        add = super().command(name, **{"cls": _Command, "epilog": EPILOG, **settings})
+        return lambda command: add(_completed(command))
+
+
+_PEER: dict[str, Any] = {
+    "coordinator": Coordinator,
+    "token_file": TokenFile,
+    "tls_ca": TlsCa,
+    "tls_cert": TlsCert,
+    "tls_key": TlsKey,
+    "tls_name": TlsName,
+}
+
+
+def _completed(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with `--config`, which has done its work when it is parsed, and with the options of a `peer`."""
+    signature = inspect.signature(command, eval_str=True)
+    asks = "peer" in signature.parameters
+
+    @functools.wraps(command)
+    def run(*, config: object = None, **given: Any) -> Any:
+        if asks:
+            quiet_grpc()
+            given["peer"] = Peer(**{name: given.pop(name) for name in _PEER})
+        return command(**given)
+
+    options: dict[str, inspect.Parameter] = {}
+    for parameter in signature.parameters.values():
+        if parameter.name == "peer":
+            options |= {name: _option(name, annotation) for name, annotation in _PEER.items()}
+        else:
+            options[parameter.name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    options["config"] = _option("config", ConfigFile)
+    run.__signature__ = signature.replace(parameters=list(options.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: option.annotation for name, option in options.items()}
+    return run
+
+
+def _option(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def subcommands(cls: type[Group] = Group, **settings: Any) -> App:
+    """A command that has commands of its own."""
+    return App(cls=cls, epilog=EPILOG, rich_markup_mode=None, context_settings=CONTEXT, **settings)
+
+
+def quiet_grpc() -> None:
+    """gRPC reports on standard error what our errors say better. Not in a worker: its runners would inherit this."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def tls_flags(ca: str | None, cert: str | None, key: str | None, name: str | None = None) -> dict[str, str | None]:
+    """What was given on the command line, for settings.resolve."""
+    return {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "tls_name": name}

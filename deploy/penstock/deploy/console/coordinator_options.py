@@ -1,0 +1,51 @@
+"""The coordinator that a command asks: where it is, and what it is shown. Made of six options, which every such command
+has (see penstock.deploy.console.common_options), and of what variables and the settings file say where they were not
+given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.deploy.console.daemon_settings import PeerSettings, TlsSettings, resolve
+
+if TYPE_CHECKING:  # gRPC comes when a command needs it
+    from penstock.proto.rpc.calls import CoordinatorClient
+    from penstock.proto.rpc.tls import Tls
+
+__all__ = ["Peer"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Options as they were given; None was not. Each method raises what is wrong with what it is made of."""
+
+    coordinator: str | None = None
+    token_file: Path | None = None
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_name: str | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return resolve(PeerSettings, coordinator=self.coordinator).coordinator
+
+    def tls(self) -> Tls | None:
+        """The files, read and checked."""
+        files = {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_name": self.tls_name}
+        return resolve(TlsSettings, **files).load()
+
+    def token(self) -> str:
+        """An operator's."""
+        from penstock.deploy.console.command_token import peer_token
+
+        return peer_token("admin", self.token_file)
+
+    def client(self) -> CoordinatorClient:
+        """To ask it with."""
+        from penstock.proto.rpc.calls import CoordinatorClient
+
+        return CoordinatorClient(self.address, self.token(), tls=self.tls())

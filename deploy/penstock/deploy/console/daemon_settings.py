@@ -1,0 +1,277 @@
+"""The settings that daemons and commands have: their fields, what values can be meant, and what each is for.
+
+A daemon's variables carry its name (PENSTOCK_COORDINATOR_LISTEN, PENSTOCK_WORKER_SLOTS), so that one environment can
+hold the settings of both; PENSTOCK_COORDINATOR, PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE and PENSTOCK_TLS_* are shared with
+the training job. In the settings file each daemon has a section of its own, and what is shared stands in [cluster]. How
+a value is found is in settings_sources.py.
+
+The token is no field here: see command_token.py. Nothing in a model is secret, so that a daemon can log what it runs
+with.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from penstock.deploy.console.settings_sources import describe, flag, resolve, variable
+from penstock.proto.rpc.addresses import socket_path
+from penstock.proto.rpc.tls import Tls, load_tls
+from penstock.runtime.config.settings import IN_MEMORY, FilePath, IsList, IsPath, Section
+from penstock.runtime.config.settings_file import CLUSTER
+from penstock.runtime.config.sizes import bytes_of
+
+__all__ = [
+    "IN_MEMORY",
+    "CoordinatorSettings",
+    "PeerSettings",
+    "Section",
+    "TelemetrySettings",
+    "TlsSettings",
+    "WorkerSettings",
+    "bytes_of",
+    "describe",
+    "flag",
+    "lane_address",
+    "listen_address",
+    "memory_size",
+    "resolve",
+    "variable",
+]
+
+DEFAULT_COORDINATOR = "127.0.0.1:7070"
+DEFAULT_HTTP = "127.0.0.1:7071"
+_MODULE = re.compile(r"\*|[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def listen_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host.isprintable() or " " in host:
+        raise ValueError("a host is printable text without blanks")
+    if "/" in value:
+        raise ValueError('an address is "HOST:PORT", with no scheme before it and no path behind it')
+    if host and port.isascii() and port.isdigit() and int(port) <= 65535:
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ValueError(f"an IPv6 address goes in brackets: [{host}]:{port}")
+        return value
+    raise ValueError('an address is "HOST:PORT", the port a number up to 65535; to listen, port 0 takes a free one')
+
+
+def _page_address(value: str) -> str:
+    return "" if value.lower() in ("", "off") else listen_address(value)
+
+
+def _peer_address(value: str) -> str:
+    if (path := socket_path(value)) is not None and path.is_absolute():
+        return value
+    if value.endswith(":0"):
+        raise ValueError('an address to connect to is "HOST:PORT" with the port that the coordinator printed, not 0')
+    return listen_address(value)
+
+
+def lane_address(value: str) -> str:
+    host = listen_address(value).rpartition(":")[0].strip("[]")
+    try:
+        unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        unspecified = False
+    if unspecified:
+        raise ValueError(
+            f"boxes on other machines are told this address and cannot connect to {host}: give this machine's"
+        )
+    return value
+
+
+def memory_size(value: str) -> str:
+    if value and not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?", value):
+        raise ValueError("a size is a number with a unit: 500MiB, 4GiB, 1.5GiB")
+    if value and bytes_of(value) < 1 << 20:
+        raise ValueError("a runner needs more than 1 MiB")
+    return value
+
+
+def _store_size(value: str) -> str:
+    bytes_of(value)
+    return value
+
+
+class PeerSettings(Section):
+    """Of commands that ask the coordinator something."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
+
+    coordinator: Annotated[str, AfterValidator(_peer_address)] = Field(
+        DEFAULT_COORDINATOR, description="Address of the coordinator, HOST:PORT."
+    )
+
+
+class TlsSettings(Section):
+    """Of every command that listens for others or calls the coordinator. The files hold no secret in their names."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
+
+    tls_ca: FilePath = Field(
+        "",
+        description="File with the CA that the other end's certificate must be signed by; on a coordinator: callers "
+        "must show certificates.",
+    )
+    tls_cert: FilePath = Field("", description="File with the certificate to show.")
+    tls_key: FilePath = Field("", description="File with its key, readable by its owner.")
+    tls_name: str = Field(
+        "", description="Name to expect in the other end's certificate, instead of its address; `*` = its role."
+    )
+
+    def load(self) -> Tls | None:
+        """The files, read and checked. TlsError names the file and the remedy."""
+        return load_tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)
+
+
+class TelemetrySettings(Section):
+    """Of both daemons: how they tell what they do. Training jobs have PENSTOCK_OTEL too."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_")
+    table: ClassVar[str] = CLUSTER
+
+    log_format: Literal["text", "json"] = Field(
+        "text", description="text for people, or json: an object a line, with run, box, slot and step."
+    )
+    otel: bool = Field(
+        False, description="Trace calls with OpenTelemetry, as the OTEL_* variables say (docs/metrics.md)."
+    )
+
+
+class CoordinatorSettings(Section):
+    """Of `penstock coordinator`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_COORDINATOR_")
+    table: ClassVar[str] = "coordinator"
+
+    listen: Annotated[str, AfterValidator(listen_address)] = Field(
+        DEFAULT_COORDINATOR, description="Address to listen on, HOST:PORT; port 0 takes a free one."
+    )
+    state_dir: Annotated[Path, IsPath()] = Field(
+        description=f"Directory of the journal, on a local disk; made if it is not there. {IN_MEMORY}: keep nothing."
+    )
+    http: Annotated[str, AfterValidator(_page_address)] = Field(
+        DEFAULT_HTTP,
+        description="Address of the dashboard and of its data, HOST:PORT; port 0 takes a free one, off: none. If the "
+        "default is in use, another port is taken.",
+    )
+    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
+    lease: float = Field(
+        3.0,
+        ge=0.5,
+        le=3600,
+        allow_inf_nan=False,
+        description="Seconds of silence after which a worker is taken for dead and its slots are handed on.",
+    )
+    client_lease: float = Field(
+        10.0,
+        ge=0.5,
+        le=3600,
+        allow_inf_nan=False,
+        description="Seconds of silence after which a training process is taken for dead and its workers are freed.",
+    )
+    budget: Annotated[str, AfterValidator(_store_size)] = Field(
+        "",
+        description="Room for snapshots, states to resume from and large arguments, as 8GiB (default: 4GiB, and 512MiB "
+        "in memory).",
+    )
+    balance_after: float = Field(
+        30.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds that a slot stays where it is before it may be moved away from a worker that is slow or "
+        "full; 0: slots move only when they must.",
+    )
+
+
+class WorkerSettings(Section):
+    """Of `penstock worker`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_WORKER_")
+    table: ClassVar[str] = "worker"
+
+    slots: int = Field(
+        ge=1, le=4096, description="Runners that may run here at a time: one for each CPU core is usual."
+    )
+    allow: Annotated[str, IsList()] = Field(
+        description="Prefix of modules whose input_fn may run here: mypackage, mypackage.data; repeatable. '*': any."
+    )
+    listen: Annotated[str, AfterValidator(lane_address)] = Field(
+        "127.0.0.1:0", description="Address for lanes from other machines, HOST:PORT; port 0 takes a free one."
+    )
+    runner_memory: Annotated[str, AfterValidator(memory_size)] = Field(
+        "",
+        description="Memory that a runner may hold, as 4GiB or 500MiB: above it the runner is recycled at a snapshot, "
+        "above twice as much killed (default: any).",
+    )
+    starts: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Runners that start at a time, the others wait in a queue (default, 0: as many as there are CPU "
+        "cores).",
+    )
+    start_timeout: float = Field(
+        600.0,
+        ge=1,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds that the interpreter of a run's runners may take to start, a tenth of them without asking "
+        "for a CPU core; then it is killed, and another one starts.",
+    )
+    pulse_file: FilePath = Field(
+        "",
+        description="File to write at each heartbeat, by which `python -m penstock.deploy.probe` knows that this "
+        "worker makes progress (default: none).",
+    )
+    http: Annotated[str, AfterValidator(_page_address)] = Field(
+        "", description="Address of /metrics and /healthz, HOST:PORT; port 0 takes a free one (default: none)."
+    )
+    name: str = Field("", max_length=200, description="Name of this worker, unique and stable (default: HOSTNAME:PID).")
+    drain: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Seconds that this worker goes on when it is told to end, while others get ready for its slots.",
+    )
+    no_cage: bool = Field(
+        False,
+        description="Let runners gain privileges (sudo, fusermount), and signal and trace other processes of the user.",
+    )
+    insecure: bool = Field(False, description="Listen beyond this machine without TLS.")
+
+    @property
+    def prefixes(self) -> list[str]:
+        """`allow`, taken apart."""
+        return self.allow.split(",")
+
+    @field_validator("allow")
+    @classmethod
+    def _prefixes(cls, value: str) -> str:
+        prefixes = [prefix.strip() for prefix in value.split(",") if prefix.strip()]
+        for prefix in prefixes:
+            if not _MODULE.fullmatch(prefix):
+                raise ValueError(
+                    f"{prefix!r} is no module name; give module prefixes (mypackage, mypackage.data) or '*'"
+                )
+        if not prefixes:
+            raise ValueError("no module prefix is given, so no input_fn could run here")
+        return ",".join(prefixes)
+
+    @field_validator("name")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if value != value.strip() or not value.isprintable():
+            raise ValueError("a name is printable text without blanks at its ends")
+        return value

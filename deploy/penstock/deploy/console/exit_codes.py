@@ -1,0 +1,201 @@
+"""Exit codes: one table, by the kind of thing that went wrong, so that a script can decide without reading prose.
+
+The codes below 10 are everybody's (0 well, 1 a bug, 2 usage, 3 TLS); 10 to 19 concern the coordinator, the network and
+runs, 20 to 29 states and user code, 30 and above what `penstock doctor` found. A number that was once given never
+changes its meaning. `docs/cli.md` holds the same table, and a test compares the two.
+
+Every error of Penstock ends a command as one line on stderr, with --json as one JSON object; its traceback, and a
+remote one that it carries, are shown with --debug only. Anything else that is raised is a bug, and shows its traceback
+always. Standard output has data or nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, ParamSpec
+
+import typer
+
+from penstock.proto.errors import CATALOGUE, PenstockError
+from penstock.runtime.telemetry.logs import printable
+
+__all__ = [
+    "CODES",
+    "EXIT_LINES",
+    "INTERRUPTED",
+    "UNFIT",
+    "UNSAID",
+    "USAGE",
+    "CommandError",
+    "debugging",
+    "exit_code",
+    "guarded",
+    "set_debug",
+]
+
+_P = ParamSpec("_P")
+
+BUG = 1
+USAGE = 2
+UNSAID = 10
+PORT_TAKEN = 13
+DIFFERS = 30
+CANNOT_SAVE = 31
+UNFIT = 32
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Code:
+    """One exit code. `errors`: the classes of penstock.proto.errors that end with it."""
+
+    number: int
+    meaning: str
+    errors: tuple[str, ...] = ()
+
+
+CODES = (
+    Code(0, "done; daemons: ended as they were told to"),
+    Code(BUG, "unexpected: a bug in Penstock, its traceback is shown"),
+    Code(
+        USAGE,
+        "usage: a flag, variable or argument that cannot be meant",
+        ("InvalidArgumentError", "BoxOutOfRangeError"),
+    ),
+    Code(3, "a certificate that cannot be used or is not trusted, or TLS at one end only", ("TlsError",)),
+    Code(
+        UNSAID,
+        "another error of Penstock, or standard output cannot be written",
+        ("PenstockError", "ProtocolError", "ForkedProcessError", "AmbiguousContextError"),
+    ),
+    Code(
+        11,
+        "the coordinator cannot be reached, or is asked for too much",
+        ("CoordinatorUnavailableError", "OverloadedError"),
+    ),
+    Code(
+        12,
+        "the token is missing, unreadable, wrong, or of another role",
+        ("AuthenticationError", "NotPermittedError"),
+    ),
+    Code(PORT_TAKEN, "the address to listen on is in use", ("PortTakenError",)),
+    Code(14, "the coordinator's books cannot be read or written", ("JournalError",)),
+    Code(15, "the two ends are of different releases", ("VersionSkewError",)),
+    Code(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
+    Code(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
+    Code(
+        18,
+        "no such run or worker, or it is not what was asked for",
+        ("UnknownRunError", "UnknownWorkerError", "SupersededError", "BoxTakenError", "RunShapeError"),
+    ),
+    Code(
+        19,
+        "a worker or lane was lost, or damages what it brings",
+        ("WorkerLostError", "LaneLostError", "LaneClosedError", "BatchCorruptError"),
+    ),
+    Code(20, "no state can be had for this step", ("StateUnavailableError",)),
+    Code(21, "the loader cannot be saved", ("NotRestartableError", "UnsupportedStateError")),
+    Code(
+        22,
+        "a state is damaged, too new, or another loader's",
+        ("StateCorruptError", "StateVersionError", "StateMismatchError"),
+    ),
+    Code(
+        23,
+        "a checkpoint that is not there, or cannot be written or read",
+        ("CheckpointError", "CheckpointNotFoundError"),
+    ),
+    Code(24, "a checkpoint is damaged", ("CheckpointCorruptError",)),
+    Code(
+        25,
+        "input_fn or its loader raised, cannot be found, or is not allowed",
+        ("InputFnError", "InputFnNotFoundError", "InputFnNotAllowedError"),
+    ),
+    Code(
+        26,
+        "a batch that cannot be sent, or no batch at all",
+        ("UnsupportedLeafError", "StructureChangedError", "BatchTooLargeError", "EmptyInputError"),
+    ),
+    Code(27, "a runner holds more memory than its worker allows", ("MemoryLimitError",)),
+    Code(
+        28,
+        "a dataset that cannot be fetched or read",
+        ("DatasetError", "ShardCorruptError", "ShardUnavailableError"),
+    ),
+    Code(DIFFERS, "a restored loader yields other batches", ("ReplayMismatchError",)),
+    Code(CANNOT_SAVE, "doctor: streams well, but cannot be saved as it is"),
+    Code(UNFIT, "doctor: this machine or this cluster has a problem, which is named"),
+    Code(INTERRUPTED, "interrupted (Ctrl-C); `penstock up`: told to end while it started"),
+)
+
+_CODE_OF = {name: code.number for code in CODES for name in code.errors}
+
+EXIT_LINES = "\n".join(f"{code.number:>3}  {code.meaning}" for code in CODES)
+"""The table for --help."""
+
+
+class CommandError(Exception):
+    """An end of a command that is no error of Penstock's: it has a code of its own."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def exit_code(error: PenstockError) -> int:
+    """The code of an error: its own class's, or that of the nearest one above it in the catalogue."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE)
+    return _CODE_OF[name]
+
+
+_debug = False
+
+
+def set_debug(value: bool) -> bool:
+    """Show tracebacks of expected errors too (the option --debug)."""
+    global _debug
+    _debug = _debug or value
+    return value
+
+
+def debugging() -> bool:
+    """Whether tracebacks are to be shown."""
+    return _debug
+
+
+def guarded(command: Callable[_P, int | None]) -> Callable[_P, NoReturn]:
+    """A command that ends with an exit code whatever happens in it. It may return one; None is 0."""
+
+    @functools.wraps(command)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> NoReturn:
+        raise typer.Exit(_code_of(lambda: command(*args, **kwargs), as_json=bool(kwargs.get("as_json"))))
+
+    return run
+
+
+def _code_of(command: Callable[[], int | None], *, as_json: bool) -> int:
+    try:
+        return command() or 0
+    except PenstockError as error:
+        code = exit_code(error)
+        _say(error.message, type(error).__name__, code, as_json)
+        return code
+    except CommandError as error:
+        _say(str(error), None, error.code, as_json)
+        return error.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _say(message: str, name: str | None, code: int, as_json: bool) -> None:
+    """Called while the error is being handled: its traceback, and the remote one that it carries, are at hand."""
+    if _debug:
+        traceback.print_exc()
+    line = printable(" ".join(message.split()))
+    about = {"error": {"name": name, "exit_code": code, "message": line}}
+    print(json.dumps(about) if as_json else f"penstock: {line}", file=sys.stderr)

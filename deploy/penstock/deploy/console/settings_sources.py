@@ -1,0 +1,114 @@
+"""How a command's settings are found: flags over PENSTOCK_* variables over the settings file over defaults, complete.
+
+What is given and has no meaning is an error, wherever it stands: a setting that is silently not applied is worse than
+a daemon that does not start. So a variable with a daemon's name and an unknown rest is refused (only those that
+Kubernetes makes of a Service's name are let be), and so is every unknown section and key of the file, also of sections
+that this command does not read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from penstock.proto.errors import InvalidArgumentError
+from penstock.runtime.config.job_settings import CLUSTER_KEYS, check_file
+from penstock.runtime.config.settings import Section, field_of, reason_of, source_of, variable
+from penstock.runtime.config.settings_file import CLUSTER, read_settings_file
+
+__all__ = ["check_settings_file", "daemon", "describe", "flag", "refuse_unknown", "resolve", "sections", "variable"]
+
+_KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)")
+"""What a Service named penstock-coordinator puts into every pod's environment."""
+
+_Section = TypeVar("_Section", bound=Section)
+
+
+def flag(field: str) -> str:
+    """The flag of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def daemon(section: type[Section]) -> bool:
+    """Its variables have a prefix of their own, and its settings a section of the file."""
+    return section.table not in ("", CLUSTER)
+
+
+def sections(table: str) -> list[type[Section]]:
+    """The settings of a section of the file: of all classes that there are by now."""
+    return [section for section in Section.__subclasses__() if section.table == table]
+
+
+def resolve(section: type[_Section], **flags: Any) -> _Section:
+    """The settings of a command. `flags`: what was given on the command line; None was not.
+
+    Raises InvalidArgumentError that names every bad or missing setting and where it came from.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if daemon(section):
+        refuse_unknown(section)
+    check_settings_file()
+    try:
+        return section(**given)
+    except ValidationError as error:
+        raise InvalidArgumentError(_explain(section, error, given)) from error
+
+
+def check_settings_file() -> None:
+    """Raises InvalidArgumentError for a section or key of the settings file that has no meaning."""
+    file = read_settings_file()
+    if file is None:
+        return
+    check_file()
+    for table in file.tables:
+        for section in sections(table):
+            if daemon(section) and section.table != "client":
+                shared = dict.fromkeys(CLUSTER_KEYS, "all of a cluster share it: it goes into [cluster]")
+                known = [name for name in section.model_fields if section.place(name)]
+                file.check(table, known, {**shared, **section.not_in_file})
+
+
+def refuse_unknown(section: type[Section]) -> None:
+    """Raises InvalidArgumentError for a variable with a daemon's name that is none of its settings."""
+    prefix = str(section.model_config.get("env_prefix", ""))
+    known = {variable(section, field) for field in section.model_fields}
+    for name in sorted(os.environ):
+        if not name.upper().startswith(prefix) or name.upper() in known or _KUBERNETES.fullmatch(name):
+            continue
+        near = difflib.get_close_matches(name.upper(), known, n=1)
+        hint = f"; is {near[0]} meant?" if near else f" (there are {', '.join(sorted(known))})"
+        raise InvalidArgumentError(f"the environment variable {name} names no setting{hint}")
+
+
+def _explain(section: type[Section], error: ValidationError, given: dict[str, Any]) -> str:
+    parts = []
+    for detail in error.errors():
+        field = field_of(section, detail["loc"])
+        if field not in section.model_fields:
+            parts.append(f"{flag(field)} {detail['input']}: {detail['msg']}")
+        elif detail["type"] == "missing":
+            what = (section.model_fields[field].description or "").rstrip(".")
+            parts.append(f"{flag(field)} is missing (or the variable {variable(section, field)}): {what}")
+        elif field in given:
+            parts.append(f"{flag(field)} {detail['input']}: {reason_of(detail)}")
+        else:
+            source = source_of(section, field)
+            # FILE:LINE needs the name of the setting beside it, a variable is one.
+            what = f"{source}: {field} = {detail['input']!r}" if ":" in source else f"{source}={detail['input']}"
+            parts.append(f"{what}: {reason_of(detail)}")
+    return "; ".join(parts)
+
+
+def describe(settings: Section, **flags: Any) -> str:
+    """Every setting with its value and where it came from, for the log of a daemon."""
+    section = type(settings)
+    parts = []
+    for field in section.model_fields:
+        source = flag(field) if flags.get(field) is not None else source_of(section, field) or "default"
+        value = getattr(settings, field)
+        parts.append(f"{field}={value if value != '' else '-'} ({source})")
+    return ", ".join(parts)

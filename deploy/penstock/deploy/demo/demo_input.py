@@ -1,0 +1,26 @@
+"""The input of `penstock demo`: made-up images in a shuffled order, each of which takes a moment to make."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from penstock.data import MapLoader, SyntheticDataset
+
+__all__ = ["images"]
+
+MAKING_S = 0.004
+"""Seconds that an image takes, as if it were decoded: so the stream lasts long enough to be disturbed."""
+
+
+def images(samples: int, batch_size: int) -> MapLoader:
+    """An input_fn, as a user would write it."""
+    spec = {"image": torch.empty(3, 16, 16), "label": _label}
+    return MapLoader(SyntheticDataset(spec, samples), global_batch_size=batch_size, shuffle=True)
+
+
+def _label(index: int, generator: np.random.Generator) -> int:
+    time.sleep(MAKING_S)
+    return index

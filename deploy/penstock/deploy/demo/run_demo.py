@@ -1,0 +1,175 @@
+"""`penstock demo`: what Penstock promises, shown on this machine with nothing but the installed package.
+
+Real daemons under the local engine's supervisor, and a training loop in this process. One of the daemons is killed with
+SIGKILL while the loop runs; the state is saved and resumed on another number of workers; and the batches are compared,
+by digest, with those of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.console.signals import raised
+from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.deploy.engines.fleet_folder import Folder, Identity
+from penstock.deploy.engines.local import LocalEngine
+from penstock.proto.errors import WorkerLostError
+from penstock.proto.rpc.calls import CoordinatorClient
+
+__all__ = ["run_demo"]
+
+STEPS, KILL_AT, SAVE_AT = 120, 40, 80
+BATCH = 8
+SEED = 7
+INPUT = "penstock.deploy.demo.demo_input"
+
+
+class _Demo:
+    def __init__(self, fleet: Fleet, say: Any) -> None:
+        self._fleet, self._say = fleet, say
+        self._token = Path(fleet.token_file).read_text().strip()
+        self.killed = ""
+        self.recoveries = 0
+        self.longest_s = 0.0
+        """That the loop waited for one batch after the kill."""
+
+    def stream(self, job: str, workers: int, *, state: dict[str, Any] | None = None, until: int = STEPS) -> Any:
+        """A training loop up to a step, and its state there: the digests of its stream by step."""
+        from penstock.client import Appliance, DataExecutor, DataLoader
+        from penstock.deploy.demo.demo_input import images
+
+        digests: dict[int, int | None] = {}
+        with Appliance(
+            self._fleet.coordinator,
+            job=job,
+            seed=SEED,
+            box=0,
+            num_boxes=1,
+            num_workers_per_box=workers,
+            token=self._token,
+            timeout_s=60,
+        ) as appliance:
+            loader = DataLoader(images, STEPS * BATCH, BATCH)
+            if state is not None:
+                loader.load_state_dict(state)
+            first = SAVE_AT if state is not None else 0
+            executor = DataExecutor(loader, num_steps=until - first, appliance=appliance)
+            asked = time.monotonic()
+            for _ in executor:  # a model would learn here
+                if self.killed:
+                    self.longest_s = max(self.longest_s, time.monotonic() - asked)
+                digests[executor.step] = executor.digest
+                if job == "disturbed" and executor.step == KILL_AT:
+                    self._kill(f"{job}/0")
+                asked = time.monotonic()
+            self.recoveries += executor.stats.recoveries
+            return digests, loader.state_dict() if until == SAVE_AT else None
+
+    def _kill(self, run: str) -> None:
+        """SIGKILL to the daemon that makes the next batches, and all below it."""
+        with CoordinatorClient(self._fleet.coordinator, self._token) as client:
+            reply = client.status()
+        slots = [slot for one in reply.runs if one.run == run for box in one.boxes for slot in box.slots]
+        self.killed = slots[0].worker
+        record = Folder(Path(self._fleet.folder)).fleet()
+        assert record is not None
+        for daemon in record.about["daemons"]:
+            if daemon["name"] == self.killed and daemon["identity"] is not None:
+                Identity(**daemon["identity"]).send(signal.SIGKILL)
+                self._say(f"    step {KILL_AT}: worker {self.killed}, which makes the next batches, is killed")
+                return
+        raise WorkerLostError(f"worker {self.killed} had gone before it could be killed")
+
+
+def run_demo(as_json: bool) -> int:
+    """Show it; 0 if the streams are equal, else 1."""
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        if not as_json:
+            print(line, flush=True)
+
+    def took(since: float) -> str:
+        return f"({time.monotonic() - since:.1f} s)"
+
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        del os.environ[name]  # of another installation: the demo has its own, and touches no other
+    say("Penstock on this machine: a coordinator, two worker daemons, a training loop. Nothing stays behind.\n")
+    told = raised(lambda number: SystemExit(128 + number))  # so that nothing stays behind then either
+    with told, _fleet() as fleet, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the recovery, which is told here in words of our own
+        demo = _Demo(fleet, say)
+        say(f"1   penstock up: the coordinator listens on {fleet.coordinator}, with two workers {took(began)}")
+        at = time.monotonic()
+        say(f"2   A training loop streams {STEPS} shuffled batches, which both workers make in turn.")
+        whole, _ = demo.stream("undisturbed", 2)
+        say(f"    digest of the stream: {whole[STEPS]:016x} {took(at)}")
+        at = time.monotonic()
+        say("3   The same again, disturbed.")
+        disturbed, state = demo.stream("disturbed", 2, until=SAVE_AT)
+        say(f"    the loop waited {demo.longest_s:.1f} s at most: the coordinator gave the work to another worker")
+        say(f"    step {SAVE_AT}: the loop saves its state and ends {took(at)}")
+        at = time.monotonic()
+        say("4   Resumed from the state, with three workers instead of two.")
+        resumed, _ = demo.stream("resumed", 3, state=state)
+        say(f"    digest of the stream: {resumed[STEPS]:016x} {took(at)}\n")
+        both = disturbed | resumed
+        same = sum(both.get(step) == digest for step, digest in whole.items())
+        checks = {
+            f"{same} of {STEPS} steps are the same batches": same == len(both) == STEPS,
+            "killed and resumed, the whole stream has the same digest": resumed.get(STEPS) == whole[STEPS],
+            f"worker {demo.killed} was killed, and the loop recovered": demo.recoveries > 0,
+        }
+    for what, well in checks.items():
+        say(f"{'ok  ' if well else 'BAD '}{what}")
+    seconds = time.monotonic() - began
+    say(f"{seconds:.0f} s. Next: penstock up --allow yourmodule, penstock doctor yourmodule:input_fn, and the README.")
+    ok = all(checks.values())
+    if as_json:
+        found = {
+            "ok": ok,
+            "steps": STEPS,
+            "same": same,
+            "digest": f"{whole[STEPS]:016x}",
+            "digest_resumed": f"{resumed[STEPS]:016x}",
+            "killed": {"worker": demo.killed, "step": KILL_AT},
+            "recoveries": demo.recoveries,
+            "longest_wait_s": round(demo.longest_s, 3),
+            "saved_at": SAVE_AT,
+            "workers": [2, 3],
+            "seconds": round(seconds, 1),
+        }
+        print(json.dumps(found, indent=2))
+    return 0 if ok else 1
+
+
+@contextmanager
+def _fleet() -> Iterator[Fleet]:
+    with tempfile.TemporaryDirectory(prefix="penstock-demo-") as path:
+        folder = Folder(Path(path) / "fleet")
+        folder.make()
+        plan = Plan(
+            engine="local",
+            name="demo",
+            workers=2,
+            slots=3,
+            allow=INPUT,
+            listen="127.0.0.1:0",
+            token_file=str(folder.token_file(None, make=True)),
+        )
+        LocalEngine().up(plan, folder.path, ends_with_us=True)
+        try:
+            fleet = folder.fleet()
+            assert fleet is not None
+            yield fleet
+        finally:
+            LocalEngine().down(folder.path, 30)

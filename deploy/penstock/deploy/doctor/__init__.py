@@ -1,0 +1,1 @@
+"""`penstock doctor`: checks of a machine, a cluster, a loader or a checkpoint."""

@@ -1,0 +1,111 @@
+"""`penstock doctor CHECKPOINT`: are a checkpoint's files those that were written? All of them are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.console.tables import Table, show, size
+from penstock.proto.errors import CheckpointCorruptError, CheckpointNotFoundError
+from penstock.proto.state.checkpoint_files import Found, checkpoints, damage, leftovers, read_manifest
+
+__all__ = ["is_path", "show_checkpoints"]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint, and what is wrong with it."""
+
+    found: Found
+    wrong: list[str]
+
+
+def is_path(target: str) -> bool:
+    """Whether a target is a folder, and not the module:name of an input_fn."""
+    return Path(target).is_dir() or "/" in target
+
+
+def show_checkpoints(path: Path, as_json: bool) -> int:
+    """Verify the checkpoint at `path`, or all of those in the folder, and print what was found; returns the exit code.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointCorruptError: one is damaged; it has been printed what of it.
+    """
+    verified = [_verify(one) for one in _at(path)]
+    aside = [one.name for one in leftovers(path)]
+    if as_json:
+        print(json.dumps(_as_dict(path, verified, aside), indent=2))
+    else:
+        show(_tables(path, verified))
+        for name in aside:
+            print(
+                f"{name} is what a save that did not end left, or writes; it is not read, and the next save removes it."
+            )
+    bad = [one for one in verified if one.wrong]
+    if bad:
+        good = next((one.found.path for one in verified if not one.wrong), None)
+        offer = f"the newest good one is {good}" if good else "there is no good one here"
+        raise CheckpointCorruptError(
+            f"{len(bad)} of {len(verified)} checkpoints {'is' if len(bad) == 1 else 'are'} damaged; {offer}"
+        )
+    return 0
+
+
+def _at(path: Path) -> list[Found]:
+    if not path.is_dir():
+        raise CheckpointNotFoundError(f"{path} is no folder")
+    try:
+        manifest = read_manifest(path)
+        return [Found(manifest.step, path, manifest, "")]
+    except CheckpointCorruptError as error:
+        return [Found(-1, path, None, error.message)]
+    except CheckpointNotFoundError:
+        found = checkpoints(path)
+        if not found:
+            raise CheckpointNotFoundError(
+                f"{path} is no checkpoint of AsyncCheckpointer's (it has no penstock.json), and no folder with any"
+            ) from None
+        return found
+
+
+def _verify(found: Found) -> Verified:
+    if found.manifest is None:
+        return Verified(found, [found.damage])
+    return Verified(found, list(damage(found.path, found.manifest, contents=True)))
+
+
+def _as_dict(path: Path, verified: list[Verified], aside: list[str]) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "ok": not any(one.wrong for one in verified),
+        "checkpoints": [
+            {
+                "path": str(one.found.path),
+                "step": one.found.manifest.step if one.found.manifest else None,
+                "ranks": one.found.manifest.ranks if one.found.manifest else None,
+                "files": len(one.found.manifest.files) if one.found.manifest else None,
+                "bytes": one.found.manifest.nbytes if one.found.manifest else None,
+                "damage": one.wrong,
+            }
+            for one in verified
+        ],
+        "leftovers": aside,
+    }
+
+
+def _tables(path: Path, verified: list[Verified]) -> list[Table]:
+    listed = Table(f"Checkpoints at {path}, the newest first", ("name", "step>", "ranks>", "files>", "size>", "found"))
+    wrong = Table("Damaged", ("name", "what"))
+    for one in verified:
+        manifest = one.found.manifest
+        numbers = (
+            (str(manifest.step), str(manifest.ranks), str(len(manifest.files)), size(manifest.nbytes))
+            if manifest
+            else ("", "", "", "")
+        )
+        listed.rows.append((one.found.path.name, *numbers, "damaged" if one.wrong else "whole"))
+        wrong.rows.extend((one.found.path.name, what) for what in one.wrong)
+    return [listed, wrong]

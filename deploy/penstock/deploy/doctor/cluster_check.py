@@ -1,0 +1,280 @@
+"""`penstock doctor cluster`: from here, are coordinator and workers reached, and will they do what is asked?
+
+One step after the other: a name that does not resolve makes all that follows meaningless, so the first step on the way
+to the coordinator that fails is the last finding. What the coordinator then says of its workers is judged for all of
+them, and every worker's lane is tried from here, many at a time.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from penstock.deploy.doctor.findings import Finding, ok, problem, warning
+from penstock.proto.errors import AuthenticationError, NotPermittedError, PenstockError, TlsError, VersionSkewError
+from penstock.proto.lane.frames import LANE_PROTOCOL
+from penstock.proto.lane.tcp import sealed
+from penstock.proto.lane.tls_socket import connect_tls
+from penstock.proto.rpc.addresses import host_id, is_local, socket_path
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.rpc.channel import VERSION
+from penstock.proto.rpc.tls import Tls, diagnose, host_of
+from penstock.proto.rpc.version import PROTOCOL
+from penstock.proto.state.allowed_modules import module_of, under
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import lane_pb2
+
+__all__ = ["Job", "check_cluster", "check_lost", "check_skew", "check_slots", "check_version", "check_worker"]
+
+CONNECT_S = 3.0
+"""Seconds for a TCP connection within a cluster."""
+SILENT = f"it accepts connections and answers none within {CONNECT_S:g} s"
+"""Of a worker that hangs or is stopped: the kernel goes on accepting for it."""
+QUIET_S = 2.0
+"""Since a worker's last heartbeat, of which there is one a second: worth a word before its lease runs out."""
+MANY = 1000
+"""Workers beyond which heartbeats may be rarer (penstock.appliance.policies.lease_policy), and so is that word."""
+LATELY_S = 600.0
+"""For which a worker that was lost, and has not come back, is worth a word."""
+AT_A_TIME = 64
+SKEW_S, FAR_OFF_S = 2.0, 300.0
+"""Seconds between two clocks: the first is worth a word; with the second, certificates may not be valid at one end."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the cluster shall do. None: nothing in particular."""
+
+    boxes: int | None = None
+    workers: int | None = None
+    """Of each box."""
+    input_fn: str | None = None
+
+
+def check_cluster(
+    address: str, load_tls: Callable[[], Tls | None], read_token: Callable[[], str], job: Job
+) -> Iterator[Finding]:
+    """All findings, up to the first step on which the rest depends. What the two raise is one of them."""
+    try:
+        tls = load_tls()
+    except TlsError as error:
+        yield problem("TLS", error.message, "docs/security.md says who needs which files.")
+        return
+    reached = list(_way(address, tls))
+    yield from reached
+    if reached and reached[-1].level == "problem":
+        return
+    before = time.time()
+    try:
+        with CoordinatorClient(address, read_token(), tls=tls) as client:
+            reply = client.status(deadline_s=10.0)
+    except PenstockError as error:
+        yield _no_status(error, address)
+        return
+    yield ok("token", "good for the role admin")
+    yield check_version("coordinator", reply.version, VERSION, reply.protocol)
+    yield check_skew(reply.wall_s - before, time.time() - before)
+    live = [worker for worker in reply.workers if worker.live]
+    if not live:
+        yield from check_lost(reply)
+        yield problem(
+            "workers",
+            f"none of {len(reply.workers)} is live" if reply.workers else "there are none",
+            f"penstock worker --coordinator {address} --slots N --allow MODULE on each input node.",
+        )
+        return
+    here = host_id()
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        answers = pool.map(lambda worker: _lane_error(worker.tcp_address, tls) if worker.live else "", reply.workers)
+        for worker, refused in zip(reply.workers, answers, strict=True):
+            yield check_worker(
+                worker, refused, worker.host_id == here, reply.version, QUIET_S * max(1.0, len(reply.workers) / MANY)
+            )
+    yield from check_lost(reply)
+    yield check_slots(list(reply.workers), job)
+
+
+def _way(address: str, tls: Tls | None) -> Iterator[Finding]:
+    """To the coordinator: name, connection, TLS."""
+    if socket_path(address) is not None:
+        return
+    host, port = host_of(address)
+    try:
+        numbers = sorted({str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        yield problem("name", f"{host} does not resolve: {error.strerror}", f"getent hosts {host}; or use a number.")
+        return
+    yield ok("name", f"{host} is {', '.join(numbers)}")
+    if refused := _connect_error(address):
+        yield problem(
+            "connection",
+            f"{address}: {refused}",
+            f"Is `penstock coordinator --listen HOST:{port}` running there, on an address that this machine can reach, "
+            "and does a firewall let it through?",
+        )
+        return
+    yield ok("connection", f"{address} accepts connections")
+    trouble = diagnose(address, tls, f"the coordinator at {address}", CONNECT_S)
+    if trouble is not None:
+        yield problem("TLS", trouble.message, "docs/security.md says who needs which files.")
+    elif tls is not None:
+        yield ok("TLS", "the handshake works, and the certificate is the one that is expected")
+    elif not is_local(address):
+        yield warning(
+            "TLS", "none: tokens and batches cross the network in clear text", "docs/security.md has a set-up."
+        )
+
+
+def _connect_error(address: str) -> str:
+    """Why there is no TCP connection to an address; "" if there is one."""
+    if not address:
+        return "it has no address for lanes from other machines"
+    try:
+        with socket.create_connection(host_of(address), CONNECT_S):
+            return ""
+    except TimeoutError:
+        return f"no answer in {CONNECT_S:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _lane_error(address: str, tls: Tls | None) -> str:
+    """Why a worker's lanes cannot be had from here; "" if it answers a Hello, which it refuses: it is for no slot."""
+    if refused := _connect_error(address):
+        return refused
+    hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, run="`penstock doctor`")
+    host, port = host_of(address)
+    try:
+        sock = socket.create_connection((host, port), CONNECT_S)
+        with sock, connect_tls(sock, tls, host) if tls is not None else sock as lane:
+            lane.sendall(sealed(hello.SerializeToString()))
+            return "" if lane.recv(1) else "it ends the connection without a word"
+    except TimeoutError:
+        return SILENT
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _no_status(error: PenstockError, address: str) -> Finding:
+    if isinstance(error, AuthenticationError):
+        return problem("token", error.message, "The coordinator says at its start which file it is: --token-file FILE")
+    if isinstance(error, NotPermittedError):
+        return problem("token", error.message, "This command needs the line admin:... of the coordinator's token file.")
+    if isinstance(error, VersionSkewError):
+        return problem("version", error.message, f"pip install penstock=={VERSION} there, or its release here.")
+    if isinstance(error, TlsError):
+        return problem("TLS", error.message, "docs/security.md says who needs which files.")
+    return problem("coordinator", error.message, f"Look at the log of the coordinator at {address}.")
+
+
+def check_version(who: str, has: str, ours: str, protocol: int) -> Finding:
+    """Compare a peer's release with ours, and the number of its control protocol."""
+    if not has:
+        return warning("version", f"the {who} does not tell", "It is of an older release.")
+    found = f"the {who} runs Penstock {has}, this is {ours}"
+    if protocol != PROTOCOL:
+        found += f"; it speaks protocol {protocol}, this one {PROTOCOL}"
+        return problem("version", found, f"pip install penstock=={ours} there, or {has} here.")
+    if has.split(".")[:2] != ours.split(".")[:2]:
+        return warning("version", found, f"pip install penstock=={ours} there.")
+    return ok("version", found)
+
+
+def check_skew(ahead_s: float, took_s: float) -> Finding:
+    """`ahead_s`: of the coordinator's clock to ours before the call. `took_s`: the call."""
+    if ahead_s < -1e8:
+        return warning("clock", "the coordinator does not tell the time", "It is of an older release.")
+    # The coordinator read its clock at some time within the call.
+    off = max(0.0, ahead_s - took_s, -ahead_s)
+    sign = "ahead of" if ahead_s > 0 else "behind"
+    found = f"the coordinator's clock is {off:.1f} s {sign} this one" if off else "the coordinator's and this one agree"
+    if off > FAR_OFF_S:
+        return problem("clock", found, "timedatectl set-ntp true, on both; certificates are valid by each one's own.")
+    if off > SKEW_S:
+        return warning("clock", found, "timedatectl set-ntp true, on both; logs cannot be read side by side.")
+    return ok("clock", found)
+
+
+def check_worker(
+    worker: pb.WorkerStatus, error: str, here: bool, coordinator: str, quiet_s: float = QUIET_S
+) -> Finding:
+    """
+    Args:
+        error: why its lanes cannot be reached from here; "" if they can.
+        here: it is on this host, where lanes need no network.
+        coordinator: the coordinator's release.
+        quiet_s: since its last heartbeat, above which that is worth a word.
+    """
+    check = f"worker {worker.worker}"
+    if not worker.live:
+        return warning(
+            check, f"lost, silent for {worker.seen_s_ago:.0f} s", "Look at its log; start it again, or forget about it."
+        )
+    found = f"live, {worker.slots_used} of {worker.slots} slots used, lanes at {worker.tcp_address or 'no address'}"
+    if error == SILENT:
+        return problem(
+            check,
+            f"{found}; {error}, and its last heartbeat was {worker.seen_s_ago:.1f} s ago",
+            "It hangs or is stopped: look at its process (its state in ps) and its log, and start it again.",
+        )
+    if error and not here:
+        if worker.tcp_address and is_local(worker.tcp_address):
+            remedy = "It listens on its own machine only: penstock worker --listen ITS-ADDRESS:0 there."
+        else:
+            remedy = "Let a firewall pass that port (fix it with --listen HOST:PORT), or give another --listen there."
+        return problem(check, f"{found}, which cannot be reached from here: {error}", remedy)
+    if worker.seen_s_ago > quiet_s:
+        return warning(
+            check,
+            f"{found}; its last heartbeat was {worker.seen_s_ago:.1f} s ago",
+            "Its machine is overloaded, it hangs, or the network loses much: look at its log, and ask again.",
+        )
+    if worker.draining:
+        return warning(check, f"{found}; draining", "It was told to end, and takes no new slots.")
+    if worker.version and worker.version.split(".")[:2] != coordinator.split(".")[:2]:
+        return warning(
+            check, f"{found}; it runs Penstock {worker.version}", f"pip install penstock=={coordinator} there."
+        )
+    return ok(check, f"{found}; on this host" if here else found)
+
+
+def check_lost(reply: pb.StatusReply) -> Iterator[Finding]:
+    """Workers that were lost lately and are not there any more."""
+    there = {worker.worker for worker in reply.workers}
+    lost: dict[str, pb.Event] = {}
+    for event in reply.events:
+        if event.kind == "worker lost" and event.age_s <= LATELY_S and event.worker not in there:
+            lost[event.worker] = event  # the last, for they come oldest first
+    for name, event in lost.items():
+        yield warning(
+            f"worker {name}",
+            f"lost {event.age_s:.0f} s ago: {event.text}",
+            "If nobody ended it, look at its log and start it again.",
+        )
+
+
+def check_slots(workers: list[pb.WorkerStatus], job: Job) -> Finding:
+    """Whether there is room for a job, on workers that may run it."""
+    ready = [worker for worker in workers if worker.live and not worker.draining]
+    module = module_of(job.input_fn) if job.input_fn else ""
+    may = [worker for worker in ready if not module or not worker.allow or under(module, worker.allow)]
+    if module and not may:
+        prefixes: Mapping[str, None] = dict.fromkeys(prefix for worker in ready for prefix in worker.allow)
+        return problem(
+            "slots",
+            f"no worker may run {job.input_fn}: their --allow is {', '.join(prefixes)}",
+            f"penstock worker --allow {module.partition('.')[0]} ...",
+        )
+    free = sum(worker.slots - worker.slots_used for worker in may)
+    whose = f"on {len(may)} of {len(ready)} workers" + (f" that may run {job.input_fn}" if module else "")
+    if job.boxes is None and job.workers is None:
+        found = f"{free} free {whose}"
+        return ok("slots", found) if free else warning("slots", found, "A new job would wait: start more workers.")
+    need = (job.boxes or 1) * (job.workers or 1)
+    found = f"{free} free {whose}; {job.boxes or 1} x {job.workers or 1} = {need} are needed"
+    if free < need:
+        return problem("slots", found, f"penstock worker --slots {need - free} ... on another node.")
+    return ok("slots", found)

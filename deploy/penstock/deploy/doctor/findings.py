@@ -1,0 +1,65 @@
+"""What `penstock doctor` found of a machine or a cluster: what is, whether it will do, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from penstock.deploy.console.exit_codes import UNFIT
+from penstock.deploy.console.tables import Table, show
+
+__all__ = ["Finding", "Level", "ok", "problem", "show_findings", "warning"]
+
+Level = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    level: Level
+    found: str
+    remedy: str = ""
+    """What to do, a command where there is one; "" if nothing is to be done."""
+
+
+def ok(check: str, found: str) -> Finding:
+    """As it should be."""
+    return Finding(check, "ok", found)
+
+
+def warning(check: str, found: str, remedy: str) -> Finding:
+    """It works, and may not work well, or not for long."""
+    return Finding(check, "warning", found, remedy)
+
+
+def problem(check: str, found: str, remedy: str) -> Finding:
+    """It does not work."""
+    return Finding(check, "problem", found, remedy)
+
+
+def show_findings(what: str, findings: Sequence[Finding], as_json: bool) -> int:
+    """Print them; the exit code: UNFIT if there is a problem."""
+    count = {level: sum(each.level == level for each in findings) for level in ("ok", "warning", "problem")}
+    code = UNFIT if count["problem"] else 0
+    if as_json:
+        about = {"of": what, "ok": not code, "exit_code": code, "findings": [asdict(each) for each in findings]}
+        print(json.dumps(about, indent=2))
+        return code
+    show([Table(what, ("check", "is", "found"), [(each.check, each.level, each.found) for each in findings])])
+    for each in findings:
+        if each.remedy:
+            print(f"\n{each.check} ({each.level}): {each.found}\n  {each.remedy}")
+    print()
+    if not count["problem"] and not count["warning"]:
+        print("All is well.")
+    else:
+        print(f"{_many(count['problem'], 'problem')}, {_many(count['warning'], 'warning')}.")
+    return code
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,144 @@
+"""What `penstock doctor` says: its findings as tables or JSON, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from penstock.deploy.console.tables import Table, show, size
+from penstock.deploy.doctor.loader_check import METHODS, REPLAY, STATE, Check, Diagnosis, Question, examine, saved_by
+from penstock.proto.errors import PenstockError
+
+__all__ = ["as_dict", "show_doctor", "tables"]
+
+_METHODS = {
+    4: "4: state_dict, load_state_dict, aggregate_state_dict, deaggregate_state_dict",
+    2: "2: state_dict, load_state_dict",
+    0: "none",
+}
+
+
+_SAVED_BY = {
+    STATE: "its own state",
+    METHODS: "aggregate and deaggregate, and counted replay",
+    REPLAY: "counted replay",
+    None: "cannot be saved",
+}
+
+
+def show_doctor(question: Question, as_json: bool) -> int:
+    """Examine and print; returns the exit code.
+
+    What user code raised is shown in full: that is what doctors are for.
+    """
+    try:
+        diagnosis = examine(question)
+    except PenstockError as error:
+        _show_traceback(error.remote_traceback)
+        raise
+    for text in dict.fromkeys(check.traceback for patient in diagnosis.patients for check in patient.checks):
+        _show_traceback(text)
+    if as_json:
+        print(json.dumps(as_dict(diagnosis), indent=2))
+    else:
+        show(tables(diagnosis))
+        print()
+        for warning in diagnosis.warnings:
+            print(f"Warning: {warning}.")
+        print(f"{question.input_fn} {diagnosis.verdict.rstrip('.')}{'' if diagnosis.verdict.endswith('?') else '.'}")
+    return diagnosis.code
+
+
+def _show_traceback(text: str) -> None:
+    if text:
+        print(text.rstrip(), file=sys.stderr)
+
+
+def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The findings as plain values; their names are a promise to scripts (docs/cli.md)."""
+    question = diagnosis.question
+    return {
+        "input_fn": question.input_fn,
+        "ok": diagnosis.code == 0,
+        "exit_code": diagnosis.code,
+        "verdict": diagnosis.verdict,
+        "saved_by": saved_by(question, diagnosis.patients),
+        "warnings": diagnosis.warnings,
+        "workers": [
+            {
+                "slot": patient.slot,
+                "state_methods": patient.traits["state_methods"],
+                "takes_strict": patient.traits["takes_strict"],
+                "not_restartable": patient.traits["not_restartable"] or None,
+                "unsaved": patient.streamed["unsaved"] or None,
+                "length": patient.traits["length"] if patient.traits["length"] >= 0 else None,
+                "own_iterator": patient.traits["is_iterator"],
+                "own_workers": patient.traits["own_workers"],
+                "looked_at_assignment": patient.streamed["looked_at"],
+                "batches": sum(event[2] is not None for event in patient.streamed["events"]),
+                "passes_ended": sum(event[2] is None for event in patient.streamed["events"]),
+                "samples": patient.streamed["samples"],
+                "batch_ms": patient.streamed["batch_ms"],
+                "snapshot_ms": patient.streamed["snapshot_ms"],
+                "state_bytes": patient.streamed["state_bytes"] or None,
+                "checks": [_check(check) for check in patient.checks],
+            }
+            for patient in diagnosis.patients
+        ],
+    }
+
+
+def _check(check: Check) -> dict[str, Any]:
+    return {name: value for name, value in asdict(check).items() if name != "traceback"}
+
+
+def _time(value_ms: float) -> str:
+    """Three digits, whatever the size."""
+    return f"{value_ms:.3g}" if value_ms < 100 else f"{value_ms:.0f}"
+
+
+def tables(diagnosis: Diagnosis) -> list[Table]:
+    """The same for people."""
+    question, patients = diagnosis.question, diagnosis.patients
+    traits = patients[0].traits
+    workers = "1 worker" if question.workers == 1 else f"{question.workers} workers"
+    about = Table(
+        f"{question.input_fn}: {workers}, {question.batches} batches each",
+        ("looked at", "found"),
+        [
+            ("state methods", _METHODS[traits["state_methods"]]),
+            ("strict", "taken" if traits["takes_strict"] else "not taken"),
+            ("length", str(traits["length"]) if traits["length"] >= 0 else "none"),
+            ("its own iterator", "yes: input_fn is called for each pass" if traits["is_iterator"] else "no"),
+            ("own worker processes", str(traits["own_workers"])),
+            ("persistent_workers", "yes" if "persistent_workers" in traits["not_restartable"] else "no"),
+            ("asked who it is", "yes" if any(p.streamed["looked_at"] for p in patients) else "no"),
+            ("saved by", _SAVED_BY[saved_by(question, patients)]),
+        ],
+    )
+    stream = Table(
+        "Streaming",
+        ("worker>", "batches>", "samples>", "passes ended>", "ms a batch>", "longest>", "ms a snapshot>", "state>"),
+    )
+    checks = Table("Restored in a fresh process", ("worker>", "where", "next batches", "what differs"))
+    for patient in patients:
+        streamed = patient.streamed
+        events, batch_ms, snapshot_ms = streamed["events"], streamed["batch_ms"], streamed["snapshot_ms"]
+        stream.rows.append(
+            (
+                str(patient.slot),
+                str(sum(event[2] is not None for event in events)),
+                str(streamed["samples"]),
+                str(sum(event[2] is None for event in events)),
+                _time(batch_ms["median"]),
+                _time(batch_ms["max"]),
+                _time(snapshot_ms["median"]) if snapshot_ms else "",
+                size(streamed["state_bytes"]) if streamed["state_bytes"] else "",
+            )
+        )
+        for check in sorted(patient.checks, key=lambda check: check.total):
+            verdict = "exact" if check.exact else "failed" if check.differs is None else "differ"
+            checks.rows.append((str(patient.slot), check.where, verdict, " ".join(check.what.split())))
+    return [about, stream, checks]

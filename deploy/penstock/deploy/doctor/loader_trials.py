@@ -1,0 +1,270 @@
+"""The children of `penstock doctor`: here the user's loader runs, by the code that workers use (worker/source.py).
+
+One fresh interpreter imports torch and then only forks, as a worker's zygote does: each task gets a process that has
+seen no user code. Tasks:
+
+    stream     build, stream N batches over as many passes as it takes, with a snapshot after each; some are kept
+    check      restore one of them, compare what comes next with what came then, and take a snapshot there: the next
+               generation's
+    aggregate  a four-method loader's aggregate_state_dict over the states of all workers
+    resume     deaggregate and load that as the next launch does, compare, and take a state there
+
+What comes from a loader is told as events: [epoch, total, digest] for a batch, [epoch, total, null] for the end of a
+pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from functools import partial
+from statistics import median
+from typing import Any, cast
+
+import torch
+
+from penstock.deploy.forking_interpreter import begin, fork
+from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.errors import EmptyInputError, LaneLostError, UnsupportedLeafError, UnsupportedStateError
+from penstock.proto.state import assignment as place_of
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process import forks
+from penstock.worker.loader.restart_points import END, Base, Launch
+from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.processes.control_channel import Channel, Message, plain_detail
+from penstock.worker.processes.user_code import load_input_fn
+
+__all__ = ["main"]
+
+Event = list[Any]
+
+SETTLE_S = 0.05
+"""Before a snapshot that is kept: what prefetches in the background gets the time to run ahead that a training step
+would give it, or its snapshot might be right by chance."""
+
+
+def main() -> None:
+    """Take tasks from the inherited socket, one at a time, until it closes."""
+    torch.set_num_threads(1)
+    channel = begin()
+    with contextlib.suppress(LaneLostError):
+        while True:
+            task = cast(Message, channel.receive())
+            # All of a task is read before the fork, or both processes would have a part of it.
+            parts = [cast(Message, channel.receive()).payload for _ in range(task.fields["parts"])]
+            pid = fork(partial(_child, channel, task, parts))
+            channel.send("forked", pid=pid)
+            _, status = os.waitpid(pid, 0)
+            channel.send("exited", status=os.waitstatus_to_exitcode(status))
+
+
+def _child(channel: Channel, task: Message, parts: list[bytes]) -> None:
+    forks.keep(channel)
+    source = Source(_assignment(task.fields))
+    try:
+        _TASKS[task.kind](source, channel, task.fields, parts)
+    except Exception as error:
+        channel.send("failed", error=plain_detail(error))
+
+
+def _assignment(fields: dict[str, Any]) -> records_pb2.WorkerAssignment:
+    workers, launch = fields["workers"], fields.get("launch")
+    arguments = {"args": tuple(fields["args"]), "kwargs": fields["kwargs"]}
+    return records_pb2.WorkerAssignment(
+        run="doctor/0",
+        attempt=1,
+        slot=fields["slot"],
+        generation=1,
+        num_boxes=1,
+        num_workers_per_box=workers,
+        seed=fields["seed"],
+        loader=records_pb2.LoaderSpec(input_fn=fields["input_fn"], arguments=encode_state(arguments)),
+        base=records_pb2.BoxPosition(
+            step=launch["step"] if launch else 0,
+            live=range(workers),
+            slots=[records_pb2.SlotPosition(total=total) for total in (launch["totals"] if launch else [0] * workers)],
+        ),
+        resume=records_pb2.Resume(same_shape=launch is not None),
+    )
+
+
+# ---- stream
+
+
+def _stream(source: Source, channel: Channel, fields: dict[str, Any], _: list[bytes]) -> None:
+    source.build()
+    _Stream(source, channel, fields).run()
+
+
+class _Stream:
+    def __init__(self, source: Source, channel: Channel, fields: dict[str, Any]) -> None:
+        self._source = source
+        self._channel = channel
+        self._batches: int = fields["batches"]
+        self._keep = {1: "early", self._batches // 2: "mid", self._batches - 1: "late"}
+        self._slot: int = fields["slot"]
+        self._workers: int = fields["workers"]
+        self._unsaved = ""
+        self._snapshot: tuple[int, bytes] | None = None
+        """Of the newest batch: (total, encoded)."""
+        self._ended = False
+        self._batch_s: list[float] = []
+        self._snapshot_s: list[float] = []
+        self._state_bytes = 0
+        self._events: list[Event] = []
+
+    def run(self) -> None:
+        source, place = self._source, self._source.place
+        offprint = Offprint()
+        self._open("start")
+        if source.by_own_methods and self._slot == 0 and self._workers > 1:
+            self._keep.setdefault(2, "uneven")
+        while place.total < self._batches:
+            epoch, started = place.epoch, time.monotonic()
+            batch = source.next()
+            if batch is END:
+                self._end(epoch)
+                continue
+            self._batch_s.append(time.monotonic() - started)
+            _take(source, offprint, batch)
+            self._events.append([epoch, place.total, source.digest])
+            del batch
+            self._save()
+        self._channel.send(
+            "done",
+            events=self._events,
+            traits={field.name: getattr(source.traits, field.name) for field in source.traits.DESCRIPTOR.fields},
+            looked_at=place_of.looked_at(),
+            samples=place.samples,
+            unsaved=self._unsaved,
+            state_bytes=self._state_bytes,
+            batch_ms=_ms(self._batch_s),
+            snapshot_ms=_ms(self._snapshot_s),
+        )
+
+    def _open(self, name: str) -> None:
+        base = self._source.open_pass(step=self._step())
+        try:
+            data = base.encode()
+        except UnsupportedStateError as error:
+            self._unsaved = error.message
+            return
+        self._channel.send("base", data, name=name, total=base.place.total, origin=True)
+
+    def _end(self, epoch: int) -> None:
+        place = self._source.place
+        if not self._events or self._events[-1][2] is None:
+            raise EmptyInputError(f"{self._source.name}: pass {epoch} ended without a single batch")
+        self._events.append([epoch, place.total, None])
+        if not self._ended:
+            self._ended = True
+            if self._snapshot is not None:
+                total, data = self._snapshot
+                self._channel.send("base", data, name="end", total=total, origin=False)
+            self._open("second pass")
+        else:
+            self._source.open_pass(step=self._step())
+
+    def _step(self) -> int:
+        """The box's step that delivers the newest batch, while all slots live."""
+        total = self._source.place.total
+        return self._slot + 1 + (total - 1) * self._workers if total else 0
+
+    def _save(self) -> None:
+        source = self._source
+        if not source.saves_state or self._unsaved:
+            return
+        total = source.place.total
+        if total in self._keep:
+            time.sleep(SETTLE_S)
+        started = time.monotonic()
+        try:
+            data = source.snapshot(self._step()).encode()
+        except UnsupportedStateError as error:
+            self._unsaved = error.message
+            return
+        self._snapshot_s.append(time.monotonic() - started)
+        self._state_bytes = max(self._state_bytes, len(data))
+        self._snapshot = total, data
+        if total in self._keep:
+            self._channel.send("base", data, name=self._keep[total], total=total, origin=False)
+
+
+def _take(source: Source, offprint: Offprint, batch: Any) -> None:
+    """Note the batch's digest and samples, as its delivery would."""
+    try:
+        source.digest, samples = offprint.take(batch)
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"{source.name}, batch {source.place.total}: {error.message}") from error
+    source.place.samples += samples
+
+
+def _ms(times_s: list[float]) -> dict[str, float] | None:
+    if not times_s:
+        return None
+    return {"median": round(1000 * median(times_s), 4), "max": round(1000 * max(times_s), 4)}
+
+
+# ---- check, aggregate, resume
+
+
+def _check(source: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
+    source.build()
+    source.restore(Base.decode(parts[0]))
+    _compare(source, channel, fields)
+
+
+def _resume(source: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
+    """As a runner does on the same shape: the loader's own methods, then the RNG of the moment."""
+    base = Base.taken(parts[0])
+    source.build()
+    launch = Launch(fields["launch"]["step"], base.place.total, base.place.samples, source.worker)
+    source.past = Base.decode(parts[0]).past.of(launch)
+    aggregated = decode_state(parts[1])
+    source.learn_resume({"aggregated": aggregated, "strict": True, "slots": {}})
+    source.resume_by_own_methods(aggregated, True)
+    source.place, source.digest = base.place.copy(), base.digest
+    source.mark_restored()
+    source.open(step=fields["launch"]["step"], rng_after=base.rng)
+    _compare(source, channel, fields)
+
+
+def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
+    """Says whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
+    after how many batches, and its step), sends a snapshot of that place on the way."""
+    offprint, then = Offprint(), fields.get("then")
+    for epoch, total, digest in fields["events"]:
+        if not source.is_open:
+            source.open_pass()
+        batch = source.next()
+        if batch is END:
+            if digest is None:
+                continue
+            what = f"it ends before batch {total}"
+        else:
+            _take(source, offprint, batch)
+            if digest is None:
+                what, total = f"it goes on after batch {total}, the last of pass {epoch + 1}", total + 1
+            elif source.digest != digest:
+                what = f"batch {total} is another one"
+            else:
+                if then is not None and total == then[0]:
+                    channel.send("base", source.snapshot(then[1]).encode(), name="next", total=total, origin=False)
+                continue
+        channel.send("done", same=False, differs=total, what=what)
+        return
+    channel.send("done", same=True, rewinds=source.past.rewinds)
+
+
+def _aggregate(_: Source, channel: Channel, fields: dict[str, Any], parts: list[bytes]) -> None:
+    """As the training process does: one instance of its own, outside any worker."""
+    input_fn = load_input_fn(records_pb2.LoaderSpec(input_fn=fields["input_fn"]))
+    with place_of.assigned(place_of.NEUTRAL):
+        loader = input_fn(*fields["args"], **fields["kwargs"])
+        states = [Base.taken(part).state for part in parts]
+        channel.send("done", encode_state(loader.aggregate_state_dict(states)))
+
+
+_TASKS = {"stream": _stream, "check": _check, "resume": _resume, "aggregate": _aggregate}

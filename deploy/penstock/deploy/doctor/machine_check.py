@@ -1,0 +1,240 @@
+"""`penstock doctor machine`: the checks of machine_findings.py with what is true here, and with the settings that hold
+here."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.console.daemon_settings import (
+    IN_MEMORY,
+    CoordinatorSettings,
+    PeerSettings,
+    TlsSettings,
+    WorkerSettings,
+    listen_address,
+)
+from penstock.deploy.console.exit_codes import debugging
+from penstock.deploy.console.settings_sources import check_settings_file, flag
+from penstock.deploy.doctor import machine_findings, machine_probes
+from penstock.deploy.doctor.findings import Finding, ok, problem, warning
+from penstock.deploy.doctor.import_check import try_import
+from penstock.proto.errors import (
+    AuthenticationError,
+    DeadlineError,
+    InputFnNotFoundError,
+    InvalidArgumentError,
+    PenstockError,
+    TlsError,
+)
+from penstock.proto.rpc.credentials.roles import ROLES
+from penstock.proto.rpc.credentials.tokens import Tokens, read_tokens
+from penstock.proto.rpc.tls import expires, host_of, load_tls, own_names
+from penstock.proto.state.allowed_modules import module_of, under
+from penstock.runtime.config.job_settings import JobSettings
+from penstock.runtime.config.settings import Found, Section, find
+from penstock.runtime.config.settings_file import VARIABLE, read_settings_file
+from penstock.runtime.process import sandbox
+
+__all__ = ["Asked", "check_import", "check_machine"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was given on the command line; None: as the settings have it."""
+
+    flags: dict[str, Any]
+    """listen and state_dir of a coordinator, slots and allow of a worker, the TLS files."""
+    token_file: Path | None = None
+    input_fn: str | None = None
+    deadline_s: float = 60.0
+    """Of the import of input_fn."""
+
+
+def check_machine(asked: Asked) -> Iterator[Finding]:
+    """All findings, in the order in which a person would go through them. InvalidArgumentError: of what was asked."""
+    if (listen := asked.flags.get("listen")) is not None:
+        try:
+            listen_address(listen)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{flag('listen')} {listen}: {error}") from error
+    yield machine_findings.check_python(sys.version_info[:3])
+    requires = machine_probes.requirements()
+    yield from machine_findings.check_packages(requires, machine_probes.installed(requires))
+    yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
+    yield machine_findings.check_cage(sandbox.why_not_whole())
+    yield from _settings()
+    slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
+    device = _value(JobSettings, "device", asked) or ""
+    available = machine_probes.memory_available(Path("/proc/meminfo").read_text())
+    yield machine_findings.check_memory(available, machine_probes.cgroup_room("memory"), slots)
+    yield machine_findings.check_files(*resource.getrlimit(resource.RLIMIT_NOFILE), slots)
+    yield machine_findings.check_processes(
+        resource.getrlimit(resource.RLIMIT_NPROC)[0], machine_probes.cgroup_room("pids"), slots
+    )
+    yield machine_findings.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device)
+    now = datetime.datetime.now(datetime.UTC)
+    yield machine_findings.check_clock(machine_probes.clock_source(), now, machine_probes.clock_synchronised())
+    state_dir = _value(CoordinatorSettings, "state_dir", asked)
+    if state_dir is not None and os.fspath(state_dir) != IN_MEMORY:
+        yield _disk(Path(state_dir))
+    for section in (CoordinatorSettings, WorkerSettings):
+        yield from _port(section, asked, None if state_dir is None else Path(state_dir))
+    yield from _tls(asked, now)
+    yield _token(asked.token_file)
+    if asked.input_fn is not None:
+        allow = _value(WorkerSettings, "allow", asked)
+        yield check_import(asked.input_fn, allow.split(",") if allow else None, asked.deadline_s)
+
+
+def _settings() -> Iterator[Finding]:
+    try:
+        check_settings_file()
+        file = read_settings_file()
+    except PenstockError as error:
+        yield problem("settings", error.message, "penstock config --example shows what there is.")
+        os.environ[VARIABLE] = os.devnull  # and the rest is checked without it
+        return
+    sections = (CoordinatorSettings, WorkerSettings, PeerSettings, TlsSettings, JobSettings)
+    wrong = {
+        f"{each.source}: {each.field}: {each.problem}" for section in sections for each in find(section) if each.problem
+    }
+    for line in sorted(wrong):
+        yield problem("settings", line, "Correct it there; `penstock config` shows all that hold.")
+    if not wrong:
+        yield ok("settings", f"from {file.path}" if file else "no file; variables and defaults")
+
+
+def _found(section: type[Section], field: str) -> Found:
+    return next(each for each in find(section) if each.field == field)
+
+
+def _value(section: type[Section], field: str, asked: Asked) -> Any:
+    """As given, else as it holds; None if it is missing or cannot be meant."""
+    given = asked.flags.get(field) if section is not JobSettings else None
+    if given is not None:
+        return given
+    found = _found(section, field)
+    return None if found.problem or not found.source else found.value
+
+
+def _disk(path: Path) -> Finding:
+    from penstock.appliance.storage.journal import NETWORK, filesystem
+
+    there = machine_probes.nearest(path)
+    kind = filesystem(there, Path("/proc/self/mountinfo").read_text())
+    return machine_findings.check_disk(
+        str(path), kind, kind in NETWORK, shutil.disk_usage(there).free, machine_probes.fsync_s(there)
+    )
+
+
+def _port(section: type[Section], asked: Asked, state_dir: Path | None) -> Iterator[Finding]:
+    """Of a daemon. Only one that is set up here makes a taken port a problem."""
+    name = section.table
+    given = asked.flags.get("listen") if section is CoordinatorSettings else None
+    listen = given or _value(section, "listen", Asked({}))
+    if not listen:
+        return
+    host, port = host_of(listen)
+    check = f"port of the {name}"
+    error = machine_probes.bind_error(host, port)
+    if error is None:
+        yield ok(check, f"{listen} is free" if port else f"{listen} can be listened on")
+    elif error.errno == errno.EADDRINUSE:
+        holder = _holder(state_dir) if section is CoordinatorSettings and state_dir else ""
+        meant = given or _found(section, "listen").source not in ("", "default") or state_dir is not None
+        remedy = f"Stop what listens there (ss -ltnp 'sport = :{port}'), or choose another: {flag('listen')} HOST:PORT"
+        if holder:
+            yield ok(check, f"{listen} is in use by the coordinator that runs here (process {holder})")
+        else:
+            yield (problem if meant else warning)(check, f"{listen} is in use", remedy)
+    else:
+        why = error.strerror or str(error)
+        yield problem(
+            check, f"{listen} cannot be listened on: {why}", f"{flag('listen')} with an address of this machine."
+        )
+
+
+def _holder(state_dir: Path) -> str:
+    """The process of the coordinator that holds a state directory; "" if none does."""
+    try:
+        fd = os.open(state_dir / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _tls(asked: Asked, now: datetime.datetime) -> Iterator[Finding]:
+    names = ("tls_ca", "tls_cert", "tls_key", "tls_name")
+    files = {name: str(_value(TlsSettings, name, asked) or "") for name in names}
+    try:
+        tls = load_tls(*files.values())
+    except TlsError as error:
+        yield problem("TLS", error.message, "docs/security.md has the recipe for a CA and certificates.")
+        return
+    if tls is None:
+        yield ok("TLS", "not set up; without it daemons listen on this machine only")
+    elif tls.cert:
+        roles = tls.roles_named(own_names(tls), (*ROLES, "coordinator")) if tls.by_role else None
+        yield machine_findings.check_tls(tls.cert_file, expires(tls), now, tls.name, roles)
+    else:
+        yield ok("TLS", f"{tls.ca_file} can be read; no certificate to show")
+
+
+def _token(file: Path | None) -> Finding:
+    try:
+        return ok("token", f"for {Tokens(read_tokens(file)).about}")
+    except AuthenticationError as error:
+        if error.message.startswith("no token"):
+            return warning(
+                "token",
+                "none is set",
+                "A coordinator makes one in its state directory; elsewhere: export PENSTOCK_TOKEN_FILE=FILE",
+            )
+        return problem("token", error.message, "See docs/cli.md, The token.")
+    except PenstockError as error:
+        return problem("token", error.message, "See docs/cli.md, The token.")
+
+
+def check_import(input_fn: str, allow: list[str] | None, deadline_s: float) -> Finding:
+    """`allow`: prefixes that a worker here would have; None: not known."""
+    check, module = "input_fn", module_of(input_fn)
+    try:
+        imported = try_import(input_fn, deadline_s)
+    except InputFnNotFoundError as error:
+        return problem(
+            check,
+            error.message,
+            f"pip install it on {socket.gethostname()}, or set PYTHONPATH to the folder of {module}.",
+        )
+    except DeadlineError as error:
+        return problem(check, error.message, "A module that loads data or waits for others should do so in input_fn.")
+    except PenstockError as error:
+        if error.remote_traceback and debugging():
+            print(error.remote_traceback.rstrip(), file=sys.stderr)
+        return problem(check, error.message, f'python -c "import {module}" shows the same.')
+    if allow is not None and not under(module, allow):
+        return problem(
+            check,
+            f"{module} can be imported, and a worker here may not run it: --allow is {','.join(allow)}",
+            f"penstock worker --allow {module.partition('.')[0]} ...",
+        )
+    admitted = "" if allow is None else ", and a worker here may run it"
+    return ok(check, f"{input_fn} can be imported from {imported.file or module}{admitted}")

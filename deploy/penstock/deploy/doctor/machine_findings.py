@@ -1,0 +1,225 @@
+"""What Penstock needs of a machine: values in, findings out. Where the values come from is in machine_probes.py.
+
+A number here is a floor below which something was seen to fail or to crawl, not a wish; what is only slower is a
+warning. Which of them matter depends on what the machine is for: `slots` is how many runners it shall have.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Mapping
+
+from penstock.deploy.console.tables import size
+from penstock.deploy.doctor.findings import Finding, ok, problem, warning
+
+__all__ = [
+    "check_cage",
+    "check_clock",
+    "check_disk",
+    "check_files",
+    "check_kernel",
+    "check_locked_memory",
+    "check_memory",
+    "check_packages",
+    "check_processes",
+    "check_python",
+    "check_tls",
+]
+
+MIB = 1 << 20
+RUNNER_BYTES = 512 * MIB
+"""Of a runner: 170 MiB were resident with torch alone, 60 of them its own; the rest for its ring, code and data."""
+RUNNER_FILES = 24
+"""Descriptors that a daemon holds for a runner: 10 were seen with a lane over TCP; rings grow, and pumps overlap."""
+DAEMON_FILES = 128
+RUNNER_TASKS = 16
+"""Processes and threads of a runner: one, and what the daemon and the user's code start for it."""
+SPARE_TASKS = 128
+SLOW_SYNC_S = 0.02
+"""Seconds of an fsync; a commit waits for one, and a local disk takes 0.1 to 5 ms."""
+OLD_PYTHON, NEW_PYTHON = (3, 11), (3, 13)
+"""The oldest and the newest that releases are tested with."""
+RELEASED = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+"""A clock that says less is wrong."""
+EXPIRES_SOON = datetime.timedelta(days=30)
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?\s*$")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    """`version`: major, minor, micro."""
+    text, check = ".".join(map(str, version)), "python"
+    if version[:2] < OLD_PYTHON:
+        return problem(check, text, "Penstock needs 3.11 or newer: make an environment with it.")
+    if version[:2] > NEW_PYTHON:
+        return warning(check, f"{text}, newer than what is tested", "If something fails, try 3.13.")
+    return ok(check, text)
+
+
+def check_packages(requires: Iterable[str], installed: Mapping[str, str]) -> list[Finding]:
+    """
+    Args:
+        requires: requirements as in a package's metadata; those of extras are left out.
+        installed: name -> version.
+    """
+    found = []
+    for requirement in requires:
+        match = _REQUIREMENT.match(requirement)
+        if match is None:
+            continue
+        name, least = match[1], match[2] or ""
+        has, remedy = installed.get(name), f"pip install '{requirement.strip()}'"
+        if has is None:
+            found.append(problem(name, "not installed", remedy))
+        elif least and _release(has) < _release(least):
+            found.append(problem(name, f"{has}, and {least} or newer is needed", remedy))
+        else:
+            found.append(ok(name, has))
+    return found
+
+
+def check_kernel(release: str, missing: Mapping[str, str]) -> Finding:
+    """`missing`: what could not be done -> why."""
+    needed = {name: why for name, why in missing.items() if name != "O_DIRECT"}
+    if needed:
+        return problem(
+            "kernel",
+            f"{release} without " + "; ".join(f"{name} ({why})" for name, why in needed.items()),
+            "Linux 5.3 or newer is needed, and a sandbox (seccomp, gVisor) must let memfd_create, pidfd_open, prctl "
+            "and Unix sockets through.",
+        )
+    without = "" if "O_DIRECT" not in missing else "; no O_DIRECT in the temporary folder, which is optional"
+    return ok("kernel", f"{release}: sealed memfd, pidfd, subreaper, SEQPACKET with descriptors{without}")
+
+
+def check_memory(available: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
+    """
+    Args:
+        available: bytes of the machine.
+        cgroup: the limit of ours, and what it leaves, bytes; None if it has none.
+    """
+    left = available if cgroup is None else max(0, min(available, cgroup[1]))
+    within = "" if cgroup is None else f", {size(cgroup[0])} at most in this cgroup"
+    need = slots * RUNNER_BYTES
+    found = f"{size(left)} free{within}; {slots} slots take about {size(need)} before your data. Rings count as shared"
+    if left < RUNNER_BYTES:
+        return problem("memory", found, "One runner alone needs more: use another machine, or raise the limit.")
+    if left < need:
+        fit = left // RUNNER_BYTES
+        return warning("memory", found, f"penstock worker --slots {fit}, or --runner-memory SIZE to bound each runner.")
+    return ok("memory", found)
+
+
+def check_files(soft: int, hard: int, slots: int) -> Finding:
+    """Limits of open files, -1 = none."""
+    need = DAEMON_FILES + RUNNER_FILES * slots
+    found = f"{_limit(soft)} at most ({_limit(hard)} if asked for); {slots} slots may need {need}"
+    if 0 <= soft < need:
+        return problem(
+            "open files",
+            found,
+            f"ulimit -n {max(need, 65536)} before the daemon starts; systemd: LimitNOFILE=65536; docker run --ulimit "
+            "nofile=65536",
+        )
+    return ok("open files", found)
+
+
+def check_cage(lacking: str) -> Finding:
+    """`lacking`: what of a runner's cage the kernel does not have."""
+    if lacking:
+        return warning(
+            "cage",
+            f"runners gain no privileges, but can signal and trace other processes of their user: {lacking}",
+            "Give workers a user of their own, or a newer kernel.",
+        )
+    return ok("cage", "runners gain no privileges, and signal and trace only what they have started")
+
+
+def check_locked_memory(soft: int, device: str) -> Finding:
+    """`soft`: bytes, -1 = no limit. `device`: where a training job here wants its batches."""
+    found = f"{size(soft) if soft >= 0 else 'any amount'} may be locked"
+    if device.startswith("cuda") and 0 <= soft < 1 << 30:
+        return warning(
+            "locked memory",
+            f"{found}; device={device} locks its ring",
+            "ulimit -l unlimited; docker run --ulimit memlock=-1",
+        )
+    return ok("locked memory", found if device.startswith("cuda") else f"{found}; matters with device=cuda only")
+
+
+def check_processes(limit: int, cgroup: tuple[int, int] | None, slots: int) -> Finding:
+    """
+    Args:
+        limit: processes and threads of this user, -1 = any.
+        cgroup: the limit of ours, and what it leaves; None if it has none.
+    """
+    left = limit if cgroup is None else cgroup[1] if limit < 0 else min(limit, cgroup[1])
+    need = SPARE_TASKS + RUNNER_TASKS * slots
+    found = f"{_limit(left)} more processes and threads; {slots} slots may need {need}"
+    if 0 <= left < need:
+        return problem("processes", found, "ulimit -u unlimited; docker run --pids-limit -1; Kubernetes: podPidsLimit")
+    return ok("processes", found)
+
+
+def _limit(value: int) -> str:
+    return "any number" if value < 0 else str(value)
+
+
+def check_clock(source: str, now: datetime.datetime, synchronised: bool | None) -> Finding:
+    """`source`: the kernel's clock source, "" if not known. `synchronised`: None if the kernel does not tell."""
+    said = f"{now:%Y-%m-%d %H:%M:%S} UTC, clock source {source or 'unknown'}"
+    if now < RELEASED:
+        return problem("clock", said, "The clock is wrong, so certificates are not valid yet: timedatectl set-ntp true")
+    if source in ("hpet", "acpi_pm", "jiffies", "pit"):
+        return warning(
+            "clock", f"{said}, where reading it takes microseconds", "Boot with clocksource=tsc (KVM: kvm-clock)."
+        )
+    if synchronised is False:
+        return warning(
+            "clock",
+            f"{said}, not kept by NTP, the kernel says",
+            "timedatectl set-ntp true, on the host if this is a container; leases do not need it, certificates do.",
+        )
+    return ok("clock", said if synchronised is None else f"{said}, kept by NTP")
+
+
+def check_disk(path: str, filesystem: str, network: bool, free: int, sync_s: float | None) -> Finding:
+    """Of the coordinator's state directory. `sync_s`: median seconds of an fsync there; None: cannot be written to."""
+    if network:
+        return problem(
+            "state directory",
+            f"{path} is on a network filesystem ({filesystem}), where the journal is not safe",
+            "penstock coordinator --state-dir DIR with a directory on a local disk.",
+        )
+    if sync_s is None:
+        return problem("state directory", f"{path} cannot be written to", f"mkdir -p {path}, and make it this user's.")
+    found = f"{path}: {filesystem}, {size(free)} free, {sync_s * 1e3:.3g} ms an fsync"
+    if free < 256 * MIB:
+        return problem("state directory", found, "The journal and the snapshots of runs need 1 GiB or more: make room.")
+    if free < 1024 * MIB:
+        return warning("state directory", found, "Snapshots of large loaders take more: make room.")
+    if sync_s > SLOW_SYNC_S:
+        return warning("state directory", found, "Each commit waits for the disk: choose a local SSD for --state-dir.")
+    if filesystem in ("tmpfs", "ramfs"):
+        return warning("state directory", found, "It is gone after a reboot: choose a directory on a disk.")
+    return ok("state directory", found)
+
+
+def check_tls(
+    what: str, until: datetime.datetime, now: datetime.datetime, name: str = "", roles: frozenset[str] | None = None
+) -> Finding:
+    """A certificate that is valid now. `roles`: that it is for; None: certificates name none."""
+    left = until - now
+    found = f"{what} is valid until {until:%Y-%m-%d %H:%M} UTC, {max(0, left.days)} days"
+    if roles is not None:
+        if not roles:
+            made = name.replace("*", "worker")
+            return problem("TLS", f"{what} names no role, and tls_name={name}", f"Make one of the name {made}, say.")
+        found += f", for the role {' and '.join(sorted(roles))}"
+    if left < EXPIRES_SOON:
+        return warning("TLS", found, "Put a new one in its place (docs/security.md): what shows it takes it up.")
+    return ok("TLS", found)

@@ -1,0 +1,239 @@
+"""What this machine is, asked of the kernel, the disk and the network: values for machine_findings.py to judge.
+
+Each probe does what Penstock would do, and undoes it. None needs privileges, and none fails: what cannot be found out
+is None, or is told with the reason.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+__all__ = [
+    "bind_error",
+    "cgroup_room",
+    "clock_source",
+    "clock_synchronised",
+    "fsync_s",
+    "installed",
+    "kernel_gaps",
+    "memory_available",
+    "nearest",
+    "requirements",
+]
+
+CGROUPS = Path("/sys/fs/cgroup")
+SYNCS = 9
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_STA_UNSYNC, _STATUS_AT, _TIMEX_BYTES = 0x40, 40, 512
+_O_DIRECT_BLOCK = 4096
+
+
+def requirements() -> list[str]:
+    """What the installed package of Penstock needs, without extras."""
+    try:
+        return [each for each in metadata.requires("penstock") or () if ";" not in each]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def installed(requires: list[str]) -> dict[str, str]:
+    """Name -> version of those that are installed."""
+    found = {}
+    for requirement in requires:
+        name = requirement.partition(">")[0].strip()
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def kernel_gaps() -> dict[str, str]:
+    """What Penstock asks of the kernel and is refused -> the reason."""
+    tries: dict[str, Callable[[], object]] = {
+        "memfd_create with seals": _sealed_memfd,
+        "pidfd_open": lambda: os.close(os.pidfd_open(os.getpid())),
+        "PR_SET_CHILD_SUBREAPER": _subreaper,
+        "abstract Unix sockets": _abstract_socket,
+        "SEQPACKET with descriptors (SCM_RIGHTS)": _passed_descriptor,
+        "O_DIRECT": _direct,
+    }
+    gaps = {}
+    for name, do in tries.items():
+        try:
+            do()
+        except OSError as error:
+            gaps[name] = error.strerror or str(error)
+    return gaps
+
+
+def _sealed_memfd() -> None:
+    fd = os.memfd_create("penstock-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
+            raise OSError(0, "seals do not hold")
+    finally:
+        os.close(fd)
+
+
+def _subreaper() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    was = ctypes.c_int()
+    for arguments in (
+        (_PR_GET_CHILD_SUBREAPER, ctypes.byref(was)),
+        (_PR_SET_CHILD_SUBREAPER, 1),
+        (_PR_SET_CHILD_SUBREAPER, was.value),
+    ):
+        if libc.prctl(*arguments, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _abstract_socket() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(f"\0penstock-doctor-{secrets.token_hex(8)}")
+        listening.listen(1)
+
+
+def _passed_descriptor() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        rights = array.array("i", [ours.fileno()])
+        ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        _, fds, _, _ = socket.recv_fds(theirs, 1, 1)
+        for fd in fds:
+            os.close(fd)
+        if not fds:
+            raise OSError(0, "none arrived")
+
+
+def _direct() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        fd = os.open(os.path.join(folder, "direct"), os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        try:
+            with mmap.mmap(-1, _O_DIRECT_BLOCK) as block:
+                os.write(fd, block)
+        finally:
+            os.close(fd)
+
+
+def memory_available(meminfo: str) -> int:
+    """Bytes, by the text of /proc/meminfo."""
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def cgroup_room(what: str, root: Path = CGROUPS) -> tuple[int, int] | None:
+    """Of "memory" or "pids": the limit of the cgroup that leaves the least, and what it leaves. None: no limit.
+
+    Memory that only caches files, and would be given up, counts as free.
+    """
+    rooms = []
+    for folder in _cgroups(root):
+        limit, used = _number(folder / f"{what}.max"), _number(folder / f"{what}.current") or 0
+        if limit is not None:
+            rooms.append((limit - used + _cached(folder) if what == "memory" else limit - used, limit))
+    return min(rooms)[::-1] if rooms else None
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Our own folder, and those above."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    own = next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), "/")
+    folder = root / own.strip("/")
+    yield folder
+    while folder != root:
+        folder = folder.parent
+        yield folder
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cached(folder: Path) -> int:
+    try:
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0)
+
+
+def clock_source() -> str:
+    """The kernel's; "" if it is not known."""
+    try:
+        return Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
+    except OSError:
+        return ""
+
+
+def clock_synchronised() -> bool | None:
+    """Whether something keeps the wall clock, as the kernel knows (adjtimex); None if it does not tell."""
+    if sys.maxsize < 1 << 32:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)  # all zero: only asks
+    if libc.adjtimex(timex) < 0:
+        return None
+    return not int.from_bytes(timex.raw[_STATUS_AT : _STATUS_AT + 4], sys.byteorder) & _STA_UNSYNC
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def fsync_s(folder: Path) -> float | None:
+    """Median seconds of an fsync of 4 KiB in a folder; None if it cannot be written to."""
+    took = []
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for _ in range(SYNCS):
+                file.write(bytes(4096))
+                file.flush()
+                began = time.perf_counter()
+                os.fsync(file.fileno())
+                took.append(time.perf_counter() - began)
+    except OSError:
+        return None
+    return statistics.median(took)
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Why nothing can listen there; None if it can."""
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)
+    except OSError as error:
+        return error
+    return None

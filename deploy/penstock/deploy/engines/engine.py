@@ -1,0 +1,151 @@
+"""What an engine is asked to run, and what it says of it. A plan is frozen data, made of settings; engines do the rest.
+
+Penstock schedules no machines: the local engine supervises processes here, and the others hand the same daemons to
+Ray, Slurm or Kubernetes, which place them, restart them, and replace nodes.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.deploy.console.exit_codes import USAGE, CommandError
+
+__all__ = ["Engine", "Fleet", "Plan", "engine", "exports", "worker_name"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One coordinator, and so many workers that are alike."""
+
+    engine: str
+    name: str
+    """Of the fleet."""
+    workers: int
+    slots: int
+    """Of each worker: runners at a time."""
+    allow: str
+    """Module prefixes, separated by commas."""
+    listen: str
+    """Of the coordinator, HOST:PORT. Engines of several machines take the port alone."""
+    token_file: str
+    """Where the daemons find the token: on this machine, or the same path on all."""
+    runner_memory: str = ""
+    insecure: bool = False
+    tls: Mapping[str, str] = field(default_factory=dict)
+    """tls_ca, tls_cert, tls_key, tls_name, as far as they were given: files on the daemons' machines."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What only this engine knows."""
+    timeout_s: float = 120.0
+    """Until all of it is ready."""
+
+    def differences(self, other: Plan) -> list[str]:
+        """Flags of what is not the same."""
+
+        def flat(plan: Plan) -> dict[str, Any]:
+            own = {part.name: getattr(plan, part.name) for part in fields(plan)}
+            del own["timeout_s"], own["tls"], own["options"]
+            return {**own, **plan.tls, **plan.options}
+
+        mine, theirs = flat(self), flat(other)
+        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        return [f"--{name.replace('_', '-')}" for name in names]
+
+    def coordinator_command(self, state_dir: str, listen: str) -> list[str]:
+        """Arguments of `penstock`."""
+        return [
+            *("coordinator", "--listen", listen, "--state-dir", state_dir, "--token-file", self.token_file),
+            *self._tls_flags(),
+            *(["--insecure"] if self.insecure else []),
+        ]
+
+    def worker_command(self, name: str, coordinator: str, listen: str) -> list[str]:
+        """Arguments of `penstock`."""
+        return [
+            *("worker", "--name", name, "--coordinator", coordinator, "--listen", listen),
+            *("--slots", str(self.slots), "--allow", self.allow, "--token-file", self.token_file),
+            *(["--runner-memory", self.runner_memory] if self.runner_memory else []),
+            *self._tls_flags(),
+            *(["--insecure"] if self.insecure else []),
+        ]
+
+    def _tls_flags(self) -> list[str]:
+        names = ("tls_ca", "tls_cert", "tls_key", "tls_name")
+        given = [(name, self.tls[name]) for name in names if self.tls.get(name)]
+        return [part for name, file in given for part in (f"--{name.replace('_', '-')}", file)]
+
+
+def worker_name(fleet: str, number: int) -> str:
+    """Unique and stable: a daemon that was lost is replaced under its name, and the coordinator knows at once."""
+    return f"{fleet}-{number}"
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What is up."""
+
+    engine: str
+    name: str
+    folder: str
+    """Where its record is, on the machine where it was started."""
+    coordinator: str
+    """Address for training jobs; "" while it is not known."""
+    token_file: str
+    tls: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine needs to find it again."""
+
+    def environment(self) -> dict[str, str]:
+        """What a training job needs."""
+        shared = {"PENSTOCK_COORDINATOR": self.coordinator, "PENSTOCK_TOKEN_FILE": self.token_file}
+        files = {f"PENSTOCK_{name.upper()}": self.tls.get(name, "") for name in ("tls_ca", "tls_name")}
+        return {name: value for name, value in {**shared, **files}.items() if value}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "engine": self.engine,
+            "name": self.name,
+            "dir": self.folder,
+            "coordinator": self.coordinator or None,
+            "token_file": self.token_file,
+            "environment": self.environment(),
+            **self.about,
+        }
+
+
+def exports(fleet: Fleet) -> str:
+    """Lines for a shell: `eval "$(penstock up --detach)"`."""
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in fleet.environment().items())
+
+
+class Engine(Protocol):
+    """Starts a fleet elsewhere, and ends it."""
+
+    def up(self, plan: Plan, folder: Path) -> Fleet:
+        """Start what the plan says; returns when it is ready, or when it is handed over for good."""
+
+    def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
+        """End it. Returns a line for each thing that was ended."""
+
+
+def engine(name: str) -> Engine:
+    """The engine of this name; its library is imported here and not before."""
+    match name:
+        case "ray":
+            from penstock.deploy.engines.ray import RayEngine
+
+            return RayEngine()
+        case "slurm":
+            from penstock.deploy.engines.slurm import SlurmEngine
+
+            return SlurmEngine()
+        case "kubernetes":
+            from penstock.deploy.engines.kubernetes import KubernetesEngine
+
+            return KubernetesEngine()
+        case _:
+            raise CommandError(f"there is no engine {name!r}: local, ray, slurm, kubernetes", USAGE)

@@ -1,0 +1,30 @@
+"""Other people's commands that engines call: sbatch, scancel, squeue, kubectl."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from penstock.deploy.console.exit_codes import USAGE, CommandError
+from penstock.proto.errors import DeadlineError, PenstockError
+
+__all__ = ["called"]
+
+DEADLINE_S = 120.0
+"""For a command that talks to a controller elsewhere."""
+
+
+def called(command: Sequence[str], *, stdin: str = "", deadline_s: float = DEADLINE_S) -> str:
+    """What the command prints. What is secret goes in by standard input, never as an argument.
+
+    Raises CommandError if it is not installed, PenstockError with its own last words if it fails, DeadlineError.
+    """
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=deadline_s)
+    except FileNotFoundError:
+        raise CommandError(f"{command[0]} is not installed here: run this where {command[0]} works", USAGE) from None
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"{' '.join(command[:5])} did not answer within {deadline_s:g} s") from None
+    if done.returncode:
+        raise PenstockError(f"{' '.join(command[:5])} failed with status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

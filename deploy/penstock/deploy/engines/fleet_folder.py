@@ -1,0 +1,263 @@
+"""A fleet's folder on the machine where it was started: the plan, the record of what is up, the token, logs.
+
+Whether the local engine's supervisor lives is asked of the kernel, not of the record: the supervisor holds a lock on
+`lock` that ends with it, however it ends. `penstock up` takes it first and hands it on, so that a fleet that is being
+started is seen too; who holds it stands in the file. Process ids are compared with the start time of the process and
+the boot of the machine before a signal is sent, and sent by a pidfd, so that a number that is another's by now is never
+hit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from penstock.deploy.console.command_token import make_token
+from penstock.deploy.console.exit_codes import USAGE, CommandError
+from penstock.deploy.engines.engine import Fleet, Plan
+from penstock.runtime.files.atomic_files import write_whole
+
+__all__ = ["Folder", "Identity", "default_folder", "open_log"]
+
+_T = TypeVar("_T")
+
+
+def default_folder(name: str) -> Path:
+    """Of a fleet of this name: below XDG_STATE_HOME."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(home) / "penstock" / name
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process, as long as it lives and never another."""
+
+    pid: int
+    started: int
+    """Clock ticks from the boot."""
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> Identity:
+        """Of a process that lives. ProcessLookupError otherwise."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError as error:
+            raise ProcessLookupError(f"there is no process {pid}") from error
+        return cls(pid, int(fields[19]), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+
+    def open(self) -> int | None:
+        """A pidfd, which the caller closes; None if it has ended."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        try:  # after it was opened: what is compared is what will be signalled
+            same = Identity.of(self.pid) == self
+        except ProcessLookupError:
+            same = False
+        if not same:
+            os.close(fd)
+            return None
+        return fd
+
+    def send(self, number: signal.Signals) -> bool:
+        """False if it has ended."""
+        fd = self.open()
+        if fd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(fd, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+
+class Folder:
+    """The files of one fleet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        self.state_dir = self.path / "coordinator"
+        self.logs = self.path / "logs"
+        self.token = self.path / "token"
+        self._plan = self.path / "plan.json"
+        self._record = self.path / "fleet.json"
+        self._address = self.path / "address"
+
+    def make(self) -> None:
+        """With what is in it readable by its owner alone. CommandError: it cannot be made, or others can change it, and
+        with it what runs here."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.path.stat()
+            if found.st_uid != os.geteuid():
+                raise CommandError(
+                    f"the folder {self.path} belongs to another user: give --dir with one of yours", USAGE
+                )
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                mode = stat.S_IMODE(found.st_mode)
+                raise CommandError(
+                    f"the folder {self.path} can be changed by others (mode {mode:04o}): chmod 700 {self.path}", USAGE
+                )
+            self.logs.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise CommandError(
+                f"no folder can be made for the fleet at {self.path}: {error.strerror}", USAGE
+            ) from error
+
+    # ---- the lock
+
+    def lock(self) -> int | None:
+        """Take the lock; the file descriptor holds it until it is closed. None if a supervisor, or who starts one, has
+        it."""
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def hold(self, lock: int, identity: Identity) -> None:
+        """Say whom to signal about a lock that is held: its holder, or the one that it is handed on to."""
+        data = json.dumps(asdict(identity)).encode()
+        try:
+            os.pwrite(lock, data, 0)
+            os.ftruncate(lock, len(data))
+        except OSError as error:
+            raise CommandError(f"{self.path / 'lock'} cannot be written: {error.strerror}", USAGE) from error
+
+    def holder(self) -> Identity | None:
+        """What `hold` said last; that process may have ended since."""
+        try:
+            return Identity(**json.loads((self.path / "lock").read_text()))
+        except (OSError, ValueError, TypeError):  # none yet, or just being written
+            return None
+
+    @property
+    def supervised(self) -> bool:
+        """A supervisor lives, or is being started."""
+        if not (self.path / "lock").exists():
+            return False
+        fd = self.lock()
+        if fd is None:
+            return True
+        os.close(fd)
+        return False
+
+    # ---- what is in it
+
+    def save_plan(self, plan: Plan) -> None:
+        """CommandError: it cannot be written, as on a full disk; so `save` and `address`."""
+        _write(self._plan, _encoded(asdict(plan)))
+
+    def plan(self) -> Plan | None:
+        return self._read(self._plan, lambda found: Plan(**found))
+
+    def save(self, fleet: Fleet) -> None:
+        _write(self._record, _encoded(asdict(fleet)))
+
+    def fleet(self) -> Fleet | None:
+        """What the record says is up."""
+        return self._read(self._record, _fleet)
+
+    def forget(self) -> None:
+        """Nothing is up any more."""
+        self._record.unlink(missing_ok=True)
+
+    def _read(self, path: Path, made: Callable[[Any], _T]) -> _T | None:
+        try:
+            return made(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise CommandError(f"{path} cannot be read ({error}); move it away if nothing is up", USAGE) from error
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CommandError(
+                f"{path} holds something else than this release writes there ({error}); move it away if nothing is up",
+                USAGE,
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """Where the coordinator listened last; training jobs know it by that."""
+        try:
+            return self._address.read_text().strip()
+        except OSError:
+            return ""
+
+    @address.setter
+    def address(self, value: str) -> None:
+        _write(self._address, value.encode() + b"\n")
+
+    def token_file(self, given: Path | None, *, make: bool) -> Path:
+        """The file with the fleet's token: the one that was given, else ours, with PENSTOCK_TOKEN or a fresh one.
+
+        make: write ours; else it is only said where it will be.
+        """
+        named = given or (None if os.environ.get("PENSTOCK_TOKEN") else _from_environment())
+        if named is not None:
+            return named.expanduser().absolute()
+        text = os.environ.get("PENSTOCK_TOKEN")
+        if make and text:
+            self.save_token(text)
+        elif make:
+            make_token(self.token)
+        return self.token
+
+    def save_token(self, text: str) -> None:
+        """Into our own file, which only we can read. CommandError: a fleet that is up has another one."""
+        if self.token.exists():
+            if self.token.read_text().split() == text.split():
+                return
+            if self.fleet() is not None:
+                raise CommandError(
+                    f"a fleet is up in {self.path} already, with another token: `penstock down` ends it", USAGE
+                )
+            self.token.unlink()
+        fd = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as out:
+            out.write(text.strip() + "\n")
+
+
+def _from_environment() -> Path | None:
+    named = os.environ.get("PENSTOCK_TOKEN_FILE")
+    return Path(named) if named else None
+
+
+def open_log(path: Path) -> BinaryIO:
+    """To append to; readable by its owner alone if it is made here."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def _fleet(found: Any) -> Fleet:
+    """TypeError, KeyError, AttributeError: it is no record."""
+    fleet = Fleet(**found)
+    if fleet.engine == "local":
+        Identity(**fleet.about["supervisor"])
+        for daemon in fleet.about["daemons"]:
+            daemon["name"], daemon["state"], fleet.about["ready"]
+            if daemon["identity"] is not None:
+                Identity(**daemon["identity"])
+    return fleet
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_whole(path, data, mode=0o600)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror}", USAGE) from error
+
+
+def _encoded(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"

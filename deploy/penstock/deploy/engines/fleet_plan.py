@@ -1,0 +1,58 @@
+"""From what `penstock up` was given to the plan of an engine, checked as the daemons will check it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from penstock.deploy.console.daemon_settings import TlsSettings, WorkerSettings, flag, resolve, variable
+from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.engines.engine import Plan
+from penstock.deploy.engines.fleet_folder import Folder
+from penstock.proto.errors import InvalidArgumentError
+
+__all__ = ["plan_of"]
+
+_OWN = {
+    "ray": ("ray_address", "near", "coordinator_node", "state_dir", "send_token"),
+    "slurm": ("state_dir", "sbatch"),
+    "kubernetes": ("namespace", "image", "storage", "tls_secret"),
+}
+"""Engine -> the settings that it alone knows."""
+
+
+def plan_of(
+    settings: UpSettings, tls: TlsSettings, token_file: Path | None, folder: Folder, *, make_token: bool
+) -> Plan:
+    """The plan of what was asked for, checked as the daemons will check it."""
+    if not settings.allow:
+        raise InvalidArgumentError(
+            f"{flag('allow')} is missing (or the variable {variable(UpSettings, 'allow')}): module prefixes of your "
+            "input_fn, such as mypackage; '*' for any"
+        )
+    mine = _OWN.get(settings.engine, ())
+    for engine, names in _OWN.items():
+        for name in names:
+            if name in settings.model_fields_set and name not in mine and engine != settings.engine:
+                raise InvalidArgumentError(f"{flag(name)} means nothing to the engine {settings.engine}")
+    cores = max(1, len(os.sched_getaffinity(0)) // settings.workers)
+    slots = settings.slots or (cores if settings.engine == "local" else 8)
+    checked = resolve(WorkerSettings, slots=slots, allow=settings.allow, name=settings.name)
+    return Plan(
+        engine=settings.engine,
+        name=settings.name,
+        workers=settings.workers,
+        slots=slots,
+        allow=checked.allow,
+        listen=settings.listen,
+        token_file=str(folder.token_file(token_file, make=make_token)),
+        runner_memory=settings.runner_memory,
+        insecure=settings.insecure,
+        tls={
+            name: value if name == "tls_name" else str(Path(value).expanduser().absolute())
+            for name in TlsSettings.model_fields
+            if (value := getattr(tls, name))
+        },
+        options={name: getattr(settings, name) for name in mine},
+        timeout_s=settings.timeout,
+    )

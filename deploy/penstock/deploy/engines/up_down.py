@@ -1,0 +1,137 @@
+"""`penstock up` and `penstock down`: from settings to an engine, and what is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.console.daemon_settings import TlsSettings, resolve
+from penstock.deploy.console.exit_codes import INTERRUPTED, USAGE, CommandError
+from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.signals import raised
+from penstock.deploy.engines.engine import Fleet, Plan, engine, exports
+from penstock.deploy.engines.fleet_folder import Folder, default_folder
+from penstock.deploy.engines.fleet_plan import plan_of
+from penstock.proto.rpc.addresses import refuse_unsafe
+
+__all__ = ["run_down", "run_up"]
+
+
+def run_up(
+    flags: dict[str, Any],
+    tls_flags: dict[str, str | None],
+    token_file: Path | None,
+    *,
+    detach: bool,
+    render: bool,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    """Start a fleet. `flags`, `tls_flags`: what was given on the command line, None for the rest."""
+    settings = resolve(UpSettings, **flags)
+    tls = resolve(TlsSettings, **tls_flags)
+    folder = _folder(settings)
+    if render and settings.engine not in ("slurm", "kubernetes"):
+        raise CommandError(f"--render: the engine {settings.engine} has no files to show", USAGE)
+    if not render:
+        folder.make()
+    plan = plan_of(settings, tls, token_file, folder, make_token=not render)
+    if render:
+        print(_rendered(plan, folder.path), end="")
+        return
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO, format="penstock up: %(message)s", stream=sys.stderr
+    )
+    if settings.engine != "local":
+        _refuse_another(folder, plan)
+        fleet = engine(settings.engine).up(plan, folder.path)
+        folder.save(fleet)
+        _say(fleet, as_json)
+        return
+    loaded = tls.load()
+    refuse_unsafe(plan.listen, encrypted=loaded is not None and bool(loaded.cert), insecure=plan.insecure)
+    if detach:
+        from penstock.deploy.engines.local import LocalEngine
+
+        with _told_to_end(folder) as check:
+            fleet = LocalEngine().up(plan, folder.path)
+            try:
+                check()
+            except CommandError:
+                LocalEngine().down(folder.path, DOWN_S)
+                raise
+        _say(fleet, as_json)
+        return
+    from penstock.deploy.engines.supervisor import supervise
+
+    supervise(plan, folder, lambda fleet: _say(fleet, as_json))
+
+
+DOWN_S = 60.0
+"""For an orderly end of a fleet that was told to end while it started."""
+
+
+def _folder(settings: UpSettings) -> Folder:
+    return Folder(Path(settings.dir) if settings.dir else default_folder(settings.name))
+
+
+def _told_to_end(folder: Folder) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """What would end this process at once, and leave a fleet that is being started to itself, is an error, as Ctrl-C
+    is: the fleet ends with it."""
+    return raised(
+        lambda number: CommandError(
+            f"the fleet in {folder.path} was told to end ({number.name}) while it was starting", INTERRUPTED
+        )
+    )
+
+
+def _rendered(plan: Plan, folder: Path) -> str:
+    if plan.engine == "slurm":
+        from penstock.deploy.engines.slurm import render as slurm
+
+        return slurm(plan, folder)
+    from penstock.deploy.engines.kubernetes import render as kubernetes
+
+    return kubernetes(plan)
+
+
+def _refuse_another(folder: Folder, plan: Plan) -> None:
+    """One folder is one fleet: an engine may adjust its own, none takes another's place."""
+    up = folder.fleet()
+    if folder.supervised or (up is not None and (up.engine, up.name) != (plan.engine, plan.name)):
+        what = f"{up.name} ({up.engine})" if up is not None else "a local one"
+        raise CommandError(f"a fleet is up in {folder.path} already, {what}: `penstock down` ends it", USAGE)
+
+
+def _say(fleet: Fleet, as_json: bool) -> None:
+    """The one thing on standard output: what a training job needs."""
+    print(json.dumps(fleet.as_dict(), indent=2) if as_json else exports(fleet), flush=True)
+
+
+def run_down(flags: dict[str, Any], timeout_s: float, as_json: bool) -> None:
+    """End the fleet whose record is in the folder. `flags`: as of run_up, those that say which fleet it is."""
+    where = _folder(resolve(UpSettings, **flags))
+    if not where.path.is_dir():
+        raise CommandError(
+            f"no fleet was ever started in {where.path}: give --dir, or --name as for `penstock up`", USAGE
+        )
+    fleet = where.fleet()
+    if fleet is None or fleet.engine == "local":
+        from penstock.deploy.engines.local import LocalEngine
+
+        ended = LocalEngine().down(where.path, timeout_s)
+    else:
+        ended = engine(fleet.engine).down(fleet, timeout_s)
+        where.forget()
+    if as_json:
+        about = {"engine": fleet.engine, "name": fleet.name} if fleet is not None else {"engine": None, "name": None}
+        print(json.dumps({**about, "dir": str(where.path), "ended": ended}, indent=2))
+    elif ended:
+        print("\n".join(f"ended: {what}" for what in ended))
+    else:
+        print(f"nothing is up in {where.path}")

@@ -1,0 +1,278 @@
+"""A batch for people, for JSON, and as a file: its leaves by name, what is in them, and one row of it.
+
+Runs where the batch was made, in the child that holds the user's classes: a namedtuple or a dataclass is looked into
+there, and what leaves is plain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.deploy.operations.state_values import as_json
+from penstock.proto.errors import InvalidArgumentError, UnsupportedStateError
+from penstock.proto.state.codec import encode_state
+
+__all__ = ["FORMATS", "describe", "rows_in", "write"]
+
+FORMATS = (".pst", ".npz", ".pt")
+FIRST = 8
+"""Values of a leaf that are shown."""
+ROW_VALUES = 256
+"""Values of a leaf that are shown of one row."""
+_SCALARS = (str, bytes, int, float, bool, complex, type(None))
+_PLAIN = (*_SCALARS, torch.Tensor)
+
+
+def _is_column(value: Any) -> bool:
+    """A list of plain values is one leaf, with a value for each row."""
+    return type(value) in (list, tuple) and len(value) > 0 and all(type(item) in _SCALARS for item in value)
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, leaf): `tokens`, `meta.length`, `pair.0`; "" for a batch that is a leaf itself."""
+    if _is_column(value) or not _is_container(value) or not any(True for _ in _fields(value, name)):
+        yield name, value
+    else:
+        for there, item in _fields(value, name):
+            yield from leaves(item, there)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or _is_record(value)
+
+
+def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What a container holds, by name; nothing of a leaf."""
+    dot = f"{name}." if name else ""
+    if isinstance(value, Mapping):
+        named: Iterable[tuple[Any, Any]] = value.items()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        named = zip(value._fields, value, strict=True)
+    else:
+        named = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in named:
+        yield f"{dot}{key}", item
+
+
+def rows_in(batch: Any) -> int | None:
+    """Length of the first tensor or array that has a dimension; without one, of the first list. None: no rows.
+
+    A batch that is a list of samples, as without a collate function, has one row for each.
+    """
+    if _is_samples(batch):
+        return len(batch)
+    for _, value in leaves(batch):
+        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
+            return int(value.shape[0])
+    return _length_in(batch)
+
+
+def _is_samples(value: Any) -> bool:
+    """A list of samples: of dicts and the like, of tuples whose values are of several kinds, of lists without tensors.
+
+    Other lists and all tuples are fields, as torch's collate function makes them: a tuple of texts for each, say.
+    """
+    if type(value) is not list or not value:
+        return False
+    if all(isinstance(item, Mapping) or _is_record(item) for item in value):
+        return True
+    if all(type(item) is tuple for item in value):
+        return not all(_is_column(item) and len({type(one) for one in item}) == 1 for item in value)
+    return all(type(item) is list for item in value) and not any(
+        isinstance(leaf, torch.Tensor | np.ndarray) for _, leaf in leaves(value)
+    )
+
+
+def _is_record(value: Any) -> bool:
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    return named or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def _length_in(value: Any) -> int | None:
+    """Of the first list that has a value for each row."""
+    if _is_column(value) or _is_samples(value):
+        return len(value)
+    items = (item for _, item in _fields(value, ""))
+    return next((found for item in items if (found := _length_in(item)) is not None), None)
+
+
+def describe(batch: Any, row: int | None) -> dict[str, Any]:
+    """The batch as plain values. Raises InvalidArgumentError for a row that it does not have."""
+    rows = rows_in(batch)
+    if row is not None and (rows is None or row >= rows):
+        have = "no tensor with a dimension and no list, and so no rows" if rows is None else _range(rows)
+        raise InvalidArgumentError(f"--row {row}: the batch has {have}")
+    found: dict[str, Any] = {"rows": rows, "leaves": [_leaf(name, value) for name, value in leaves(batch)]}
+    if row is not None:
+        found["row"] = {"row": row, "leaves": [_of_row(name, value) for name, value in _row(batch, "", row, rows)]}
+    return found
+
+
+def _range(rows: int) -> str:
+    return f"rows 0 to {rows - 1}" if rows else "no rows: it is empty"
+
+
+def _row(value: Any, name: str, row: int, rows: int | None) -> Iterator[tuple[str, Any]]:
+    """(name, what the row has of it), of all that has one value for each row."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if value.ndim and value.shape[0] == rows:
+            yield name, value[row]
+    elif _is_column(value) or _is_samples(value):
+        if len(value) == rows:
+            yield from leaves(value[row], name)
+    else:
+        for there, item in _fields(value, name):
+            yield from _row(item, there, row, rows)
+
+
+def _of_row(name: str, of_one: Any) -> dict[str, Any]:
+    if isinstance(of_one, np.generic):
+        of_one = of_one.item()
+    if not isinstance(of_one, torch.Tensor | np.ndarray):
+        return {"name": name, "shape": [], "values": as_json(of_one)}
+    shape = list(of_one.shape)
+    return {"name": name, "shape": shape, "values": _values(of_one, ROW_VALUES) if shape else _values(of_one, 1)[0]}
+
+
+def _values(value: torch.Tensor | np.ndarray[Any, Any], count: int) -> list[Any]:
+    """The first ones, as JSON takes them."""
+    first = value.reshape(-1)[:count].tolist()
+    return [str(item) if isinstance(item, complex) else as_json(item) for item in first]
+
+
+def _leaf(name: str, value: Any) -> dict[str, Any]:
+    kind = type(value).__qualname__
+    found: dict[str, Any] = {"name": name, "kind": kind, "dtype": None, "shape": None}
+    if isinstance(value, torch.Tensor | np.ndarray):
+        found |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        return found | {"first": _values(value, FIRST)} | _numbers(value)
+    if _is_column(value):
+        of = " or ".join(sorted({type(item).__qualname__ for item in value}))
+        return found | {"kind": f"{kind} of {of}", "shape": [len(value)], "first": as_json(list(value[:FIRST]))}
+    return found | {"first": [str(value) if isinstance(value, complex) else as_json(value)]}
+
+
+def _numbers(value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
+    """min, max and mean of the numbers in it, and how many are NaN; nothing for what has no order."""
+    try:
+        if isinstance(value, torch.Tensor):
+            value = _resolved(value)
+            value = value.double() if value.is_floating_point() else value
+        array = value.numpy() if isinstance(value, torch.Tensor) else value
+        if array.dtype.kind not in "biuf":
+            return {}
+        nan = np.isnan(array) if array.dtype.kind == "f" else np.zeros(array.shape, bool)
+        numbers = array[~nan]
+        found: dict[str, Any] = {"nan": int(nan.sum())}
+        if numbers.size:
+            low, high = numbers.min().item(), numbers.max().item()
+            mean = float(numbers.mean(dtype=np.float64))
+            found |= {"min": as_json(low), "max": as_json(high), "mean": as_json(mean)}
+    except (TypeError, RuntimeError):  # a dtype that numpy, or this torch, cannot compute with
+        return {}
+    return found
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The values themselves, as a box is handed them: without a gradient, and conjugated and negated already."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+# ---- files
+
+
+def write(batch: Any, path: Path) -> None:
+    """The batch as a new file of one of FORMATS, on to the disk: whoever asked for it gives it its name.
+
+    Raises InvalidArgumentError for a batch that the format cannot hold as it is, or if there is such a file.
+    """
+    data = {".pst": _envelope, ".npz": _arrays, ".pt": _torch}[path.suffix](batch)
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise InvalidArgumentError(f"--out cannot be written: {error}") from error
+
+
+def _envelope(batch: Any) -> bytes:
+    try:
+        return encode_state(batch)
+    except UnsupportedStateError as error:
+        raise InvalidArgumentError(f"--out: the batch cannot be written as .pst: {error.message}; try .npz") from error
+
+
+def _arrays(batch: Any) -> bytes:
+    out, names = io.BytesIO(), set[str]()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, value in leaves(batch):
+            if name in names:
+                raise InvalidArgumentError(f"--out: two leaves of the batch are called {name!r}: write it as .pst")
+            names.add(name)
+            with archive.open(f"{name or 'batch'}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, _array(name, value), allow_pickle=False)
+    return out.getvalue()
+
+
+def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """Raises InvalidArgumentError for what numpy would hold as something else."""
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    try:
+        array = _resolved(value).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(f"--out: {name!r} has no place in an .npz ({error}): write it as .pst") from error
+    empty = _is_container(value) and not value
+    if array.dtype.hasobject or empty or array.dtype.kind == "S" or not _is_kept(value, array):
+        raise InvalidArgumentError(
+            f"--out: {name!r}, a {type(value).__qualname__}, has no place in an .npz: write it as .pst"
+        )
+    return array
+
+
+def _is_kept(value: Any, array: np.ndarray[Any, Any]) -> bool:
+    """Whether plain values are in the array as they are: a text loses the NULs at its end there, and where kinds are
+    mixed, or integers large, one becomes another."""
+    if not _is_column(value):
+        if type(value) not in _SCALARS:
+            return True
+        value, array = [value], array.reshape(1)
+    pairs = zip(value, array.tolist(), strict=True)
+    return all(type(one) is type(held) and (one == held or one != one) for one, held in pairs)
+
+
+def _torch(batch: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(_plain(batch, "the batch"), out)
+    return out.getvalue()
+
+
+def _plain(value: Any, name: str) -> Any:
+    """As torch.load(weights_only=True) reads it again. A tensor that is a view is copied, for torch saves all of the
+    storage behind it."""
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{name}[{index}]") for index, item in enumerate(value))
+    if type(value) is dict:
+        return {key: _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        value = _resolved(value)
+        if value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()
+    if type(value) not in _PLAIN:
+        raise InvalidArgumentError(
+            f"--out: {name} is a {type(value).__qualname__}, which torch.load(weights_only=True) does not read: write "
+            "the batch as .pst"
+        )
+    return value

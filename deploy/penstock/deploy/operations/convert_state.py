@@ -1,0 +1,159 @@
+"""`penstock state convert`: a saved state for other boxes and workers, and what that means for the stream.
+
+Loading a state on another shape does the same by itself, and the stream is the same. What the command adds is to say
+beforehand whether it can be done, what is kept, and what starts anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.appliance.model.limits import Limits
+from penstock.deploy.console.tables import Table, show
+from penstock.deploy.operations.state_values import brief
+from penstock.proto.errors import InvalidArgumentError, StateMismatchError
+
+if TYPE_CHECKING:
+    from penstock.client.states.saved_state import Saved
+
+__all__ = ["convert", "show_convert"]
+
+
+def show_convert(source: Path, target: Path, boxes: int, workers: int, as_json: bool) -> None:
+    """Convert a file, and print what was done."""
+    done = convert(source, target, boxes, workers)
+    if as_json:
+        print(json.dumps({"written": str(target), "states": done}, indent=2))
+        return
+    show(_table(found) for found in done)
+    print()
+    print(f"Written to {target}.")
+
+
+def convert(source: Path, target: Path, boxes: int, workers: int) -> list[dict[str, Any]]:
+    """Convert all states in a file, or none; what was done with each.
+
+    Raises InvalidArgumentError for a shape that no run can have, StateMismatchError if a state cannot be had on it, and
+    what SavedFile raises.
+    """
+    from penstock.deploy.operations.saved_file import SavedFile
+
+    for name, value in (("--boxes", boxes), ("--workers", workers)):
+        if value < 1:
+            raise InvalidArgumentError(f"{name} {value}: it must be at least 1")
+    if boxes * workers > (most := Limits().slots_max):
+        raise InvalidArgumentError(
+            f"--boxes {boxes} --workers {workers}: these are {boxes * workers} workers, and a run has {most} at most"
+        )
+    file = SavedFile(source)
+    done, states = [], {}
+    for found in file.states:
+        after = _converted(found.saved, boxes, workers)
+        if after is not found.saved:
+            states[found.path] = after.to_dict()
+        done.append({"where": found.name, **_report(found.saved, after)})
+    file.write(target, states)
+    return done
+
+
+def _converted(saved: Saved, boxes: int, workers: int) -> Saved:
+    if not saved.positions or (boxes, workers) == (saved.num_boxes, saved.num_workers_per_box):
+        return saved
+    rows = _global_batch(saved.aggregated)
+    if rows is not None and boxes > rows:
+        raise StateMismatchError(
+            f"the state of {saved.input_fn} at step {saved.step} is of global batches of {rows} rows, and each of "
+            f"{boxes} boxes needs at least one: use {rows} boxes at most"
+        )
+    try:
+        return saved.reshaped(boxes, workers)
+    except StateMismatchError as error:
+        held = "each worker's own state, which only that worker can take" if saved.methods else "where each worker was"
+        raise StateMismatchError(
+            f"{error.message}. The state holds {held}: resume with {saved.num_boxes} x {saved.num_workers_per_box} "
+            "workers, or start the next pass on another shape without a state"
+        ) from error
+
+
+def _global_batch(state: Any) -> int | None:
+    """Rows of all boxes' batches together, where a source of ours says them and they do not follow from a box's: they
+    then stay as many on any number of boxes."""
+    from penstock.data.ordering.order_states import Progress
+
+    try:
+        shape = Progress.parsed(state).shape
+    except (IndexError, KeyError, TypeError, ValueError):  # of a loader of the user's own, then
+        return None
+    return shape.batch if shape.batch % shape.boxes else None
+
+
+def _report(before: Saved, after: Saved) -> dict[str, Any]:
+    kept, anew = _meaning(before, after)
+    return {
+        "input_fn": before.input_fn,
+        "state_methods": before.methods,
+        "step": before.step,
+        "epoch": max((position.epoch for position in after.positions), default=0),
+        "from": _shape(before),
+        "to": _shape(after),
+        "converted": after is not before,
+        "kept": kept,
+        "anew": anew,
+        "uneven": _uneven(before),
+        "state": brief(before.aggregated) if before.methods == 4 else None,
+    }
+
+
+def _shape(saved: Saved) -> dict[str, int] | None:
+    """None: the state is of no run yet, and fits any."""
+    if not saved.positions:
+        return None
+    return {"boxes": saved.num_boxes, "workers": saved.num_workers_per_box}
+
+
+def _uneven(saved: Saved) -> list[str]:
+    """Workers whose input had ended while that of others had not."""
+    return [
+        f"box {box} slot {slot}"
+        for box, position in enumerate(saved.positions)
+        for slot in range(saved.num_workers_per_box)
+        if slot not in position.live
+    ]
+
+
+def _meaning(before: Saved, after: Saved) -> tuple[list[str], list[str]]:
+    """What is kept exactly, and what starts anew."""
+    if after is before:
+        return ["everything"], []
+    kept = ["the step", "the seed", "the loader's own state: its deaggregate_state_dict says which samples come next"]
+    anew = ["the generators of each worker, from (seed, box, slot, step)", "the batches of each worker in this pass"]
+    if all(position.chain is not None for position in after.positions):
+        kept.append("the flight record of each box")
+    else:
+        anew.append("the flight record, for the boxes are others")
+    return kept, anew
+
+
+def _table(found: dict[str, Any]) -> Table:
+    rows: list[Sequence[str]] = [
+        ("step", f"{found['step']} (pass {found['epoch'] + 1})"),
+        ("from", _text(found["from"])),
+        ("to", _text(found["to"])),
+        ("kept", "; ".join(found["kept"])),
+        ("starts anew", "; ".join(found["anew"])),
+        ("state", found["state"] or ""),
+    ]
+    if found["uneven"] and found["converted"]:
+        rows.append(
+            ("ended before others", ", ".join(found["uneven"]) + ": their loaders know what is left of the pass")
+        )
+    if not found["converted"]:
+        rows.append(("", "copied as it is"))
+    return Table(f"{found['input_fn']} ({found['where']})", ("what", "state"), rows)
+
+
+def _text(shape: dict[str, int] | None) -> str:
+    return "any shape" if shape is None else f"{shape['boxes']} x {shape['workers']} workers"

@@ -1,0 +1,85 @@
+"""`penstock worker drain`: a worker hands its slots over, so that its machine can be taken away.
+
+The order is given once; then this only looks. So whoever takes it back elsewhere is not overruled from here, and a
+coordinator that is started again meanwhile is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.proto.errors import (
+    CoordinatorUnavailableError,
+    DeadlineError,
+    SupersededError,
+    UnknownWorkerError,
+)
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["drain"]
+
+LOOK_S = 0.3
+"""Between two looks."""
+GONE_S = 10.0
+"""A worker that the coordinator does not know for so long has ended. One that was started again hears of its workers
+within a second or so."""
+
+
+def drain(worker: str, undo: bool, timeout_s: float, peer: Peer, as_json: bool) -> None:
+    """Give the order, and wait until the worker has nothing left.
+
+    Raises DeadlineError if it still has slots then, SupersededError if somebody took the order back.
+    """
+    with peer.client() as client:
+        left = client.drain(worker, undo=undo)
+        if not undo and timeout_s:
+            left = _wait(client, worker, left, time.monotonic() + timeout_s, quiet=as_json)
+            if left.slots:
+                raise DeadlineError(f"{_still(worker, left)} after {timeout_s:g} s. It drains on, until --undo")
+    if as_json:
+        found = {"worker": worker, "draining": not undo}
+        print(json.dumps({**found, "slots": left.slots, "stuck": left.stuck, "failed": left.failed}))
+    elif undo:
+        print(f"worker {worker} takes slots again; it has {left.slots}")
+    elif left.slots:
+        print(f"{_still(worker, left)}. It drains, until --undo")
+    else:
+        print(f"worker {worker} is drained: it has no slots and gets none; stop it, or take it back with --undo")
+
+
+def _wait(
+    client: CoordinatorClient, worker: str, left: pb.DrainWorkerReply, until: float, *, quiet: bool
+) -> pb.DrainWorkerReply:
+    """How it is once it has nothing left, or the time is over."""
+    session, told, seen = left.session, -1, time.monotonic()
+    while left.slots and time.monotonic() < until:
+        if left.slots != told and not quiet:
+            told = left.slots
+            print(f"worker {worker}: {told} slots to hand over", file=sys.stderr)
+        time.sleep(LOOK_S)
+        try:
+            left = client.drain(worker, look=True)
+        except (CoordinatorUnavailableError, DeadlineError):
+            seen = time.monotonic()
+            continue
+        except UnknownWorkerError:
+            if time.monotonic() - seen > GONE_S:
+                return pb.DrainWorkerReply(draining=True)
+            continue
+        seen = time.monotonic()
+        if left.session != session:
+            raise SupersededError(f"worker {worker} was started anew: that one does not drain")
+        if not left.draining:
+            raise SupersededError(f"worker {worker} was told to take slots again (--undo) while this waited")
+    return left
+
+
+def _still(worker: str, left: pb.DrainWorkerReply) -> str:
+    why = f"; for {left.stuck} of them there is no place elsewhere: start workers" if left.stuck else ""
+    if left.failed:
+        why += f"; {left.failed} of them have failed, and stay until their training job ends"
+    return f"worker {worker} still has {left.slots} slots, which go on{why}"

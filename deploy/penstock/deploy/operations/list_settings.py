@@ -1,0 +1,156 @@
+"""`penstock config`: every setting with its value and where it came from, and a settings file to begin with.
+
+Both are made from the settings' classes, so that a setting that is added there is here too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.console.daemon_settings import (
+    CoordinatorSettings,
+    PeerSettings,
+    TelemetrySettings,
+    TlsSettings,
+    WorkerSettings,
+)
+from penstock.deploy.console.exit_codes import USAGE
+from penstock.deploy.console.fleet_settings import UpSettings
+from penstock.deploy.console.settings_sources import check_settings_file, daemon, refuse_unknown
+from penstock.deploy.console.tables import Table, show
+from penstock.runtime.config.job_settings import JobSettings
+from penstock.runtime.config.settings import Found, OtherType, Section, find, variables
+from penstock.runtime.config.settings_file import CLUSTER, read_settings_file, token_file_of_settings
+
+__all__ = ["example", "show_config", "show_example"]
+
+OF: dict[str, tuple[type[Section], ...]] = {
+    "coordinator": (CoordinatorSettings, TlsSettings, TelemetrySettings),
+    "worker": (WorkerSettings, PeerSettings, TlsSettings, TelemetrySettings),
+    "client": (JobSettings,),
+    "up": (UpSettings,),
+}
+TITLES = {
+    "coordinator": "the coordinator",
+    "worker": "the worker",
+    "client": "the training job",
+    "up": "penstock up",
+}
+TOKEN_FILE = "File that holds the token, or lines ROLE:TOKEN, readable by its owner alone. Never the token itself."
+
+
+def show_config(of: str | None, as_json: bool) -> int:
+    """Print what holds for one of OF, or for all. Returns the exit code: 2 if a value cannot be meant."""
+    check_settings_file()
+    for name in [of] if of else OF:
+        for section in OF[name]:
+            if daemon(section) and section is not JobSettings:  # training jobs share their prefix with all others
+                refuse_unknown(section)
+    file = read_settings_file()
+    found = {name: [each for section in OF[name] for each in find(section)] for name in ([of] if of else OF)}
+    token = _token()
+    if as_json:
+        about = {
+            "file": str(file.path) if file else None,
+            "token": token or None,
+            "settings": {name: [_as_dict(each) for each in settings] for name, settings in found.items()},
+        }
+        print(json.dumps(about, indent=2))
+    else:
+        show(_tables(found))
+        print()
+        print(f"Settings file: {file.path if file else 'none'}")
+        print(f"Token: {token or 'none; a coordinator makes one in its state directory'}")
+    return USAGE if any(each.problem for settings in found.values() for each in settings) else 0
+
+
+def _token() -> str:
+    """Where it comes from."""
+    if os.environ.get("PENSTOCK_TOKEN"):
+        return "the variable PENSTOCK_TOKEN"
+    if named := os.environ.get("PENSTOCK_TOKEN_FILE"):
+        return f"the file {named} (PENSTOCK_TOKEN_FILE)"
+    if named := token_file_of_settings():
+        file = read_settings_file()
+        return f"the file {named} ({file.where(CLUSTER, 'token_file') if file else ''})"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, OtherType):
+        return _plain(value.value)
+    return str(value) if isinstance(value, Path | datetime.date | datetime.time) else value  # TOML has dates
+
+
+def _as_dict(found: Found) -> dict[str, Any]:
+    return {
+        "name": found.field,
+        "value": _plain(found.value),
+        "source": found.source or None,
+        "problem": found.problem or None,
+    }
+
+
+def _tables(found: dict[str, list[Found]]) -> Iterator[Table]:
+    for name, settings in found.items():
+        table = Table(f"Settings of {TITLES[name]}", ("setting", "value", "from"))
+        for each in settings:
+            missing = not each.source
+            value = "missing" if missing else "" if each.value is None else str(each.value)
+            source = "required" if missing else f"{each.source}: {each.problem}" if each.problem else each.source
+            table.rows.append((each.field, value, source))
+        yield table
+
+
+# ------------------------------------------------------------------------------------------------------- the example
+
+
+def show_example() -> None:
+    """Print it."""
+    print("\n".join(example()))
+
+
+def example() -> Iterator[str]:
+    """The lines of a settings file with every setting as a comment, its value the default; what has none is empty."""
+    yield "# Settings of Penstock. A flag wins over a variable, a variable over this file, this file over the default."
+    yield "# Take away the # before what you want to set. `penstock config` shows what holds, and where it came from."
+    yield ""
+    yield "# What coordinator, workers and training jobs share. Paths are relative to this file. With a coordinator"
+    yield "# here, Appliance() in a training job uses that one; without, it is embedded."
+    yield f"[{CLUSTER}]"
+    yield from _lines((PeerSettings, TlsSettings, TelemetrySettings))
+    yield from _setting("token_file", '""', TOKEN_FILE, "PENSTOCK_TOKEN_FILE")
+    for name, about in (
+        ("coordinator", "penstock coordinator"),
+        ("worker", "penstock worker"),
+        ("client", "Appliance(...) in a training job"),
+        ("up", "penstock up"),
+    ):
+        yield ""
+        yield f"# Of {about}."
+        yield f"[{name}]"
+        yield from _lines(section for section in OF[name] if section.table == name)
+
+
+def _lines(sections: Any) -> Iterator[str]:
+    for section in sections:
+        for name, info in section.model_fields.items():
+            if section.place(name) != (section.table, name):
+                continue
+            default = None if info.is_required() else info.default
+            yield from _setting(name, _toml(default), info.description or "", variables(section, name)[0])
+
+
+def _setting(name: str, value: str, description: str, variable: str) -> Iterator[str]:
+    yield f"# {description} [{variable}]"
+    yield f"#{name} = {value}"
+
+
+def _toml(value: Any) -> str:
+    # A JSON text, number or truth value is one of TOML too.
+    return '""' if value is None else json.dumps(_plain(value), ensure_ascii=False)

@@ -1,0 +1,195 @@
+"""`penstock coordinator` and `penstock worker`: settings, token, log, and then the daemon until it ends.
+
+Standard output gets one line, when the daemon is ready; everything else is log, on standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.console.command_token import coordinator_tokens, peer_token
+from penstock.deploy.console.daemon_settings import (
+    IN_MEMORY,
+    CoordinatorSettings,
+    PeerSettings,
+    TelemetrySettings,
+    TlsSettings,
+    WorkerSettings,
+    bytes_of,
+    describe,
+    resolve,
+)
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc import tracing
+from penstock.proto.rpc.addresses import refuse_unsafe
+from penstock.proto.rpc.channel import VERSION, is_local
+from penstock.proto.rpc.credentials.tokens import admin_tokens
+from penstock.runtime.process.memory_secrecy import keep_memory_private
+from penstock.runtime.telemetry.logs import JsonLines, TextLines
+
+__all__ = ["run_coordinator", "run_worker"]
+
+_log = logging.getLogger("penstock.deploy")
+
+
+def run_coordinator(
+    flags: dict[str, Any],
+    tls_flags: dict[str, str | None],
+    telemetry_flags: dict[str, Any],
+    token_file: Path | None,
+    ready_file: Path | None,
+    debug: bool,
+    lifeline_pid: int | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. The dicts: what was given on the
+    command line, None for the rest."""
+    from penstock.appliance.edge.server import serve
+    from penstock.appliance.model.limits import MEMORY_BUDGET, Limits
+
+    settings = resolve(CoordinatorSettings, **flags)
+    tls_settings = resolve(TlsSettings, **tls_flags)
+    telemetry = resolve(TelemetrySettings, **telemetry_flags)
+    _begin(debug, telemetry, process="coordinator")
+    tls = tls_settings.load()
+    refuse_unsafe(settings.listen, encrypted=tls is not None, insecure=settings.insecure)
+    if settings.http:
+        refuse_unsafe(settings.http, encrypted=tls is not None, insecure=settings.insecure)
+    in_memory = os.fspath(settings.state_dir) == IN_MEMORY
+    about = [
+        describe(settings, **flags),
+        describe(tls_settings, **tls_flags),
+        describe(telemetry, **telemetry_flags),
+    ]
+    _log.info("coordinator %s: %s", VERSION, ", ".join(about))
+    if telemetry.otel:
+        tracing.start("penstock-coordinator")
+    tokens = coordinator_tokens(token_file, None if in_memory else settings.state_dir)
+    limits = replace(Limits(), worker_lease_s=settings.lease, client_lease_s=settings.client_lease)
+    limits = replace(limits, balance_after_s=settings.balance_after)
+    if in_memory:
+        limits = replace(limits, budget=MEMORY_BUDGET)
+    if settings.budget:
+        limits = replace(limits, budget=bytes_of(settings.budget))
+
+    def ready(address: str) -> None:
+        _log.info("listening on %s", address)
+        _announce(address, ready_file)
+
+    asyncio.run(
+        serve(
+            settings.listen,
+            settings.state_dir,
+            tokens,
+            tls=tls,
+            insecure=settings.insecure,
+            lifeline_pid=lifeline_pid,
+            ready=ready,
+            limits=limits,
+            http=settings.http,
+            http_any_port="http" not in settings.model_fields_set,
+        )
+    )
+    _log.info("ended as told")
+
+
+def run_worker(
+    coordinator: str | None,
+    flags: dict[str, Any],
+    tls_flags: dict[str, str | None],
+    telemetry_flags: dict[str, Any],
+    token_file: Path | None,
+    ready_file: Path | None,
+    debug: bool,
+    lifeline_pid: int | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until the parent `lifeline_pid` is gone. The dicts: what was given on the
+    command line, None for the rest."""
+    from penstock.worker.daemon.daemon import Settings, own_name, serve
+
+    peer = resolve(PeerSettings, coordinator=coordinator)
+    settings = resolve(WorkerSettings, **flags)
+    tls_settings = resolve(TlsSettings, **tls_flags)
+    telemetry = resolve(TelemetrySettings, **telemetry_flags)
+    name = settings.name or own_name()
+    _begin(debug, telemetry, process="worker", worker=name)
+    tls = tls_settings.load()
+    refuse_unsafe(settings.listen, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
+    about = [
+        describe(peer, coordinator=coordinator),
+        describe(settings, **flags),
+        describe(tls_settings, **tls_flags),
+        describe(telemetry, **telemetry_flags),
+    ]
+    _log.info("worker %s: %s", VERSION, ", ".join(about))
+    if is_local(settings.listen) and not is_local(peer.coordinator):
+        _log.warning(
+            "lanes listen on %s only: boxes on other machines cannot reach them (--listen HOST:0)", settings.listen
+        )
+    token = peer_token("worker", token_file)
+    guarded = settings.http and not is_local(settings.http)
+    if guarded:
+        refuse_unsafe(settings.http, encrypted=tls is not None and bool(tls.cert), insecure=settings.insecure)
+    if telemetry.otel:
+        tracing.start("penstock-worker")
+
+    def ready(name: str) -> None:
+        _announce(name, ready_file)
+
+    asyncio.run(
+        serve(
+            Settings(
+                coordinator=peer.coordinator,
+                token=token,
+                slots=settings.slots,
+                allow=settings.prefixes,
+                listen=settings.listen,
+                name=name,
+                lifeline_pids=() if lifeline_pid is None else (lifeline_pid,),
+                runner_memory=bytes_of(settings.runner_memory),
+                starts=settings.starts,
+                start_timeout_s=settings.start_timeout,
+                no_cage=settings.no_cage,
+                drain_s=settings.drain,
+                pulse_file=settings.pulse_file,
+                tls=tls,
+                insecure=settings.insecure,
+                http=settings.http,
+                http_tokens=admin_tokens(file=token_file) if guarded else "",
+            ),
+            ready,
+        )
+    )
+    _log.info("ended as told")
+
+
+def _begin(debug: bool, telemetry: TelemetrySettings, **always: str) -> None:
+    """`always`: what stands in each line of JSON."""
+    keep_memory_private()
+    faulthandler.enable()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(always) if telemetry.log_format == "json" else TextLines())
+    logging.captureWarnings(telemetry.log_format == "json")  # they would be no objects
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler])
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _announce(line: str, ready_file: Path | None) -> None:
+    """The one line, to standard output and to the file: whole or not there at all."""
+    if ready_file is not None:
+        beside = ready_file.parent / f"{ready_file.name}.{os.getpid()}"
+        try:
+            beside.write_text(line + "\n")
+            beside.replace(ready_file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise InvalidArgumentError(f"--ready-file {ready_file} cannot be written: {error.strerror}") from error
+    print(line, flush=True)

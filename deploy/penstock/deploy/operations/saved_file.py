@@ -1,0 +1,137 @@
+"""Files with saved states in them, as training jobs write them: what `DataLoader.state_dict()` returned, alone or
+somewhere inside a larger checkpoint, in our envelope (`encode_state`) or by `torch.save`.
+
+A file of torch is read with weights_only=True: tensors and plain values, and nothing in it is run. It is the one place
+of ours that calls `torch.load`, and it does so only in commands to which a user names a file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.client.states.saved_state import KEY, Saved, read
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError, StateMismatchError
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.runtime.files.atomic_files import write_whole
+
+__all__ = ["Found", "SavedFile"]
+
+_ENVELOPE, _ZIP = b"PENSTATE", b"PK\x03\x04"
+DEEPEST = 16
+"""Containers within containers that are looked into."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A saved state in a file."""
+
+    path: tuple[Any, ...]
+    """Keys that lead to it; () if it is all of the file."""
+    saved: Saved
+
+    @property
+    def name(self) -> str:
+        return "".join(f"[{key!r}]" for key in self.path) or "the whole file"
+
+
+class SavedFile:
+    """Raises InvalidArgumentError, StateCorruptError, StateMismatchError if there is no state to be had from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.is_dir():
+            raise InvalidArgumentError(
+                f"{path} is a directory: give the file that holds the loader's state, or load this checkpoint and save "
+                "the value of DataLoader.state_dict() by itself"
+            )
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InvalidArgumentError(f"{path} cannot be read: {error}") from error
+        self._torch = data.startswith(_ZIP)
+        if self._torch:
+            self._value = _of_torch(path, data)
+        elif data.startswith(_ENVELOPE):
+            try:
+                self._value = decode_state(data)
+            except StateCorruptError as error:
+                raise StateCorruptError(f"{path}: {error.message}") from error
+        else:
+            raise StateCorruptError(
+                f"{path} holds neither what encode_state() wrote nor what torch.save() wrote; it begins with "
+                f"{data[:8]!r}"
+            )
+        self.states = [Found(at, read(value)) for at, value in _states(self._value, ())]
+        if not self.states:
+            raise StateMismatchError(f"{path} holds no state of a DataLoader: nothing in it has the key {KEY!r}")
+
+    def the(self, input_fn: str | None) -> Found:
+        """The only one, or the only one of that input_fn. Raises StateMismatchError."""
+        fits = [found for found in self.states if input_fn is None or found.saved.input_fn == input_fn]
+        if len(fits) == 1:
+            return fits[0]
+        have = ", ".join(f"{found.name} of {found.saved.input_fn}" for found in self.states)
+        if not fits:
+            raise StateMismatchError(f"{self.path} holds no state of {input_fn}, only {have}")
+        raise StateMismatchError(f"{self.path} holds {len(fits)} states ({have}): save the one that is meant by itself")
+
+    def write(self, path: Path, states: Mapping[tuple[Any, ...], Any]) -> None:
+        """The same file with other states in their places, whole or not at all."""
+        value = self._value
+        for at, state in states.items():
+            value = _replaced(value, at, state)
+        if self._torch:
+            out = io.BytesIO()
+            torch.save(value, out)
+            data = out.getvalue()
+        else:
+            data = encode_state(value)
+        try:
+            write_whole(path, data)
+        except OSError as error:
+            raise InvalidArgumentError(f"{path} cannot be written: {error}") from error
+
+
+def _of_torch(path: Path, data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InvalidArgumentError(
+            f"{path} holds objects that cannot be read without running their code, which is not done here: save the "
+            "loader's state by itself, by torch.save or encode_state"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise StateCorruptError(f"{path} is damaged: torch cannot read it ({' '.join(str(error).split())})") from error
+
+
+def _states(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, Mapping):
+        if KEY in value:
+            yield at, value
+        elif len(at) < DEEPEST:
+            for key, item in value.items():
+                yield from _states(item, (*at, key))
+    elif isinstance(value, list | tuple) and len(at) < DEEPEST:
+        for index, item in enumerate(value):
+            yield from _states(item, (*at, index))
+
+
+def _replaced(value: Any, at: tuple[Any, ...], state: Any) -> Any:
+    """A copy of the containers on the way; the rest is shared."""
+    if not at:
+        return state
+    key, *rest = at
+    if isinstance(value, tuple):
+        items = list(value)
+        items[key] = _replaced(items[key], tuple(rest), state)
+        return tuple(items)
+    copied = value.copy()
+    copied[key] = _replaced(value[key], tuple(rest), state)
+    return copied

@@ -1,0 +1,145 @@
+"""`penstock state`: the DataLoaderCheckpoint records of a run at a step, over gRPC, as tables or as JSON.
+
+A record's names are those of the proto (box, slot, step, worker_step ...), with global_worker_id derived as
+DataLoaderCheckpoint does. The user's state is decoded here, which needs torch; nothing in it is run or unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.tables import Table, show, size
+from penstock.deploy.operations.state_values import as_json as plain
+from penstock.deploy.operations.state_values import brief
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.calls import FetchedState
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["as_dict", "run_name", "show_state", "tables"]
+
+
+def show_state(
+    run: str,
+    step: int | None,
+    deadline_s: float,
+    peer: Peer,
+    as_json: bool,
+) -> None:
+    """Fetch the state of `run` ("job/ordinal", or "job" for its first loader) at `step` (None: the newest); print
+    it."""
+    name = run_name(run)
+    request = pb.FetchStateRequest(run=name, step=step or 0, newest=step is None, deadline_s=deadline_s)
+    with peer.client() as client:
+        fetched = client.fetch_state(request)
+    found = as_dict(name, fetched)
+    if as_json:
+        for worker in found["workers"]:
+            worker["user_state_dict"] = plain(worker["user_state_dict"])
+        print(json.dumps(found, indent=2))
+    else:
+        show(tables(found))
+
+
+def run_name(run: str) -> str:
+    """ "JOB/ORDINAL" of what was typed. Raises InvalidArgumentError."""
+    job, slash, ordinal = run.partition("/")
+    if not job or (slash and not (ordinal.isascii() and ordinal.isdigit())):
+        raise InvalidArgumentError(f"{run!r} names no run: JOB/ORDINAL, as `penstock status` shows it")
+    return run if slash else f"{job}/0"
+
+
+def as_dict(run: str, fetched: FetchedState) -> dict[str, Any]:
+    """The records and positions as plain values; `user_state_dict` as it was decoded."""
+    workers = [_worker(record, data) for record, data in fetched.records]
+    first = fetched.records[0][0] if fetched.records else pb.WorkerRecord()
+    return {
+        "run": run,
+        "step": first.step,
+        "num_boxes": first.num_boxes,
+        "num_workers_per_box": first.num_workers_per_box,
+        "boxes": [_box(box, position) for box, position in sorted(fetched.positions.items())],
+        "workers": workers,
+    }
+
+
+def _box(box: int, position: records_pb2.BoxPosition) -> dict[str, Any]:
+    return {
+        "box": box,
+        "step": position.step,
+        "epoch": position.epoch,
+        "live_slots": list(position.live),
+        "next_slot": position.live[position.cursor] if position.cursor < len(position.live) else None,
+        "slots": [{"delivered": slot.delivered, "total": slot.total} for slot in position.slots],
+        "digest": f"{position.chain:016x}" if position.HasField("chain") else None,
+    }
+
+
+def _worker(record: pb.WorkerRecord, data: bytes) -> dict[str, Any]:
+    traits = record.traits
+    return {
+        "global_worker_id": record.box * record.num_workers_per_box + record.local_worker_id,
+        "box": record.box,
+        "slot": record.local_worker_id,
+        "step": record.step,
+        "worker_step": record.worker_step,
+        "samples_streamed": record.samples_streamed,
+        "epoch": record.epoch,
+        "digest": f"{record.digest:016x}" if record.digest else None,
+        "state_bytes": record.state_bytes,
+        "state_methods": traits.state_methods,
+        "length": traits.length if traits.length >= 0 else None,
+        "own_workers": traits.own_workers,
+        "user_state_dict": _user_state(data),
+    }
+
+
+def _user_state(data: bytes) -> Any:
+    if not data:
+        return None
+    from penstock.proto.state.codec import decode_state  # torch: only where a state is looked into
+
+    return cast(dict[str, Any], decode_state(data))["user"]
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """The same for people."""
+    boxes = Table(
+        f"Run {found['run']} at step {found['step']}: {found['num_boxes']} x {found['num_workers_per_box']} workers",
+        ("box>", "step>", "epoch>", "next slot>", "live slots", "batches of each slot (this epoch / in all)", "digest"),
+    )
+    for box in found["boxes"]:
+        counts = ", ".join(f"{slot['delivered']}/{slot['total']}" for slot in box["slots"])
+        live = " ".join(map(str, box["live_slots"]))
+        nxt = "" if box["next_slot"] is None else str(box["next_slot"])
+        boxes.rows.append(
+            (str(box["box"]), str(box["step"]), str(box["epoch"]), nxt, live, counts, box["digest"] or "")
+        )
+    workers = Table(
+        "DataLoaderCheckpoint records",
+        (
+            "worker>",
+            "box>",
+            "slot>",
+            "step>",
+            "worker_step>",
+            "samples>",
+            "epoch>",
+            "last digest",
+            "state>",
+            "user_state_dict",
+        ),
+    )
+    for worker in found["workers"]:
+        numbers = ("global_worker_id", "box", "slot", "step", "worker_step", "samples_streamed", "epoch")
+        workers.rows.append(
+            (
+                *(str(worker[name]) for name in numbers),
+                worker["digest"] or "",
+                size(worker["state_bytes"]),
+                "" if worker["state_methods"] == 0 else brief(worker["user_state_dict"]),
+            )
+        )
+    return [boxes, workers]

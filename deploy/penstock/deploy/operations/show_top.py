@@ -1,0 +1,219 @@
+"""`penstock top`: what the coordinator knows, again and again.
+
+On a terminal it is a screen that is drawn anew; elsewhere lines to read or to grep, or JSON objects. A coordinator that
+cannot be reached at first is an error; one that goes away later is waited for, and the screen says so: training goes on
+meanwhile, and so does whoever watches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.signals import raised
+from penstock.deploy.operations.top_screen import plain, screen
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.runtime.telemetry.cluster_status import as_dict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["run_top", "told_to_quit"]
+
+DEADLINE_S = 5.0
+"""Of one question: what is older than that is no live view."""
+ESCAPE_S = 0.05
+"""Within that the rest of an escape sequence follows its beginning, which alone is the key Esc."""
+_SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|O.|[^\x1b])", re.DOTALL)
+AWAY = (CoordinatorUnavailableError, DeadlineError)
+
+
+def run_top(
+    peer: Peer,
+    *,
+    interval_s: float,
+    count: int | None,
+    as_json: bool,
+) -> None:
+    """`count`: looks; None = until told to end."""
+    with peer.client() as client:
+        watch = _Watch(client, peer.address)
+        with contextlib.suppress(KeyboardInterrupt):  # how one ends it
+            if as_json:
+                _repeat(watch, interval_s, count, _print_json)
+            elif count is None and (console := _terminal()) is not None:
+                _live(watch, interval_s, console)
+            else:
+                _repeat(watch, interval_s, count, _Printer().show)
+
+
+class _Watch:
+    """Asks, and remembers the last answer."""
+
+    def __init__(self, client: CoordinatorClient, address: str) -> None:
+        self._client, self._address = client, address
+        self.found: dict[str, Any] = {}
+        self.away_s = 0.0
+        """For so long there was no answer; 0 = there was one just now."""
+        self._answered_at = 0.0
+
+    def ask(self) -> None:
+        """Raises what the coordinator answers, and that it cannot be reached if it never was."""
+        try:
+            self.found = as_dict(self._client.status(deadline_s=DEADLINE_S), self._address)
+        except AWAY:
+            if not self.found:
+                raise
+            self.away_s = time.monotonic() - self._answered_at
+            self._client.reach(0.2)  # lets the channel work on its connection
+            return
+        self._answered_at, self.away_s = time.monotonic(), 0.0
+
+    @property
+    def away(self) -> str:
+        if not self.away_s:
+            return ""
+        return (
+            f"the coordinator at {self._address} has not answered for {self.away_s:.0f} s; training goes on from what "
+            "its lanes hold, and this is what it said last"
+        )
+
+
+def _repeat(watch: _Watch, interval_s: float, count: int | None, show: Callable[[_Watch], None]) -> None:
+    looks = 0
+    while True:
+        began = time.monotonic()
+        watch.ask()
+        show(watch)
+        looks += 1
+        if looks == count:
+            return
+        time.sleep(max(0.0, began + interval_s - time.monotonic()))
+
+
+def _print_json(watch: _Watch) -> None:
+    print(json.dumps({**watch.found, "at": round(time.time(), 3), "away_s": round(watch.away_s, 3)}), flush=True)
+
+
+class _Printer:
+    """Lines, with each event once."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def show(self, watch: _Watch) -> None:
+        if watch.away_s:
+            print(f"{time.strftime('%H:%M:%S')} {watch.away}", flush=True)
+            return
+        for line in plain(watch.found, self._since):
+            print(line, flush=True)
+        self._since = max((event["at"] for event in watch.found["events"]), default=self._since)
+
+
+def _terminal() -> Console | None:
+    """Standard output, where it is one on which a cursor can be moved."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    console = Console()
+    return None if console.is_dumb_terminal else console
+
+
+def _live(watch: _Watch, interval_s: float, console: Console) -> None:
+    """Until q, Esc or Ctrl-C. A signal that ends it is SystemExit."""
+    from rich.live import Live
+    from rich.text import Text
+
+    watch.ask()  # an error of the first answer is no matter for a screen
+
+    def drawn() -> Text:
+        """Text, not markup: nothing that a peer sent colours the screen."""
+        width, height = console.size
+        whole = Text(no_wrap=True, overflow="crop")
+        for number, (style, line) in enumerate(screen(watch.found, width, height - 1, watch.away)):
+            whole.append(("\n" if number else "") + line, style or None)
+        return whole
+
+    with (
+        raised(lambda number: SystemExit(128 + number)) as check,  # so that the terminal is put in order
+        _keys() as quits,
+        Live(drawn(), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            until = time.monotonic() + interval_s
+            while (left := until - time.monotonic()) > 0:
+                check()
+                if quits(left):
+                    return
+            if not _ask(watch.ask, quits):
+                return
+            live.update(drawn(), refresh=True)
+
+
+def _ask(ask: Callable[[], None], quits: Callable[[float], bool]) -> bool:
+    """Ask, and hear the keys meanwhile: a coordinator that hangs takes long. False if one of them means the end; the
+    question ends with its client."""
+    pool = ThreadPoolExecutor(1, "penstock-top")
+    asked = pool.submit(ask)
+    pool.shutdown(wait=False)
+    while not asked.done():
+        if quits(ESCAPE_S):
+            return False
+    asked.result()
+    return True
+
+
+def told_to_quit(keys: bytes) -> bool:
+    """Whether q or Esc is among what the terminal sent, and not only as a part of other keys' sequences."""
+    plain_keys = _SEQUENCE.sub(b"", keys)
+    return any(key in plain_keys for key in (b"q", b"Q", b"\x1b"))
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """A function that waits so many seconds for keys, and says whether they mean the end. Where standard input is no
+    terminal there are no keys, and it just waits."""
+
+    def wait(seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
+
+    if not sys.stdin.isatty():
+        yield wait
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def has_keys(seconds: float) -> bool:
+        return bool(select.select([fd], [], [], seconds)[0])
+
+    def pressed(seconds: float) -> bool:
+        if not has_keys(seconds):
+            return False
+        try:
+            keys = os.read(fd, 1024)
+            if keys.endswith(b"\x1b") and has_keys(ESCAPE_S):
+                keys += os.read(fd, 1024)
+        except OSError:  # the terminal is gone
+            return True
+        return not keys or told_to_quit(keys)
+
+    try:
+        tty.setcbreak(fd)
+        yield pressed
+    finally:
+        with contextlib.suppress(termios.error):  # it is gone
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -1,0 +1,1 @@
+"""`penstock replay`: a batch that was delivered, made again."""

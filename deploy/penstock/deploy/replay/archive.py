@@ -1,0 +1,88 @@
+"""Where `penstock replay` learns what a run was: from the coordinator, or from the files of one that is stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from penstock.appliance.core.box_history import StoppedCoordinator
+from penstock.proto.errors import StateUnavailableError, UnknownRunError
+from penstock.proto.rpc.calls import CoordinatorClient
+from penstock.proto.v1 import coordinator_pb2 as pb
+
+__all__ = ["Archive", "RunningArchive", "StoppedArchive"]
+
+
+class Archive(Protocol):
+    def histories(self, run: str, box: int) -> list[pb.History]:
+        """Of all attempts, oldest first. Raises UnknownRunError if there is none."""
+
+    def snapshot(self, header: pb.SnapshotHeader) -> bytes: ...
+
+    def blob(self, name: str) -> bytes | None:
+        """None: it is not kept any more."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+
+def _unknown(run: str, box: int, where: str) -> UnknownRunError:
+    return UnknownRunError(
+        f"{where} knows nothing of box {box} of run {run}: `penstock status` shows the runs and boxes of a coordinator "
+        "that runs; of a run that was ended and forgotten, or never opened, only a checkpoint can tell (--checkpoint)"
+    )
+
+
+class RunningArchive:
+    """A coordinator that runs."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._client.close()
+
+    def histories(self, run: str, box: int) -> list[pb.History]:
+        found = self._client.fetch_histories(run, box)
+        if not found:
+            raise _unknown(run, box, f"the coordinator at {self._client.address}")
+        return found
+
+    def snapshot(self, header: pb.SnapshotHeader) -> bytes:
+        return self._client.fetch_snapshot(header)
+
+    def blob(self, name: str) -> bytes | None:
+        try:
+            return self._client.get_blob(name)
+        except StateUnavailableError:
+            return None
+
+
+class StoppedArchive(StoppedCoordinator):
+    """The state directory of one that does not."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._name = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def histories(self, run: str, box: int) -> list[pb.History]:
+        found = super().histories(run, box)
+        if not found:
+            raise _unknown(run, box, f"the journal in {self._name}")
+        return found
+
+    def snapshot(self, header: pb.SnapshotHeader) -> bytes:
+        data = self.find_snapshot(header)
+        if data is None:
+            raise StateUnavailableError(f"the journal in {self._name} has lost the snapshot after batch {header.total}")
+        return data

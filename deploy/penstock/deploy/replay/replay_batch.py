@@ -1,0 +1,341 @@
+"""`penstock replay`: a batch that was delivered, made again here, to see what was in it.
+
+The loader is user code that the run names: it is imported and run in child processes, and only if its module is among
+those that the caller allows, for what stands in a journal, or in a file, somebody else has written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.doctor.loader_check import json_option
+from penstock.deploy.operations.show_state import run_name
+from penstock.deploy.replay.archive import Archive, RunningArchive, StoppedArchive
+from penstock.deploy.replay.replay_processes import Crew, Forker, Task
+from penstock.deploy.replay.stream_walk import Walk
+from penstock.proto.errors import (
+    BoxOutOfRangeError,
+    InputFnNotAllowedError,
+    InputFnNotFoundError,
+    InvalidArgumentError,
+    ReplayMismatchError,
+    StateUnavailableError,
+)
+from penstock.proto.state.allowed_modules import module_of, under
+from penstock.proto.state.position import Position
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.worker.processes.user_code import MAIN
+
+if TYPE_CHECKING:
+    from penstock.client.states.saved_state import Saved
+    from penstock.deploy.replay.plan import Route
+
+__all__ = ["Replaying", "Request", "archive_of", "replay"]
+
+LINE_S = 10.0
+"""Between two lines about the progress where they stay; on a terminal one is drawn over."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be replayed, and from what. Raises InvalidArgumentError for what cannot be meant."""
+
+    run: str | None
+    """None: from a checkpoint alone."""
+    step: int
+    box: int = 0
+    row: int | None = None
+    out: Path | None = None
+    attempt: int | None = None
+    """None: the one that delivered the step last."""
+    state_dir: Path | None = None
+    """None: the coordinator is asked."""
+    checkpoints: Sequence[Path] = ()
+    args: str | None = None
+    """JSON; None: as the run had them."""
+    kwargs: str | None = None
+    """The same."""
+    allow: Sequence[str] = ()
+    script: Path | None = None
+    """Where an input_fn of a main script is."""
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        from penstock.deploy.operations.batch_tables import FORMATS
+
+        if self.run is None and not self.checkpoints:
+            raise InvalidArgumentError("name the RUN, as `penstock status` shows it, or a --checkpoint of it")
+        if self.run is None and (self.state_dir is not None or self.attempt is not None):
+            raise InvalidArgumentError("--state-dir and --attempt speak of a RUN, and none is named")
+        if self.out is not None and self.out.suffix not in FORMATS:
+            raise InvalidArgumentError(f"--out {self.out}: the name ends with none of {', '.join(FORMATS)}")
+        if self.out is not None and not self.out.absolute().parent.is_dir():
+            raise InvalidArgumentError(f"--out {self.out}: there is no directory {self.out.absolute().parent}")
+        if self.out is not None and self.out.is_dir():
+            raise InvalidArgumentError(f"--out {self.out} is a directory: name a file")
+
+
+def archive_of(request: Request, peer: Peer) -> Archive | None:
+    """Where the run's history is; None for a checkpoint alone."""
+    if request.run is None:
+        return None
+    if request.state_dir is not None:
+        return StoppedArchive(request.state_dir)
+    return RunningArchive(peer.client())
+
+
+def replay(request: Request, archive: Archive | None, forker: Forker | None = None) -> dict[str, Any]:
+    """Make the batch again; what is in it and known of it, under the names of docs/cli.md. `forker`: of the run's seed,
+    if there is one already.
+
+    Raises what stands against it, ReplayMismatchError if it is another batch.
+    """
+    from penstock.deploy.operations.saved_file import SavedFile
+    from penstock.deploy.replay.plan import attempt_of, route
+
+    files = [SavedFile(path) for path in request.checkpoints]
+    if archive is not None:
+        name = run_name(cast(str, request.run))
+        history = attempt_of(archive.histories(name, request.box), request.box, request.step, request.attempt)
+        saved = [file.the(history.opening.loader.input_fn).saved for file in files]
+    else:
+        saved = sorted((file.the(None).saved for file in files), key=lambda one: one.step)
+        history = _of_checkpoint(saved[0], request)
+    way = route(history, saved, request.step)
+    history.opening.loader.CopyFrom(_loader(request, history, archive))
+    with ExitStack() as closing:
+        going = Replaying(request, history, way, archive)
+        forker = forker or closing.enter_context(Forker(history.opening.seed))
+        crew = closing.enter_context(Crew(forker, history.opening.num_workers_per_box, going.until, going.told))
+        return going.run(crew)
+
+
+def _of_checkpoint(saved: Saved, request: Request) -> pb.History:
+    """All that a saved state says of a run's attempt; its arguments it does not say."""
+    if saved.step >= request.step or not saved.positions:
+        have = f"steps from {saved.step + 1} on can be had from it" if saved.positions else "it is of no run yet"
+        raise StateUnavailableError(
+            f"the checkpoint is of step {saved.step}, and step {request.step} does not lie behind it: {have}; for an "
+            "earlier one give an earlier checkpoint, or name the RUN"
+        )
+    if request.box >= saved.num_boxes:
+        raise BoxOutOfRangeError(f"--box {request.box}: the checkpoint was saved by boxes 0 to {saved.num_boxes - 1}")
+    history = pb.History(attempt=0)
+    opening = history.opening
+    opening.box, opening.num_boxes = request.box, saved.num_boxes
+    opening.num_workers_per_box = saved.num_workers_per_box
+    opening.has_seed, opening.seed = True, saved.seed or 0
+    opening.loader.input_fn = saved.input_fn
+    opening.loader.options.full_digest, opening.loader.options.row_digest = saved.full_digest, saved.by_rows
+    opening.base.CopyFrom(saved.positions[request.box].to_proto())
+    return history
+
+
+def _loader(request: Request, history: pb.History, archive: Archive | None) -> records_pb2.LoaderSpec:
+    """What the children are to import and call. Raises InputFnNotAllowedError, StateUnavailableError."""
+    from penstock.proto.state.codec import decode_state, encode_state
+
+    opened = history.opening.loader
+    module = module_of(opened.input_fn)
+    spec = records_pb2.LoaderSpec(input_fn=opened.input_fn, options=opened.options, allow=request.allow)
+    if module == MAIN:
+        if request.script is None:
+            raise InputFnNotFoundError(
+                f"input_fn {opened.input_fn!r} is in the main script of its training job: say which file that is "
+                "(--script FILE); it is loaded here, its main guard does not fire"
+            )
+        spec.main_path = str(request.script.absolute())
+    elif not under(module, request.allow):
+        raise InputFnNotAllowedError(
+            f"this runs {opened.input_fn}, as the run names it, on this machine: say that it may by --allow "
+            f"{module.partition('.')[0]}"
+        )
+    arguments: Any = {"args": (), "kwargs": {}}
+    if archive is not None and (request.args is None or request.kwargs is None):
+        data = archive.blob(opened.arguments_blob) if opened.arguments_blob else opened.arguments
+        if data is None:
+            raise StateUnavailableError(
+                f"the arguments of {opened.input_fn} are not kept any more: give them by --args and --kwargs"
+            )
+        arguments = decode_state(data) if data else arguments
+    if request.args is not None:
+        arguments["args"] = tuple(json_option("--args", request.args, list))
+    if request.kwargs is not None:
+        arguments["kwargs"] = json_option("--kwargs", request.kwargs, dict)
+    spec.arguments = encode_state(arguments)
+    return spec
+
+
+def _publish(part: Path, out: Path) -> None:
+    """Give a file that is on the disk its name. Raises InvalidArgumentError."""
+    try:
+        os.replace(part, out)
+    except OSError as error:
+        raise InvalidArgumentError(f"--out {out} cannot be written: {error.strerror}") from error
+
+
+def _counted(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"
+
+
+class Replaying:
+    """One replay under way."""
+
+    def __init__(self, request: Request, history: pb.History, way: Route, archive: Archive | None) -> None:
+        self._request, self._history, self._way, self._archive = request, history, way, archive
+        self._began = time.monotonic()
+        self.until = self._began + request.timeout_s
+        self._made: dict[int, int] = {}
+        self._drawn, self._shown_at = False, self._began
+
+    def run(self, crew: Crew) -> dict[str, Any]:
+        """Start the workers, go to the step, look at the batch, go on to where the flight record is known."""
+        request, way = self._request, self._way
+        start = way.start.position
+        count = len(start.total)
+        self._say(
+            f"replaying box {request.box} from {self._where}: {_counted(request.step - start.step, 'step')} on "
+            f"{_counted(count, 'worker')}"
+        )
+        crew.ask({slot: self._begin(slot) for slot in range(count)})
+        walk = Walk(crew.ask, start, way.cuts)
+        walk.to(request.step)
+        at, slot = walk.at.copy(), walk.slot
+        out = None if request.out is None else request.out.absolute()
+        part = None if out is None else out.with_name(f".{secrets.token_hex(8)}{out.suffix}")
+        try:
+            shown = crew.ask({slot: Task("show", {"row": request.row, "out": part and str(part)})})[slot]
+            verified, why = self._verify(walk)
+            if part is not None and out is not None:
+                _publish(part, out)
+        finally:
+            if part is not None:
+                part.unlink(missing_ok=True)
+            self._end_line()
+        opening = self._history.opening
+        return {
+            "run": request.run and run_name(request.run),
+            "attempt": self._history.attempt or None,
+            "box": request.box,
+            "step": request.step,
+            "slot": slot,
+            "worker_step": at.total[slot],
+            "epoch": at.epoch,
+            "input_fn": opening.loader.input_fn,
+            "seed": opening.seed,
+            "num_boxes": opening.num_boxes,
+            "num_workers_per_box": opening.num_workers_per_box,
+            "replayed_from": {"step": start.step, "what": self._where},
+            "verified": verified,
+            "verification": why,
+            "digest": f"{shown.fields['digest']:016x}",
+            **json.loads(shown.payload),
+            "out": out and str(out),
+        }
+
+    @property
+    def _where(self) -> str:
+        start = self._way.start
+        if start.checkpoint is not None or not self._history.attempt:
+            return f"the checkpoint of step {start.position.step}"
+        if None not in self._way.snapshots and start.position.step > self._history.opening.base.step:
+            return f"snapshots before step {start.position.step + 1}"
+        return f"the beginning of attempt {self._history.attempt} (step {self._history.opening.base.step})"
+
+    def _begin(self, slot: int) -> Task:
+        """The start task of a worker."""
+        opening, start = self._history.opening, self._way.start
+        position, saved = start.position, start.checkpoint
+        slots = self._history.slots
+        assignment = records_pb2.WorkerAssignment(
+            run=self._request.run or "replay/0",
+            attempt=max(1, self._history.attempt),
+            box=opening.box,
+            slot=slot,
+            generation=1,
+            num_boxes=opening.num_boxes,
+            num_workers_per_box=opening.num_workers_per_box,
+            seed=opening.seed,
+            loader=opening.loader,
+            resume=opening.resume,
+            base=opening.base,
+            skips=slots[slot].skips if slot < len(slots) else (),
+        )
+        header, parts = None, []
+        if saved is not None:
+            begun = saved.start(opening.box, opening.num_boxes, opening.num_workers_per_box, strict=True)
+            assignment.resume.CopyFrom(records_pb2.Resume(blob="checkpoint", same_shape=begun.same_shape))
+            assignment.base.CopyFrom(begun.base)
+            parts = [begun.blob]
+        elif (header := self._way.snapshots[slot]) is not None:
+            assert self._archive is not None
+            parts = [self._archive.snapshot(header)]
+        elif opening.resume.blob:
+            parts = [self._resumed_from(opening.resume.blob)]
+        fields = {
+            "snapshot": header is not None,
+            "epoch": position.epoch,
+            "total": position.total[slot],
+            "live": slot in position.live,
+        }
+        return Task("start", fields, assignment.SerializeToString(), parts)
+
+    def _resumed_from(self, blob: str) -> bytes:
+        assert self._archive is not None
+        data = self._archive.blob(blob)
+        if data is None:
+            raise StateUnavailableError(
+                f"attempt {self._history.attempt} went on from a state of step {self._history.opening.base.step}, "
+                "which is not kept any more: give the file that holds it (--checkpoint)"
+            )
+        return data
+
+    def _verify(self, walk: Walk) -> tuple[bool, str]:
+        """Whether the flight record was compared, and how. Raises ReplayMismatchError if it is another one."""
+        check, first = self._way.check, self._way.start.position.step + 1
+        if check is None:
+            return False, f"not verified: {self._way.unverified}"
+        walk.to(check.step)
+        if walk.chain() != check.chain or walk.at.total != check.total:
+            raise ReplayMismatchError(
+                f"replayed, steps {first} to {check.step} of box {self._request.box} do not have the flight record of "
+                f"what was delivered ({walk.chain() or 0:016x}, it was {check.chain or 0:016x}): the data or the code "
+                f"are not what they were, or {self._history.opening.loader.input_fn} does not reproduce its batches "
+                "(see penstock doctor)"
+            )
+        return True, f"verified by the flight record of steps {first} to {check.step}"
+
+    # ---- progress
+
+    def told(self, slot: int, total: int) -> None:
+        """A worker is so far."""
+        self._made[slot] = total
+        now = time.monotonic()
+        if not sys.stderr.isatty() and now - self._shown_at < LINE_S:
+            return
+        self._shown_at = now
+        start: Position = self._way.start.position
+        made = sum(total - start.total[of] for of, total in self._made.items())
+        self._say(f"{max(0, made)} of {self._request.step - start.step} batches, {now - self._began:.0f} s", over=True)
+
+    def _say(self, text: str, over: bool = False) -> None:
+        drawn = over and sys.stderr.isatty()
+        print(f"\r\x1b[Kpenstock: {text}" if drawn else f"penstock: {text}", end="" if drawn else "\n", file=sys.stderr)
+        sys.stderr.flush()
+        self._drawn |= drawn
+
+    def _end_line(self) -> None:
+        if self._drawn:
+            print(file=sys.stderr)
+            self._drawn = False

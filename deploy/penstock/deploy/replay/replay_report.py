@@ -1,0 +1,96 @@
+"""What `penstock replay` says: the batch as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from penstock.deploy.console.coordinator_options import Peer
+from penstock.deploy.console.tables import Table, show
+from penstock.deploy.operations.state_values import brief
+from penstock.deploy.replay.replay_batch import Request, archive_of, replay
+
+__all__ = ["show_replay", "tables"]
+
+ROW_TEXT = 160
+"""Characters of a row's values in a table; --json has more of them."""
+ONE_TEXT = 8192
+"""Of a value that is one text: a restore key, which is of use only whole, has some hundreds."""
+
+
+def show_replay(
+    request: Request,
+    peer: Peer,
+    as_json: bool,
+) -> None:
+    """Make the batch again and print what it holds."""
+    archive = archive_of(request, peer)
+    if archive is None:
+        found = replay(request, None)
+    else:
+        with archive:
+            found = replay(request, archive)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    show(tables(found))
+    print()
+    print(found["verification"][0].upper() + found["verification"][1:] + ".")
+    if found["out"]:
+        print(f"Written to {found['out']}.")
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """The findings for people."""
+    of_run = "" if found["run"] is None else f" of run {found['run']}, attempt {found['attempt']}"
+    about = Table(
+        f"Step {found['step']} of box {found['box']}{of_run}",
+        ("what", "found"),
+        [
+            ("input_fn", found["input_fn"]),
+            ("worker", f"slot {found['slot']} of {found['num_workers_per_box']}, its batch {found['worker_step']}"),
+            ("epoch", str(found["epoch"])),
+            ("rows", "" if found["rows"] is None else str(found["rows"])),
+            ("digest", found["digest"]),
+            ("replayed from", found["replayed_from"]["what"]),
+        ],
+    )
+    leaves = Table("Batch", ("leaf", "kind", "dtype", "shape", "min>", "max>", "mean>", "NaN>", "first values"))
+    for leaf in found["leaves"]:
+        shape = "" if leaf["shape"] is None else "[" + ", ".join(map(str, leaf["shape"])) + "]"
+        numbers = (_number(leaf.get(name)) for name in ("min", "max", "mean"))
+        nan = str(leaf["nan"]) if "nan" in leaf else ""
+        leaves.rows.append(
+            (leaf["name"] or "batch", leaf["kind"], leaf["dtype"] or "", shape, *numbers, nan, _first(leaf))
+        )
+    shown = [about, leaves]
+    if "row" in found:
+        row = Table(f"Row {found['row']['row']}", ("leaf", "shape", "values"))
+        for leaf in found["row"]["leaves"]:
+            shape = "[" + ", ".join(map(str, leaf["shape"])) + "]" if leaf["shape"] else ""
+            row.rows.append((leaf["name"] or "batch", shape, _text(leaf["values"])))
+        shown.append(row)
+    return shown
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return str(value["value"])
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _first(leaf: dict[str, Any]) -> str:
+    return " ".join(_value(item) for item in leaf["first"])
+
+
+def _value(item: Any) -> str:
+    number = isinstance(item, int | float) or (isinstance(item, dict) and item.get("$") == "float")
+    return _number(item) if number else brief(item)
+
+
+def _text(values: Any) -> str:
+    text = " ".join(map(str, values)) if isinstance(values, list) else str(values)
+    most = ONE_TEXT if isinstance(values, str) else ROW_TEXT
+    return text if len(text) <= most else text[:most] + "..."

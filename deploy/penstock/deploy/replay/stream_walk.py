@@ -1,0 +1,84 @@
+"""A box's way through its stream, gone again: the round robin over workers that are asked how far their passes go.
+
+The lengths of passes are nowhere written down. So each worker is asked to go to where the box's position would be if
+no further pass ended; one whose input ends before says so, and the position is worked out again. What all have reached
+is true, for a worker that is not at its end has only more to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from penstock.deploy.replay.replay_processes import Task, digests_of
+from penstock.proto.errors import StateUnavailableError
+from penstock.proto.state.position import Position, advance, chain_at
+from penstock.worker.processes.control_channel import Message
+
+__all__ = ["Walk"]
+
+Ask = Callable[[Mapping[int, Task]], Mapping[int, Message]]
+
+
+class Walk:
+    """
+    Args:
+        ask: has workers do tasks, by slot: see rerun.py. They stand at `start`.
+        cuts: epoch -> the last step taken in it before the loop left it.
+    """
+
+    def __init__(self, ask: Ask, start: Position, cuts: dict[int, int]) -> None:
+        self.at = start.copy()
+        self._start, self._ask, self._cuts = start, ask, cuts
+        self._made = list(start.total)
+        """By slot, batches that were made."""
+        self._ends: dict[tuple[int, int], int] = {}
+        self._digests: dict[tuple[int, int], int] = {}
+
+    @property
+    def slot(self) -> int:
+        """Whose batch the last step was."""
+        return self.at.live[(self.at.cursor - 1) % len(self.at.live)]
+
+    def to(self, step: int) -> None:
+        """Go on to right after this step."""
+        while self.at.step < step:
+            cut = min((epoch for epoch in self._cuts if epoch >= self.at.epoch), default=None)
+            until = step if cut is None else min(step, self._cuts[cut])
+            if cut is not None and until == self.at.step:
+                self._leave(cut)
+            else:
+                self._go(until)
+
+    def _leave(self, epoch: int) -> None:
+        if epoch > self.at.epoch:
+            raise StateUnavailableError(
+                f"the loop left pass {epoch} after step {self.at.step}, before its first batch: what came after that "
+                "cannot be replayed; start from a checkpoint of a later step (--checkpoint)"
+            )
+        totals = enumerate(self.at.total)
+        self._ask({slot: Task("leave", {"epoch": epoch, "total": total}) for slot, total in totals})
+        self._made = list(self.at.total)
+        self.at.cut()
+
+    def _go(self, step: int) -> None:
+        while True:
+            plan = advance(self.at, step, self._ends)
+            tasks = {
+                slot: Task("go", {"epoch": plan.epoch, "total": total})
+                for slot, total in enumerate(plan.total)
+                if total > self._made[slot]
+            }
+            if not tasks:
+                self.at = plan
+                return
+            for slot, answer in self._ask(tasks).items():
+                total = answer.fields["total"]
+                for count, digest in enumerate(digests_of(answer), self._made[slot] + 1):
+                    self._digests[slot, count] = digest
+                self._made[slot] = total
+                if answer.fields["ended"]:
+                    self._ends[slot, plan.epoch] = total
+
+    def chain(self) -> int | None:
+        """The flight record of the box here; None if that of the start is not known."""
+        return chain_at(self._start, self.at.step, self._ends, self._cuts, self._digests)

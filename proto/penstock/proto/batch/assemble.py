@@ -1,0 +1,292 @@
+"""The receiving half of flatten.py: shapes and a region of memory -> a batch of views.
+
+Each tensor and array of an assembled batch wraps its own slice of the ring, so that `torch.save` of one leaf saves
+that leaf. All have one `_Region` as their base object, whose death (of the last leaf and the last view of a leaf)
+appends the batch's token to `release`: no lock (the garbage collector may run inside one), no socket, and nothing in a
+forked child, which drops views too. A weakref.finalize does the same for 1.2 us more.
+
+numpy shortens a chain of bases when a base's own base has the type of the new array. That is why the region and the
+ring beneath it are two subclasses of ndarray: with a plain array as ring, every leaf would hang on the ring and the
+region would die at once (a test keeps watch).
+
+Everything here but the compiled structure comes from a peer. Dims are multiplied as Python ints, so nothing overflows,
+and compared with the region before memory is touched; a hostile peer gets a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from penstock.proto.batch.classes import resolve_class
+from penstock.proto.batch.structure import MAX_INT_BYTES, Leaf, Structure, Tree, numpy_dtype
+from penstock.proto.batch.tree import TORCH_NAMES
+from penstock.proto.errors import InvalidArgumentError, ProtocolError, UnsupportedLeafError
+
+__all__ = ["CARRIERS", "Assembler", "wrap_buffer"]
+
+_unpack_float = struct.Struct("<d").unpack_from
+_U8: Final = np.dtype(np.uint8)
+
+
+def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
+    """The numpy dtype under which memory becomes a tensor, and the dtype to view that as where the two lack a match."""
+    try:
+        native = np.dtype(TORCH_NAMES[dtype])
+        if torch.from_numpy(np.empty(0, native)).dtype is dtype:
+            return native, None
+    except TypeError:
+        pass
+    return np.dtype(f"i{dtype.itemsize}"), dtype
+
+
+CARRIERS: Final = {dtype: _carrier(dtype) for dtype in TORCH_NAMES}
+"""How each dtype that travels is laid over memory by way of numpy."""
+
+
+class _Ring(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A whole ring, see wrap_buffer."""
+
+    __slots__ = ()
+
+
+class _Region(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The base object of all views of one batch. A user's own view of it has no `release` and does nothing."""
+
+    __slots__ = ("pid", "release", "token")
+
+    pid: int
+    release: deque[int] | None
+    token: int
+
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        try:
+            if self.release is not None and self.pid == getpid():
+                self.release.append(self.token)
+        except AttributeError:
+            pass
+
+
+def wrap_buffer(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes of an mmap or another writable buffer in the form that `Assembler.assemble` takes fastest.
+
+    Made once per ring. While it or a view of a batch lives, `mmap.close()` raises BufferError instead of pulling
+    the memory from under them. Raises InvalidArgumentError for read-only memory.
+    """
+    ring = np.frombuffer(buffer, _U8).view(_Ring)
+    if not ring.flags.writeable:
+        raise InvalidArgumentError("a ring is writable memory; this buffer is not")
+    return ring
+
+
+# What an Assembler does for a leaf.
+_TENSOR, _ARRAY, _SCALAR, _FLOAT, _BOOL, _BYTES = range(6)
+
+
+class Assembler:
+    """Shapes and a region -> a batch, for one structure; compiled once, then used for every batch of it.
+
+    Raises UnsupportedLeafError if the structure names a class that this process does not know (see
+    penstock.proto.batch.classes) or a dtype that its torch lacks.
+    """
+
+    __slots__ = ("_build", "_dims", "_plan", "_scalars", "structure")
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self._dims = structure.dims
+        self._plan = [_step(leaf) for leaf in structure.leaves]
+        self._scalars = any(step[0] > _ARRAY for step in self._plan)
+        self._build = _builder(structure.tree)
+
+    def assemble(
+        self,
+        shapes: Sequence[int],
+        buffer: Any,
+        offset: int,
+        nbytes: int,
+        release: deque[int] | None = None,
+        token: int = 0,
+        copy: bool = False,
+        move: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> Any:
+        """The batch whose region is `nbytes` at `offset` of `buffer`.
+
+        shapes: FlatBatch.shapes. buffer: writable memory, best the result of wrap_buffer. offset: bytes, a multiple
+        of 64. nbytes: exactly FlatBatch.nbytes. Tensors and arrays are writable views of the buffer; `token` is
+        appended to `release` exactly once, when the last of them and of their views is gone, or before the return if
+        there are none or they are copies (`copy`). A forked child appends nothing. `move` is called with all leaves in
+        order, and the batch is made of those that it returns instead: who passes it keeps the region as long as it
+        needs, and passes no `release`.
+
+        Raises ProtocolError if shapes, nbytes and the bytes do not fit together; then nothing is appended.
+        """
+        ring = buffer if type(buffer) is _Ring else wrap_buffer(buffer)
+        if type(shapes) is not list:
+            shapes = list(shapes)
+        if len(shapes) != self._dims:
+            raise ProtocolError(f"{len(shapes)} dims for a structure that takes {self._dims}")
+        if shapes and min(shapes) < 0:
+            raise ProtocolError(f"a negative dim: {min(shapes)}")
+        if offset < 0 or nbytes < 0 or offset + nbytes > ring.size:
+            raise ProtocolError(f"a region of {nbytes} bytes at {offset} in a buffer of {ring.size}")
+        memory = ring.data if self._scalars else None
+        values: list[Any] = []
+        region: Any = None
+        at = start = 0
+        for kind, dims, itemsize, dtype, extra in self._plan:
+            if dims:
+                shape = shapes[at : at + dims]
+                at += dims
+                size = prod(shape, start=itemsize)
+            else:
+                shape = []
+                size = itemsize
+            if start + size > nbytes:
+                raise ProtocolError(f"a leaf ends at {start + size} of a region of {nbytes} bytes")
+            if kind <= _ARRAY:
+                if size:
+                    if region is None:
+                        if copy:
+                            region = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
+                            region[...] = ring[offset : offset + nbytes]
+                        else:
+                            region = _Region(nbytes, _U8, ring, offset)
+                    array = np.ndarray(shape, dtype, region, start)
+                else:
+                    array = _empty(shape, dtype)
+                if kind == _TENSOR:
+                    tensor = torch.from_numpy(array)
+                    values.append(tensor if extra is None else tensor.view(extra))
+                else:
+                    values.append(array)
+            else:
+                values.append(_scalar(kind, memory, offset + start, size, dtype, extra))
+            start += (size + 63) & -64
+        if start != nbytes:
+            raise ProtocolError(f"the leaves take {start} bytes of a region of {nbytes}")
+        if move is not None:
+            values = move(values)
+        batch = self._build(iter(values))
+        if release is not None:
+            if region is None or copy:
+                release.append(token)
+            else:
+                region.pid = os.getpid()
+                region.token = token
+                region.release = release
+        return batch
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A fresh array without elements."""
+    try:
+        return np.ndarray(shape, dtype, bytearray())  # without a buffer numpy 1 allocates an item, of any width
+    except (ValueError, OverflowError) as error:
+        raise ProtocolError(f"no array has dims {str(list(shape))[:200]}: {error}") from None
+
+
+def _scalar(kind: int, memory: Any, start: int, size: int, dtype: Any, decode: Any) -> Any:
+    """A value that is copied out of the region."""
+    if kind == _FLOAT:
+        return _unpack_float(memory, start)[0]
+    if kind == _SCALAR:
+        return np.ndarray((), dtype, memory, start)[()]
+    data = memory[
+        start : start + size
+    ].tobytes()  # a copy first: the peer could change the bytes while they are decoded
+    if kind == _BYTES:
+        try:
+            return decode(data)
+        except ValueError as error:
+            raise ProtocolError(f"a leaf that cannot be: {str(error)[:200]}") from None
+    if data > b"\1":
+        raise ProtocolError(f"a bool of value {data[0]}")
+    return data == b"\1"
+
+
+def _to_int(data: bytes) -> int:
+    if not 0 < len(data) <= MAX_INT_BYTES:
+        raise ValueError(f"an int of {len(data)} bytes")
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _to_str(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _to_numpy_str(data: bytes) -> np.str_:
+    return np.str_(_to_str(data))
+
+
+_FROM_BYTES: Final[dict[str, Callable[[bytes], Any]]] = {
+    "s": _to_str,
+    "b": bytes,
+    "i": _to_int,
+    "S": _to_numpy_str,
+    "B": np.bytes_,
+}
+
+_Step = tuple[int, int, int, Any, Any]
+
+
+def _step(leaf: Leaf) -> _Step:
+    """One leaf of the plan: what to do, dims in shapes, bytes an element, numpy dtype, tensor dtype or decoder."""
+    if leaf.kind == "t":
+        dtype = getattr(torch, leaf.dtype, None)
+        if dtype not in CARRIERS:
+            raise UnsupportedLeafError(
+                f"the batch holds a tensor of {leaf.dtype}, which this torch ({torch.__version__}) lacks; "
+                "install the workers' torch here"
+            )
+        return (_TENSOR, leaf.rank, leaf.itemsize, *CARRIERS[dtype])
+    if leaf.kind in "an":
+        return (_ARRAY if leaf.kind == "a" else _SCALAR, leaf.rank, leaf.itemsize, numpy_dtype(leaf.dtype), None)
+    kind = {"f": _FLOAT, "o": _BOOL}.get(leaf.kind, _BYTES)
+    return (kind, leaf.dims, leaf.itemsize, None, _FROM_BYTES.get(leaf.kind))
+
+
+def _builder(tree: Tree) -> Callable[[Iterator[Any]], Any]:
+    """A function that takes the leaves of `tree` off an iterator and returns the tree of them."""
+    if tree is None:
+        return lambda leaves: None
+    if isinstance(tree, Leaf):
+        return next
+    children, keys, count = [_builder(child) for child in tree.children], tree.keys, len(tree.children)
+    if all(child is next for child in children):
+
+        def values(leaves: Iterator[Any]) -> Iterable[Any]:
+            return islice(leaves, count)
+    else:
+
+        def values(leaves: Iterator[Any]) -> Iterable[Any]:
+            return [child(leaves) for child in children]
+
+    if tree.kind == "d":
+        return lambda leaves: dict(zip(keys, values(leaves), strict=True))
+    if tree.kind == "od":
+        return lambda leaves: OrderedDict(zip(keys, values(leaves), strict=True))
+    if tree.kind == "l":
+        return lambda leaves: list(values(leaves))
+    if tree.kind == "u":
+        return lambda leaves: tuple(values(leaves))
+    if tree.kind == "nt":
+        named = resolve_class(tree.name, "nt", tree.keys)  # type: ignore[arg-type]
+        return lambda leaves: tuple.__new__(named, values(leaves))
+    record = resolve_class(tree.name, "dc", tree.keys)  # type: ignore[arg-type]
+
+    def rebuild(leaves: Iterator[Any]) -> Any:
+        instance: Any = object.__new__(record)
+        for name, value in zip(keys, values(leaves), strict=True):
+            object.__setattr__(instance, name, value)  # type: ignore[arg-type]
+        return instance
+
+    return rebuild

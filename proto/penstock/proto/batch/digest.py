@@ -1,0 +1,195 @@
+"""The cheap fingerprint of a delivered batch, kept in the flight record and compared after a replay.
+
+It tells a wrong batch from the right one; it is no checksum of every byte. It covers the structure, all shapes, and
+of the data everything up to 64 KiB, above that the first and last 4 KiB and from 64 to 127 words of 8 bytes spread
+between: a batch of other samples differs in nearly all of them, and it costs 1 to 2 us at any size, where all of
+1 MiB takes 9 to 18. Up to 64 KiB, right after they were written, all bytes cost no more than the sample. The words
+lie an odd number of words apart, so that with rows of a power of two (images, padded sequences) they do not all fall
+on one column. With Cover.FULL it covers every byte of any batch.
+
+The flight record is the chain of a box's digests in the order of delivery (penstock.proto.state.position): equal chains
+at a step are equal streams up to it.
+
+With Cover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and arrays that
+have as many rows. It says which rows a step delivered, however they are shared among boxes; what is no row (a number, a
+text, a tensor of other length) and the order of the rows within the batch it does not cover.
+
+It is computed once, by the runner, when the batch lies in its ring. From there on the frame carries it, and whoever
+hands the batch out compares it with the bytes: see penstock.client.stream.lane_reader.
+
+xxh3 of the same bytes is the same on every machine of one byte order; Python's own hash() is not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+from xxhash import xxh3_64_intdigest
+
+if TYPE_CHECKING:
+    from penstock.proto.batch.structure import Structure
+    from penstock.proto.v1 import records_pb2
+
+__all__ = [
+    "FULL_BELOW",
+    "MASK",
+    "Cover",
+    "Layouts",
+    "batch_digest",
+    "cover_of",
+    "layout",
+    "region_digest",
+    "rows_digest",
+    "rows_in",
+]
+
+
+class Cover(IntEnum):
+    """What a digest covers; as it stands in a BATCH frame's flags."""
+
+    SAMPLE = 0
+    FULL = 1
+    ROWS = 2
+
+
+def cover_of(options: records_pb2.Options) -> Cover:
+    """The one that a run's options ask for."""
+    if options.row_digest:
+        return Cover.ROWS
+    return Cover.FULL if options.full_digest else Cover.SAMPLE
+
+
+MASK: Final = (1 << 64) - 1
+"""Sums of digests are taken modulo 2^64."""
+
+FULL_BELOW: Final = 64 << 10
+"""Bytes up to which a region is covered in full."""
+
+EDGE: Final = 4 << 10
+"""Bytes at each end of a larger one."""
+
+WORDS: Final = 64
+"""Of 8 bytes each, between the ends, at least."""
+
+_LAYOUTS_KEPT: Final = 1024
+_layouts: dict[tuple[int, int, tuple[int, ...]], tuple[int, bytes]] = {}
+"""Those of the layouts seen last, for a stream has few of them."""
+_DIMS_KEPT: Final = 64 << 10
+"""Bytes of dims that a reader remembers; as shapes they take about six times as much."""
+
+
+def layout(structure_key: int, nbytes: int, shapes: Sequence[int]) -> tuple[int, bytes]:
+    """The seed of a batch's digest, and its shapes as they travel. structure_key: Structure.key."""
+    key = structure_key, nbytes, tuple(shapes)
+    found = _layouts.get(key)
+    if found is None:
+        if len(_layouts) >= _LAYOUTS_KEPT:
+            _layouts.clear()
+        packed = struct.pack(f"<{1 + len(shapes)}Q", nbytes, *shapes)
+        found = _layouts[key] = xxh3_64_intdigest(packed, structure_key), packed[8:]
+    return found
+
+
+class Layouts:
+    """The same for who receives batches of one structure: from shapes as they travel."""
+
+    __slots__ = ("_held", "_key", "_known")
+
+    def __init__(self, structure_key: int) -> None:
+        self._key = structure_key
+        self._known: dict[tuple[int, bytes], tuple[list[int], int]] = {}
+        self._held = 0
+
+    def find(self, nbytes: int, dims: bytes) -> tuple[list[int], int]:
+        """The shapes, not to be changed, and the seed of the digest. `dims` are whole numbers of 8 bytes."""
+        found = self._known.get((nbytes, dims))
+        if found is None:
+            shapes = list(struct.unpack(f"<{len(dims) >> 3}Q", dims))
+            found = shapes, xxh3_64_intdigest(nbytes.to_bytes(8, "little") + dims, self._key)
+            if len(dims) > _DIMS_KEPT:
+                return found
+            self._held += 64 + len(dims)
+            if self._held > _DIMS_KEPT:
+                self._known.clear()
+                self._held = 64 + len(dims)
+            self._known[nbytes, dims] = found
+        return found
+
+
+def batch_digest(
+    structure_key: int, region: Any, offset: int, nbytes: int, shapes: Sequence[int], full: bool = False
+) -> int:
+    """The digest of the batch whose data are `nbytes` at `offset` of the buffer `region`; unsigned, 64 bits.
+
+    structure_key: Structure.key. shapes: FlatBatch.shapes. full: cover every byte. Padding between leaves is covered:
+    FlatBatch.write_to zeroes it. Raises ValueError if the region does not lie in the buffer.
+    """
+    memory = _checked(region, offset, nbytes)
+    return region_digest(layout(structure_key, nbytes, shapes)[0], memory, offset, nbytes, full)
+
+
+def _checked(region: Any, offset: int, nbytes: int) -> memoryview:
+    memory = memoryview(region)
+    if memory.format != "B" or memory.ndim != 1:
+        memory = memory.cast("B")
+    if offset < 0 or nbytes < 0 or offset + nbytes > len(memory):
+        raise ValueError(f"a region of {nbytes} bytes at {offset} in a buffer of {len(memory)}")
+    return memory
+
+
+def rows_in(structure: Structure, shapes: Sequence[int]) -> int:
+    """Rows of the first tensor or array that has a dimension; 1 if there is none. shapes: FlatBatch.shapes."""
+    dims = 0
+    for leaf in structure.leaves:
+        if leaf.rank:
+            return shapes[dims]
+        dims += leaf.dims
+    return 1
+
+
+def rows_digest(structure: Structure, shapes: Sequence[int], region: Any, offset: int, nbytes: int) -> int:
+    """The sum, modulo 2^64, of the digests of the rows of the batch whose data lie there in the buffer `region`.
+
+    A row's digest is xxh3_64 of its bytes in the first tensor or array, which seeds that of its bytes in the next, and
+    so on; the first seed is that of the structure. Raises ValueError for shapes that are not those of `nbytes`.
+    """
+    if len(shapes) != structure.dims:
+        raise ValueError(f"{len(shapes)} dims for a structure that takes {structure.dims}")
+    memory = _checked(region, offset, nbytes)
+    count = rows_in(structure, shapes)
+    columns: list[tuple[int, int]] = []
+    at = start = 0
+    for leaf in structure.leaves:
+        shape = shapes[at : at + leaf.dims]
+        at += leaf.dims
+        size = prod(shape, start=leaf.itemsize)
+        if start + size > nbytes:
+            raise ValueError(f"a leaf ends at {start + size} of a region of {nbytes} bytes")
+        if leaf.rank and size and shape[0] == count:
+            columns.append((offset + start, size // count))
+        start += (size + 63) & -64
+    total, key = 0, structure.key
+    for row in range(count if columns else 0):
+        digest = key
+        for begin, size in columns:
+            begin += row * size
+            digest = xxh3_64_intdigest(memory[begin : begin + size], digest)
+        total += digest
+    return total & MASK
+
+
+def region_digest(seed: int, memory: memoryview, offset: int, nbytes: int, full: bool) -> int:
+    """The digest of the batch at this place of `memory`, bytes that are known to be there. seed: that of its layout."""
+    end = offset + nbytes
+    if full or nbytes <= FULL_BELOW:
+        return xxh3_64_intdigest(memory[offset:end], seed)
+    inner = (nbytes - 2 * EDGE) & -8
+    step = max(1, inner // 8 // WORDS - 1) | 1  # odd, and no larger
+    sample = memory[offset + EDGE : offset + EDGE + inner].cast("Q")[::step].tobytes()
+    # Each part seeds the next: one call less for each than an object that is updated.
+    head = xxh3_64_intdigest(memory[offset : offset + EDGE], seed)
+    return xxh3_64_intdigest(memory[end - EDGE : end], xxh3_64_intdigest(sample, head))

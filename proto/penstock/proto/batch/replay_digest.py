@@ -1,0 +1,33 @@
+"""The digest of a batch that is replayed and goes nowhere: flattened into memory of our own instead of a ring."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from penstock.proto.batch.digest import Cover, batch_digest, rows_digest, rows_in
+from penstock.proto.batch.flatten import Flattener
+
+__all__ = ["Offprint"]
+
+
+class Offprint:
+    """Flattens batches into a scratch buffer, which grows as needed."""
+
+    def __init__(self, flattener: Flattener | None = None, *, cover: Cover = Cover.SAMPLE) -> None:
+        self._flattener = flattener or Flattener()
+        self._cover = cover
+        self._buffer = ctypes.create_string_buffer(1 << 16)
+
+    def take(self, batch: Any) -> tuple[int, int]:
+        """(digest, samples) of a batch, as its delivery would have recorded them."""
+        flat = self._flattener.flatten(batch)
+        if flat.nbytes > len(self._buffer):
+            self._buffer = ctypes.create_string_buffer(2 * flat.nbytes)
+        flat.write_to(ctypes.addressof(self._buffer))
+        structure, shapes, full = flat.structure, flat.shapes, self._cover == Cover.FULL
+        if self._cover == Cover.ROWS:
+            digest = rows_digest(structure, shapes, self._buffer, 0, flat.nbytes)
+        else:
+            digest = batch_digest(structure.key, self._buffer, 0, flat.nbytes, shapes, full)
+        return digest, rows_in(structure, shapes)

@@ -1,0 +1,1 @@
+"""Lanes: rings of shared memory between processes of a host, and their frames over TCP between hosts."""

@@ -1,0 +1,89 @@
+"""Connecting to a worker's host: patiently, and quickly where it has just fallen silent.
+
+A first connection may have a long way: it gets `CONNECT_S`, in which the kernel asks twice. A host that has
+acknowledged nothing for two seconds, or has not answered such a try, gets a quick look from each of its lanes before
+another worker is asked for: a few connections, `AGAIN_S` apart, so that one packet that is lost moves no slot, and for
+as long as three of its round trips. After `SOON_S` tries are patient again.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+from penstock.proto.lane.tcp import round_trip_s
+
+__all__ = ["Dialer"]
+
+CONNECT_S = 1.25
+"""Seconds to connect to one address of a daemon: the kernel asks once more after one. A consumer comes back at once."""
+LOOK_S = 0.45
+"""Seconds of a quick look, where three round trips are less."""
+AGAIN_S = 0.12
+"""Seconds between its connections."""
+SOON_S = 1.0
+"""Seconds after it fell silent, within which a try is a quick look."""
+_MOST = 64
+"""Hosts that are remembered; the oldest are forgotten first."""
+
+
+class Dialer:
+    """Of one process. Threads may connect at the same time."""
+
+    def __init__(self) -> None:
+        self._silent: dict[tuple[str, int], tuple[float, float]] = {}
+        """Address -> (seconds of a quick look, until when)."""
+
+    def fell_silent(self, where: tuple[str, int], sock: socket.socket | None = None) -> None:
+        """It has acknowledged nothing for long. `sock`: the connection of which that is known."""
+        rtt = 0.0 if sock is None else round_trip_s(sock)
+        self._silent[where] = min(CONNECT_S, max(LOOK_S, 3 * rtt)), time.monotonic() + SOON_S
+        for old in list(self._silent)[:-_MOST]:
+            self._silent.pop(old, None)
+
+    def connect(self, where: tuple[str, int]) -> socket.socket:
+        """Return a connection, which blocks. Raises OSError; TimeoutError if nothing was heard."""
+        look_s, until = self._silent.get(where, (0.0, 0.0))
+        if time.monotonic() < until:
+            return _look(where, look_s)
+        try:
+            return socket.create_connection(where, CONNECT_S)
+        except TimeoutError:
+            self.fell_silent(where)
+            raise
+
+
+def _look(where: tuple[str, int], look_s: float) -> socket.socket:
+    """Return the first of several connections that comes about."""
+    targets = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    began, poll = time.monotonic(), select.poll()
+    trying: dict[int, socket.socket] = {}
+    error: OSError = TimeoutError(f"no answer within {look_s:g} s")
+    try:
+        rounds = 0
+        while (spent := time.monotonic() - began) < look_s:
+            if spent >= rounds * AGAIN_S:
+                rounds += 1
+                for family, kind, proto, _, address in targets:
+                    sock = socket.socket(family, kind, proto)
+                    trying[sock.fileno()] = sock
+                    sock.setblocking(False)
+                    sock.connect_ex(address)
+                    poll.register(sock, select.POLLOUT)
+            until = min(look_s, rounds * AGAIN_S)
+            for fd, _ in poll.poll(max(0.0, 1000 * (began + until - time.monotonic())) + 1):
+                failed = trying[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if not failed:
+                    found = trying.pop(fd)
+                    found.setblocking(True)
+                    return found
+                poll.unregister(fd)
+                trying.pop(fd).close()
+                error = OSError(failed, f"connect: {where}")
+            if not trying:
+                raise error
+        raise error
+    finally:
+        for sock in trying.values():
+            sock.close()

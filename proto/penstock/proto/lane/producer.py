@@ -1,0 +1,569 @@
+"""The end of a lane that owns the rings: the runner's, and towards its consumer the lander's.
+
+A ring slot is in one of four states, and all of this module is about moving it between them exactly once:
+
+    free ── reserve ──> reserved ── publish ──> kept ── Ack.delivered ──> lent ── Ack.released ──> free
+                            └─ return_unused ─> free       └─ Ack.abandon_epoch, or a stale pass ──> free
+
+A *kept* batch was sent but not handed to the training loop: it is sent again to a consumer that comes back, with
+nothing computed again. A *lent* one is the loop's, which may have written into it: it is never sent again, and its
+slot is not touched until the consumer says so, or comes back without naming it in Hello.held.
+
+Ring ids start at a random number, so that a view of another producer's ring (an older generation of the runner, a
+lander's earlier connection) can never be taken for one of this producer's.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.proto.batch.digest import Cover
+from penstock.proto.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError
+from penstock.proto.lane.frames import (
+    CLOSE,
+    END,
+    ERROR,
+    HEAD,
+    KNOWN_BYTES,
+    KNOWN_STRUCTURES,
+    LONG_SHAPES,
+    LOST,
+    MAX_FRAME,
+    PIECE,
+    RING,
+    STRUCTURE,
+    Ack,
+    Frame,
+    forget_oldest,
+    framed,
+    framed_batch,
+    read_ack,
+    read_frame,
+)
+from penstock.proto.lane.outbox import Outbox
+from penstock.proto.lane.ring import BOX_BYTES, Ring, RingBudget, grown, slots_for
+from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.runtime.process.forks import silence
+
+__all__ = ["Producer", "Slab"]
+
+_log = logging.getLogger(__name__)
+
+GROUPS = 4
+"""Packets that a ring's worth of batches travels in at least: of four, one can be on its way back while one is read,
+one sent and one filled."""
+CROWD = 1024
+"""Frames that wait for a consumer which does not read. A ring has 32 slots: more are a large structure's pieces, or
+what a peer says without end."""
+MOST_WANTED = 4096
+"""Snapshots announced and not yet taken: an honest consumer names a hundred or two."""
+MOST_ABANDONED = 1 << 16
+"""Passes left that the runner has not taken note of yet; it may be in user code for long."""
+MOST_CUTS = (1 << 32) - 1
+"""What Frame.cut can hold."""
+_RESERVED = 1 << 64
+"""Stands for the total of a slot that is being filled: above any total, so nothing takes it for delivered."""
+
+
+@dataclass(slots=True)
+class Slab:
+    """A ring slot that the producer may fill."""
+
+    ring_id: int
+    slot: int
+    ring: Ring
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the ring's mapping."""
+        return self.slot * self.ring.slot_bytes
+
+    @property
+    def view(self) -> memoryview:
+        """All of the slot."""
+        start = self.slot * self.ring.slot_bytes
+        return self.ring.view[start : start + self.ring.slot_bytes]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A frame that may have to be sent again."""
+
+    total: int
+    epoch: int
+    message: bytes
+    """The frame, with its length in front."""
+    slab: Slab | None
+    """None for END and ERROR."""
+    structure: int
+    last: bool = False
+    """ERROR: nothing comes after it, so it outlives the pass that it came in."""
+
+
+class Producer:
+    """The end that owns the rings. One for each slot and generation, whatever consumers come and go.
+
+    `max_batch_bytes` bounds the slots of its rings, `ring_bytes` is what a ring may take (see ring.slots_for), `budget`
+    what they and those of others may take together.
+    """
+
+    def __init__(self, max_batch_bytes: int, ring_bytes: int = BOX_BYTES, budget: RingBudget | None = None) -> None:
+        self._create_ring = Ring.create if budget is None else budget.create
+        self.max_batch_bytes = max_batch_bytes
+        self.ring_bytes = ring_bytes
+        self.open_epochs = 0
+        """Passes up to this epoch may be opened."""
+        self.abandoned: deque[int] = deque()
+        """Epochs that the consumer left; the runner takes them from here, goes on with the pass after the last of them
+        and ignores those that it has left behind already."""
+        self.wanted: dict[int, list[int]] = {}
+        """total -> steps for which the consumer will ask for the state after that batch."""
+        self.delivered = 0
+        """Largest total that the training loop was handed."""
+        self.closed = False
+        """The consumer said that it goes away on purpose."""
+        self.cuts = 0
+        """Abandons seen; frames carry it, so that the consumer can tell a pass it left from the one that follows."""
+        self.on_ack: Callable[[Ack], None] | None = None
+        """Called with each ack once it has been applied, for who passes them on."""
+        self._sock: socket.socket | None = None
+        self._met = False
+        self._rings: dict[int, Ring] = {}
+        self._next_ring = 1 + secrets.randbits(31)
+        self._current = 0
+        self._group = 1  # frames that may gather in one packet
+        self._free: list[int] = []
+        self._lent: dict[int, dict[int, int]] = {}  # ring -> slot -> total, for all slots that are not free
+        self._kept: deque[_Kept] = deque()
+        self._unsent = Outbox()
+        self._structures: dict[int, bytes] = {}
+        self._announced: dict[int, bytes] = {}
+        self._buffer = bytearray(MAX_FRAME)
+        self._view = memoryview(self._buffer)
+
+    # ---- the consumer
+
+    @property
+    def attached(self) -> bool:
+        return self._sock is not None
+
+    def fileno(self) -> int:
+        """The socket to poll, -1 while no consumer is attached."""
+        return -1 if self._sock is None else self._sock.fileno()
+
+    @property
+    def blocked(self) -> bool:
+        """Frames are left after a `flush`: poll for writing too, and `flush` again."""
+        return len(self._unsent) > 0
+
+    @property
+    def crowded(self) -> bool:
+        """More frames wait for the consumer than batches of a ring could: take none from whoever sends them."""
+        return len(self._unsent) > CROWD
+
+    def attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
+        """Take on a consumer, dropping the one before: send again what it has not delivered, from the ring.
+
+        One that asks for batches that were delivered already gets an ERROR frame, and this end stays alone.
+        """
+        self.detach()
+        sock.setblocking(False)
+        wanted = max(1, hello.next_total)
+        if wanted <= self.delivered or hello.cuts < self.cuts:
+            self._refuse(
+                sock,
+                f"a consumer came back for batch {wanted} with {hello.cuts} passes left, after batch "
+                f"{self.delivered} was delivered and {self.cuts} passes were left",
+            )
+            return
+        self.closed = False
+        self._sock = sock
+        if hello.cuts > self.cuts:
+            self._catch_up(hello)
+        self._met = True
+        self._deliver(wanted - 1)
+        held = {(slot.ring, slot.slot) for slot in hello.held}
+        for ring_id, slot in [
+            (ring_id, slot)
+            for ring_id, lent in self._lent.items()
+            for slot, total in lent.items()
+            if total <= self.delivered and (ring_id, slot) not in held
+        ]:
+            self._give_back(ring_id, slot)
+        # The effect of `abandon_epoch` is in `cuts`.
+        self._apply(Ack(hello.delivered, hello.open_epochs, wanted=hello.wanted))
+        self._announced.clear()
+        for ring_id in self._rings:
+            self._announce_ring(ring_id)
+        for kept in self._kept:
+            if kept.slab is not None and kept.structure not in self._announced:
+                self._announce_structure(kept.structure)
+            self._unsent.add(kept.message)
+        self.flush()
+
+    def forked(self) -> None:
+        """See penstock.runtime.process.forks: the child writes into rings of its own, and its consumer hears
+        nothing."""
+        for ring in self._rings.values():
+            ring.forked()
+        silence(self.fileno())
+        self.detach()
+
+    def detach(self) -> None:
+        """Forget the consumer; everything it has not delivered is kept."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self._unsent.clear()
+
+    def take_acks(self) -> None:
+        """Read what the consumer said; never blocks. A consumer that vanished or talks nonsense is detached."""
+        tries = 2
+        while (sock := self._sock) is not None:
+            try:
+                size = sock.recv_into(self._buffer, MAX_FRAME, socket.MSG_TRUNC)
+            except BlockingIOError:
+                return
+            except OSError:
+                tries -= 1
+                if tries:
+                    continue  # a killed peer shows as ECONNRESET once, before its last acks
+                size = 0
+            if not size:
+                self.detach()
+                return
+            try:
+                if size > MAX_FRAME:
+                    raise ProtocolError(f"an ack of {size} bytes")
+                ack = read_ack(self._view, 0, size)
+                self._apply(ack)
+            except ProtocolError as error:
+                # Not this end's failure: the batches are kept for a consumer that can be understood.
+                _log.warning("a lane was closed: its consumer sent what no consumer sends: %s", str(error))
+                self.detach()
+                return
+            if self.on_ack is not None:
+                self.on_ack(ack)
+
+    def flush(self) -> None:
+        """Send what is queued as far as the socket takes it; never blocks."""
+        if self._sock is None:
+            self._unsent.clear()
+            return
+        try:
+            self._unsent.flush(self._sock)
+        except OSError as error:
+            if error.errno in LOST:
+                return  # its last acks may still be readable; take_acks sees the end of file after them
+            # No buffers, too many descriptors on their way: frames are lost, so the lane is, and the next one gets all.
+            _log.warning("a lane was closed: a frame could not be sent: %s", error)
+            self.detach()
+
+    # ---- batches
+
+    def reserve(self, nbytes: int, dims: int = 0) -> Slab | None:
+        """A slot for a batch of `nbytes` whose shapes have `dims` numbers, or None while all are taken.
+
+        A batch that fits no slot starts a larger ring. Publish the slot, or return it, before the next `reserve`.
+
+        Raises BatchTooLargeError above max_batch_bytes.
+        """
+        if dims > LONG_SHAPES:
+            nbytes += 8 * dims
+        ring = self._rings.get(self._current)
+        if ring is None or nbytes > ring.slot_bytes:
+            if nbytes > self.max_batch_bytes:
+                raise BatchTooLargeError(
+                    f"a batch of {nbytes} bytes is above max_batch_bytes={self.max_batch_bytes}; "
+                    "make smaller batches, or raise max_batch_bytes"
+                )
+            ring = self._start_ring(nbytes, 0 if ring is None else ring.slot_bytes)
+        return self.reserve_current()
+
+    def reserve_current(self) -> Slab | None:
+        """A slot of the ring as it is, or None while all are taken; None before the first batch, too.
+
+        For who builds a batch in the slot before its size is known. Such a slot may stay reserved beside another.
+        """
+        ring = self._rings.get(self._current)
+        if ring is None or not self._free:
+            return None
+        slot = self._free.pop()  # the last one back: most likely still in the cache
+        self._lent[self._current][slot] = _RESERVED
+        return Slab(self._current, slot, ring)
+
+    def is_current(self, slab: Slab) -> bool:
+        """Whether `slab` is of the ring that batches go into now: in an outgrown one none may be published any more."""
+        return slab.ring_id == self._current
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of the current ring, 0 before the first batch."""
+        ring = self._rings.get(self._current)
+        return 0 if ring is None else ring.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the current ring, 0 before the first batch."""
+        ring = self._rings.get(self._current)
+        return 0 if ring is None else ring.slot_bytes
+
+    def knows_structure(self, structure: int) -> bool:
+        """Whether `know_structure` is not needed before a batch of this structure."""
+        return structure in self._structures
+
+    def know_structure(self, structure: int, data: bytes) -> None:
+        """Make a structure known under an id before a batch that uses it.
+
+        Not only once: of more than KNOWN_STRUCTURES the oldest that no batch needs are forgotten, or a loader whose
+        every batch has another structure would fill the memory. Cheap enough to be called before each `publish`.
+        """
+        known = self._structures
+        if structure not in known and (
+            len(known) >= 2 * KNOWN_STRUCTURES or sum(map(len, known.values())) > 2 * KNOWN_BYTES
+        ):
+            needed = {kept.structure for kept in self._kept} | self._announced.keys()
+            held = sum(map(len, known.values()))
+            for old in [old for old in known if old not in needed]:
+                if len(known) <= KNOWN_STRUCTURES and held <= KNOWN_BYTES:
+                    break
+                held -= len(known.pop(old))
+        if known.setdefault(structure, data) != data:
+            raise ProtocolError(f"structure {structure} was announced before as another one")
+
+    def publish(
+        self,
+        slab: Slab,
+        total: int,
+        epoch: int,
+        structure: int,
+        nbytes: int,
+        dims: bytes,
+        digest: int,
+        more: bool = False,
+        cover: Cover = Cover.SAMPLE,
+    ) -> None:
+        """Send the batch that was written into `slab`, and keep it until it was delivered.
+
+        dims: its shapes, packed (frames.pack_shapes). more: another one follows at once, or `flush` is called: it may
+        go in one packet with the next. cover: what `digest` covers.
+        """
+        count = len(dims) >> 3
+        if count > LONG_SHAPES:
+            if nbytes + len(dims) > slab.ring.slot_bytes:
+                raise InvalidArgumentError(f"{count} dims do not fit behind {nbytes} bytes: reserve with `dims`")
+            start = slab.offset + nbytes
+            slab.ring.map[start : start + len(dims)] = dims
+            dims = b""
+        else:
+            count = 0
+        ring, slot = slab.ring_id, slab.slot
+        message = framed_batch(cover, ring, slot, structure, self.cuts, count, total, epoch, nbytes, digest, dims)
+        self._keep_and_send(slab, total, epoch, structure, message, more)
+
+    def forward(self, slab: Slab, frame: Frame, more: bool = False) -> None:
+        """Send a BATCH frame that another producer made; only its place is changed to `slab`, where it lies as it is
+        and in no codec. more: as in `publish`."""
+        _, _, flags, _, _, structure, cut, size, total, epoch, nbytes, digest, _, dims = frame
+        message = framed_batch(flags, slab.ring_id, slab.slot, structure, cut, size, total, epoch, nbytes, digest, dims)
+        self._keep_and_send(slab, total, epoch, structure, message, more)
+
+    def _keep_and_send(self, slab: Slab, total: int, epoch: int, structure: int, message: bytes, more: bool) -> None:
+        if structure not in self._announced:
+            self._announce_structure(structure)
+        self._lent[slab.ring_id][slab.slot] = total
+        self._kept.append(_Kept(total, epoch, message, slab, structure))
+        self._send(message, more)
+
+    def return_unused(self, slab: Slab) -> None:
+        """Give a reserved slot back without publishing it."""
+        self._give_back(slab.ring_id, slab.slot)
+
+    def end(self, epoch: int, total: int) -> None:
+        """The pass `epoch` is over; `total` is the last batch so far."""
+        self.forward_end(Frame(END, epoch=epoch, total=total, cut=self.cuts))
+
+    def fail(self, epoch: int, total: int, error: records_pb2.ErrorDetail) -> None:
+        """The input failed after batch `total`: the last frame."""
+        self.forward_end(
+            Frame(ERROR, epoch=epoch, total=total, cut=self.cuts, rest=_that_fits(error).SerializeToString())
+        )
+
+    def forward_end(self, frame: Frame) -> None:
+        """Send an END, ERROR or CLOSE frame; the first two are kept until a later batch was delivered."""
+        message = framed(frame.encode())
+        if frame.kind != CLOSE:
+            self._kept.append(_Kept(frame.total, frame.epoch, message, None, 0, frame.kind == ERROR))
+        self._send(message)
+
+    def close(self, timeout: float = 1.0, *, say_so: bool = True) -> None:
+        """Leave for good, and say that it is on purpose. Waits at most `timeout` seconds for a consumer that is slow to
+        read. What it was sent stays readable to it."""
+        if self._sock is not None and say_so:
+            self.forward_end(Frame(CLOSE))
+            deadline = time.monotonic() + timeout
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            while self._unsent and poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+                self.flush()
+        self.detach()
+        self._kept.clear()
+        self._lent.clear()
+        self._free.clear()
+        self._current = 0
+        for ring in self._rings.values():
+            ring.close_fd()
+        self._rings.clear()
+
+    # ---- inside
+
+    def _send(self, message: bytes, more: bool = False) -> None:
+        if self._sock is None:
+            return
+        self._unsent.add(message)
+        if not more or len(self._unsent) >= self._group:
+            self.flush()
+
+    def _start_ring(self, nbytes: int, previous: int) -> Ring:
+        size = grown(nbytes, previous, self.max_batch_bytes)
+        ring = self._create_ring(size, slots_for(size, self.ring_bytes))
+        old = self._current
+        self._current = self._next_ring
+        self._group = max(1, ring.slots // GROUPS)
+        self._next_ring += 1
+        self._rings[self._current] = ring
+        self._free = list(range(ring.slots))
+        self._lent[self._current] = {}
+        self._retire(old)
+        if self._sock is not None:
+            self._announce_ring(self._current)
+            self.flush()
+        return ring
+
+    def _announce_ring(self, ring_id: int) -> None:
+        ring = self._rings[ring_id]
+        frame = Frame(RING, ring=ring_id, slot=ring.slots, nbytes=ring.slot_bytes)
+        self._unsent.add(framed(frame.encode()))
+        self._unsent.add(ring.fd)
+
+    def _announce_structure(self, structure: int) -> None:
+        data = self._structures.get(structure)
+        if data is None:
+            raise InvalidArgumentError(f"structure {structure} is not known, or no longer: see know_structure")
+        self._announced[structure] = data
+        forget_oldest(self._announced)
+        for start in range(0, max(len(data), 1), PIECE):
+            piece = data[start : start + PIECE]
+            frame = Frame(STRUCTURE, structure=structure, size=len(data), rest=piece)
+            self._unsent.add(framed(frame.encode()))
+
+    def _refuse(self, sock: socket.socket, why: str) -> None:
+        _log.warning("a lane was refused: %s", why)
+        error = records_pb2.ErrorDetail(name=ProtocolError.__name__, message=why)
+        try:
+            sock.send(framed(Frame(ERROR, rest=error.SerializeToString()).encode()))
+        except OSError:
+            pass
+        sock.close()
+
+    def _catch_up(self, hello: lane_pb2.Hello) -> None:
+        """The consumer has left passes that this end did not hear of.
+
+        Usually the lane broke with the abandon on its way: all that is kept is of a pass that was left, or counted on
+        from one. But a producer that meets its first consumer may have started behind all that, and then what it
+        has made is wanted: it only has to say so.
+        """
+        left = hello.abandon_epoch - 1
+        fresh = not self._met and all(kept.epoch > left for kept in self._kept)
+        self.cuts = hello.cuts
+        if left >= 0:
+            self.abandoned.append(left)
+        if not fresh:
+            self._drop_kept()
+            return
+        for kept in self._kept:
+            frame = read_frame(memoryview(kept.message), HEAD.size, len(kept.message))
+            kept.message = framed(frame._replace(cut=self.cuts).encode())
+
+    def _apply(self, ack: Ack) -> None:
+        if ack.delivered > self.delivered:
+            self._deliver(ack.delivered)
+        released = ack.released
+        for index in range(0, len(released) - 1, 2):
+            self._release(released[index], released[index + 1])
+        if ack.open_epochs > self.open_epochs:
+            self.open_epochs = ack.open_epochs
+        if ack.abandon_epoch:
+            if self.cuts >= MOST_CUTS or len(self.abandoned) >= MOST_ABANDONED:
+                raise ProtocolError(f"it left its pass {self.cuts} times, {len(self.abandoned)} of them unheard")
+            self.cuts += 1
+            self._drop_kept()
+            self.abandoned.append(ack.abandon_epoch - 1)
+        wanted = ack.wanted
+        if wanted:
+            under_way = sum(map(len, self.wanted.values())) + len(wanted) // 2
+            if under_way > MOST_WANTED:
+                raise ProtocolError(f"it announced {under_way} snapshots, above the limit of {MOST_WANTED}")
+        for index in range(0, len(wanted) - 1, 2):
+            steps = self.wanted.setdefault(wanted[index + 1], [])
+            if wanted[index] not in steps:
+                steps.append(wanted[index])
+        if ack.close:
+            self.closed = True
+
+    def _deliver(self, total: int) -> None:
+        """Forget what need not be sent again. Its slots stay lent until released."""
+        self.delivered = max(self.delivered, total)
+        kept = self._kept
+        while kept and kept[0].total <= self.delivered:
+            if kept[0].slab is None and kept[0].total == self.delivered:
+                return  # an END or ERROR right behind the last delivered batch
+            kept.popleft()
+
+    def _drop_kept(self) -> None:
+        """The consumer left the pass: nothing of it, or of one opened ahead of it, will be delivered any more."""
+        dropped, self._kept = self._kept, deque(kept for kept in self._kept if kept.last)
+        for kept in dropped:
+            if kept.slab is not None:
+                self._give_back(kept.slab.ring_id, kept.slab.slot)
+
+    def _release(self, ring_id: int, slot: int) -> None:
+        total = self._lent.get(ring_id, {}).get(slot)
+        if total is None:
+            return  # said twice, or of a ring that is not, or no longer, this producer's
+        if total > self.delivered:
+            raise ProtocolError(f"it released the slot of batch {total}, which it had not delivered")
+        self._give_back(ring_id, slot)
+
+    def _give_back(self, ring_id: int, slot: int) -> None:
+        del self._lent[ring_id][slot]
+        if ring_id == self._current:
+            self._free.append(slot)
+        else:
+            self._retire(ring_id)
+
+    def _retire(self, ring_id: int) -> None:
+        """Let an outgrown ring go once none of its slots is lent."""
+        if ring_id in self._rings and ring_id != self._current and not self._lent[ring_id]:
+            self._rings.pop(ring_id).close_fd()
+            del self._lent[ring_id]
+
+
+def _that_fits(error: records_pb2.ErrorDetail) -> records_pb2.ErrorDetail:
+    """An error whose frame stays below MAX_FRAME: of a long traceback the end tells more."""
+    return records_pb2.ErrorDetail(
+        name=error.name[:256],
+        message=error.message.encode()[:16384].decode(errors="ignore"),
+        remote_traceback=error.remote_traceback.encode()[-32768:].decode(errors="ignore"),
+    )

@@ -1,0 +1,193 @@
+"""The ring: equal slots of shared memory that one process fills and another reads in place.
+
+One `memfd` a ring: it has no name, so nothing is left under /dev/shm and nothing collides, and the kernel frees it with
+the last process that holds it. It is sealed against shrinking, growing and further seals before anybody else sees it,
+and the reader checks those seals before it maps: a ring that its peer could truncate would kill the reader with SIGBUS.
+
+Its maker allocates all pages, so that a lack of memory is an error and not a SIGBUS later, and they are faulted in when
+the ring is mapped: page faults on fresh shared memory, not the copy, are what makes torch's own DataLoader slow at
+large batches. The reader checks that they are there: of a ring with holes, which costs its maker nothing at any size,
+the reader would be charged for every page.
+
+A mapping is never closed by hand. Tensors that the training loop still holds are views of it, so it lives exactly as
+long as the last of them; `Ring` only ever drops its own reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+
+from penstock.proto.errors import LaneLostError, ProtocolError
+from penstock.runtime.process.forks import silence, unshare
+from penstock.runtime.process.free_memory import free_memory
+
+__all__ = ["MAX_SLOTS", "Ring", "RingBudget", "grown", "ring_bytes", "slots_for"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+PAGE = mmap.PAGESIZE
+_BLOCK = 512
+"""Bytes of what st_blocks counts, on every filesystem."""
+MAX_SLOTS = 32
+MIN_SLOTS = 4
+"""One being filled, one on its way, two that the loop looks at."""
+FEWEST_SLOTS = 3
+"""Where memory is short: with one less, a loop that still holds its last batch would leave none to be filled."""
+GIANT_BYTES = 512 << 20
+"""A batch from this size on has its ring for itself: one entry on each side, out of which the loop gets a copy. Three
+entries, and as many in the receiver, would take six times its size, all of it allocated whole."""
+RING_BYTES = 8 << 20
+"""What a ring aims for: small enough to stay in the last-level cache, so that the reader finds the bytes there."""
+LOOKED_AT_BYTES = 64 << 20
+"""Rings above this size are made only where memory is free. The look takes 0.1 to 0.4 ms."""
+MOST_OF_FREE = 0.75
+BOX_BYTES = 512 << 20
+"""What all rings of a box aim for together: 64 worker slots with 8 MiB each."""
+
+
+def grown(nbytes: int, previous: int, most: int) -> int:
+    """Bytes of a slot for batches of `nbytes` where one of `previous` has become too small: twice that, lest each batch
+    that is a little larger starts another ring; a giant gets what it needs."""
+    doubled = min(2 * previous, GIANT_BYTES - PAGE)
+    return min(max(nbytes, doubled), max(most, nbytes))
+
+
+def ring_bytes(rings: int) -> int:
+    """Bytes that each of the `rings` of a box may take, unless even FEWEST_SLOTS of its batches need more."""
+    return BOX_BYTES // max(rings, 1)
+
+
+def slots_for(slot_bytes: int, limit: int = BOX_BYTES) -> int:
+    """How many slots a ring of this slot size gets: RING_BYTES worth, within [MIN_SLOTS, MAX_SLOTS]; but no more than
+    `limit` bytes, down to FEWEST_SLOTS; and one for giants."""
+    size = max(slot_bytes, 1)
+    if size >= GIANT_BYTES:
+        return 1
+    wanted = max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // size))
+    return max(FEWEST_SLOTS, min(wanted, limit // size))
+
+
+class Ring:
+    """A mapped ring of `slots` slots of `slot_bytes` bytes (a multiple of the page size).
+
+    Attributes:
+        fd: the memfd, -1 once dropped.
+        map: the shared, writable mapping; views are cut from it.
+        view: a memoryview of all of it.
+        address: where it starts in this process, in bytes.
+    """
+
+    def __init__(self, fd: int, slot_bytes: int, slots: int) -> None:
+        self.fd = fd
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self.map = mmap.mmap(fd, slot_bytes * slots, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.view = memoryview(self.map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @classmethod
+    def create(cls, slot_bytes: int, slots: int) -> Ring:
+        """A new, sealed, zeroed ring; `slot_bytes` is rounded up to whole pages.
+
+        Raises OSError if memory is short. It is looked at beforehand: all pages are taken at once, and what is too much
+        would have the kernel kill some process for it. In the receiver their number is a peer's word.
+        """
+        slot_bytes = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE)
+        size = slot_bytes * slots
+        if size > LOOKED_AT_BYTES and size > (free := int(MOST_OF_FREE * free_memory())):
+            raise OSError(
+                errno.ENOMEM,
+                f"a ring of {size:,} bytes cannot be made: it may take {MOST_OF_FREE:.0%} of the memory that is free, "
+                f"which is {free:,} bytes; make batches smaller, or give the process more memory",
+            )
+        fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)  # MAP_POPULATE alone passes over what it cannot have
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, slot_bytes, slots)
+        except OSError as error:
+            os.close(fd)
+            raise OSError(error.errno, f"a ring of {size:,} bytes cannot be made: {error.strerror}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, fd: int, slot_bytes: int, slots: int) -> Ring:
+        """Map a ring that a peer made.
+
+        Raises ProtocolError unless it is sealed, as large as the peer says and there; LaneLostError where this process
+        cannot map it, for want of address space, say: the peer has done nothing wrong.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError(f"the ring that a peer passed is no memfd: {error}") from error
+        if seals & _SEALS != _SEALS:
+            raise ProtocolError("the ring that a peer passed is not sealed: it could be truncated under its reader")
+        status = os.fstat(fd)
+        size = status.st_size
+        if slot_bytes <= 0 or slots <= 0 or slot_bytes % PAGE or size != slot_bytes * slots:
+            raise ProtocolError(f"a ring of {size} bytes was announced as {slots} slots of {slot_bytes} bytes")
+        if slots > MAX_SLOTS:
+            raise ProtocolError(f"a ring of {slots} slots, above the {MAX_SLOTS} that any has")
+        # Half, for st_blocks is no promise (once it was a page short), and half of it costs the maker what it costs us.
+        if status.st_blocks * _BLOCK < size // 2:
+            raise ProtocolError(f"a ring of {size} bytes of which {status.st_blocks * _BLOCK} are there")
+        try:
+            return cls(fd, slot_bytes, slots)
+        except PermissionError as error:  # sealed against writing, or opened for reading only
+            raise ProtocolError(f"the ring that a peer passed cannot be mapped: {error}") from error
+        except OSError as error:
+            raise LaneLostError(f"a ring of {size} bytes cannot be mapped here: {error}") from error
+
+    def forked(self) -> None:
+        """See penstock.runtime.process.forks. Does nothing for a ring that was opened: its descriptor is gone."""
+        if self.fd >= 0:
+            unshare(self.map, self.fd)
+            silence(self.fd)
+
+    def close_fd(self) -> None:
+        """Give up the descriptor; the mapping stays while anything looks at it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class RingBudget:
+    """Bytes that all rings of a process may take together, as long as anything looks at them. For rings whose sizes are
+    a peer's word: each would fit into the memory that is free, and the last one into none.
+
+    limit: by default, a part of the memory that is free now.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit or int(MOST_OF_FREE * free_memory())
+        self._used = 0
+
+    def create(self, slot_bytes: int, slots: int) -> Ring:
+        """As Ring.create. Raises OSError above the budget too."""
+        size = max(PAGE, (slot_bytes + PAGE - 1) // PAGE * PAGE) * slots
+        if self._used + size > self._limit:
+            raise OSError(
+                errno.ENOMEM,
+                f"a ring of {size:,} bytes cannot be made: the rings of all lanes of this process must have at most "
+                f"{self._limit:,} bytes, and have {self._used:,}; make batches smaller, or give it more memory",
+            )
+        ring = Ring.create(slot_bytes, slots)
+        self._used += size
+        weakref.finalize(ring.map, self._give_back, size)
+        return ring
+
+    def _give_back(self, size: int) -> None:
+        self._used -= size

@@ -1,0 +1,181 @@
+"""A lane's TCP connection under TLS, in the shape of the plain socket that pump and lander are written for.
+
+`TlsSocket` differs from Python's in four ways. Where nothing can be read or written now it raises BlockingIOError, as
+sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. What OpenSSL took in hand and could not send it
+keeps and sends first next time, for OpenSSL insists on that; the caller may hand in the same bytes in other pieces. And
+`shutdown` ends the TCP direction and leaves reading alone.
+
+One receive brings at most one record, 16 KiB; what of it did not fit stays inside, where no poll can see it: ask
+`pending`. Small buffers are sent together, for each record costs 22 bytes and a turn of the cipher.
+
+A connection that just ends is no error here: lanes have frames for their ends, and one without is a lost peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from penstock.proto.errors import BatchCorruptError, TlsError
+from penstock.proto.rpc.tls import Tls, WrappedSocket, is_damage
+
+__all__ = [
+    "TlsSocket",
+    "accept_tls",
+    "accept_tls_blocking",
+    "check_damage",
+    "connect_tls",
+    "looks_like_tls",
+    "when_readable",
+]
+
+
+def check_damage(error: OSError, *, heard: bool) -> None:
+    """Raises BatchCorruptError if TLS found damage. heard: something has come: whatever it cannot read is that."""
+    ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
+    if is_damage(error) or (heard and isinstance(error, ssl.SSLError) and not ended):
+        raise BatchCorruptError(f"what TLS carries was damaged on its way: {error}") from error
+
+
+JOINED = 16 << 10
+"""Bytes up to which small buffers are sent together: one record."""
+AT_ONCE = 256 << 10
+"""Bytes given to OpenSSL in one call, which makes records of them without a turn through Python for each."""
+PEEKED = 3
+"""Bytes that tell a TLS client from one of ours: a handshake record begins with 22, 3, 1 (or more), a Hello with its
+length, whose third byte is 0 wherever the first two are 22, 3."""
+
+
+class TlsSocket(WrappedSocket):
+    """See the module. Made by an SSLContext whose `sslsocket_class` it is."""
+
+    _held: bytes | memoryview | None = None
+    """What OpenSSL has begun to send."""
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        try:
+            return super().recv_into(buffer, nbytes, flags)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def recvmsg_into(  # type: ignore[override]  # Python has left it out
+        self, buffers: Iterable[Any], *_: Any
+    ) -> tuple[int, list[Any], int, Any]:
+        """Into the first buffer alone: what comes behind it is in the next receive."""
+        return self.recv_into(next(iter(buffers))), [], 0, None
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        return self.sendmsg((data,))
+
+    def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]  # and this one
+        chunk = self._held
+        if chunk is None:
+            chunk = _first_of(buffers)
+        try:
+            sent = super().send(chunk)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self._held = chunk
+            raise BlockingIOError from None
+        self._held = None
+        return sent
+
+    def shutdown(self, how: int) -> None:
+        socket.socket.shutdown(self, how)
+
+
+def _first_of(buffers: Iterable[Any]) -> bytes | memoryview:
+    """What to send next of them: much of a large one, or small ones together."""
+    joined = bytearray()
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if not joined and len(view) > JOINED:
+            return view[:AT_ONCE]
+        joined += view[: JOINED - len(joined)]
+        if len(joined) == JOINED:
+            break
+    return bytes(joined)
+
+
+def _wrapped(context: ssl.SSLContext, sock: socket.socket, **options: Any) -> TlsSocket:
+    context.sslsocket_class = TlsSocket
+    wrapped = context.wrap_socket(sock, do_handshake_on_connect=False, **options)
+    assert isinstance(wrapped, TlsSocket)
+    return wrapped
+
+
+def connect_tls(sock: socket.socket, tls: Tls, host: str) -> TlsSocket:
+    """TLS over a connection that this end began; the socket's timeout is that of each of the handshake's turns.
+
+    Raises OSError: `tls.explain` says which. The socket is closed then.
+    """
+    wrapped = _wrapped(tls.client_context(), sock, server_hostname=tls.expected("worker") or host)
+    try:
+        wrapped.do_handshake()
+    except BaseException:
+        wrapped.close()
+        raise
+    return wrapped
+
+
+def looks_like_tls(first: bytes) -> bool:
+    """Whether these PEEKED bytes begin a TLS handshake and not a Hello of ours."""
+    return first[:2] == b"\x16\x03" and first[2] > 0
+
+
+async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
+    """TLS over a non-blocking connection that was accepted. The caller has a deadline around it.
+
+    Raises TlsError for a peer that cannot be let in. The socket is closed then.
+    """
+    wrapped = _wrapped(context, sock, server_side=True)
+    try:
+        while True:
+            try:
+                wrapped.do_handshake()
+                return wrapped
+            except ssl.SSLWantReadError:
+                await when_readable(wrapped)
+            except ssl.SSLWantWriteError:
+                await _when_writable(wrapped)
+    except ssl.SSLError as error:
+        wrapped.close()
+        raise TlsError(f"a lane's TLS handshake failed: {error.reason or error}") from error
+    except BaseException:
+        wrapped.close()
+        raise
+
+
+def accept_tls_blocking(sock: socket.socket, context: ssl.SSLContext) -> TlsSocket:
+    """The same for a program of its own: benchmarks, and tests that play the daemon."""
+    wrapped = _wrapped(context, sock, server_side=True)
+    wrapped.do_handshake()
+    return wrapped
+
+
+async def when_readable(sock: socket.socket) -> None:
+    """Returns when something can be received."""
+    loop = asyncio.get_running_loop()
+    await _when(sock, loop.add_reader, loop.remove_reader)
+
+
+async def _when_writable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    await _when(sock, loop.add_writer, loop.remove_writer)
+
+
+async def _when(sock: socket.socket, add: Callable[..., None], remove: Callable[..., Any]) -> None:
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    fd = sock.fileno()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    add(fd, wake)
+    try:
+        await ready
+    finally:
+        remove(fd)

@@ -1,0 +1,1 @@
+"""Calls to the coordinator: channels, TLS, authentication, and errors on the wire."""

@@ -1,0 +1,154 @@
+"""What the two clients of penstock.proto.rpc.calls have in common: a call that only one who knows the token can answer.
+
+See penstock.proto.rpc.credentials.token_proof for the rule. Here it meets gRPC: the metadata that a call shows, and the
+trailing metadata in which a challenge or a proof comes back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from penstock.proto.errors import (
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    OverloadedError,
+    PenstockError,
+    TlsError,
+)
+from penstock.proto.rpc.channel import Tls, translating
+from penstock.proto.rpc.credentials.token_proof import CHALLENGE_KEY, PROOF_KEY, TRIES, Prover
+from penstock.proto.rpc.credentials.tokens import read_again
+from penstock.proto.rpc.tls import Renewing, diagnose
+from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_KEY
+from penstock.proto.rpc.wire_errors import ERROR_KEY
+
+__all__ = ["Answer", "Base", "Call", "Metadata", "Streams"]
+
+DIAGNOSE_S = 2.0
+"""Seconds for a second look at a coordinator that listens and cannot be talked to: is it TLS?"""
+
+Metadata = tuple[tuple[str, str], ...]
+Trailing = Iterable[tuple[str, str | bytes]] | None
+Answer = tuple[Any, Trailing]
+"""A reply, and what came behind it."""
+_RELEASE = ((PROTOCOL_KEY, str(PROTOCOL)), (VERSION_KEY, VERSION))
+
+
+class Base:
+    def __init__(self, address: str, token: str, tls: Tls | None, deadline_s: float) -> None:
+        self.address = address
+        self.deadline_s = deadline_s
+        self.prover = Prover(token)
+        self._token = token
+        self._files = None if tls is None else Renewing(tls)
+        self._closed = False
+        self._reached = False
+
+    @contextmanager
+    def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
+        with translating(self.address, method, deadline_s, lambda: self._closed):
+            yield
+        self._reached = True
+
+    @property
+    def _tls(self) -> Tls | None:
+        return None if self._files is None else self._files.tls
+
+    def _open(self) -> None:
+        """Open a channel with the files as they are."""
+        raise NotImplementedError
+
+    def _renew_files(self) -> None:
+        """After a call that came to nothing: connect with other certificates from here on, if there are others now.
+
+        Calls under way keep the channel that they have.
+        """
+        if self._files is not None and not self._closed and self._files.renew():
+            self._open()
+
+    def renew_token(self) -> bool:
+        """After a refusal: whether the token's file holds another one by now, which is shown from here on."""
+        token = read_again(self._token)
+        if token == self._token:
+            return False
+        self._token, self.prover = token, Prover(token)
+        return True
+
+    def stranger(self) -> PenstockError:
+        """For an answer of a process that does not know the token. The coordinator, where one was known before, may
+        still come back: until then it is away."""
+        kind = CoordinatorUnavailableError if self._reached else AuthenticationError
+        return kind(
+            f"the process that answers at {self.address} does not prove that it knows the token: it is not the "
+            "coordinator, which may be down while another has taken its port"
+        )
+
+    def _tls_trouble(self, error: CoordinatorUnavailableError) -> TlsError | None:
+        """Whether TLS is why there was never an answer. A coordinator that did answer once is away, whatever the
+        reason: it may be back with another certificate."""
+        if self._reached or isinstance(error, OverloadedError):
+            return None
+        return diagnose(self.address, self._tls, f"the coordinator at {self.address}", DIAGNOSE_S)
+
+
+class Call:
+    """One call, made until there is an answer that can be believed: see penstock.proto.rpc.credentials.token_proof."""
+
+    def __init__(self, client: Base) -> None:
+        self._client = client
+        self._tries = TRIES
+        self._show()
+
+    def _show(self) -> None:
+        self._prover = self._client.prover
+        self._shown = self._prover.shown
+        self._tries -= 1
+        self.metadata: Metadata = (("authorization", self._shown.header), *_RELEASE)
+
+    def again(self, error: grpc.RpcError) -> bool:
+        """Whether to make a call that failed again, having answered the challenge that it was refused with."""
+        if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+            return False
+        trailing = error.trailing_metadata() or ()
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            if any(key == ERROR_KEY for key, _ in trailing):  # not gRPC's own words, such as "cannot be reached"
+                self.believe(trailing)
+            return False
+        if not self._tries:
+            return False
+        answered = self._prover.answers(_found(trailing, CHALLENGE_KEY), self._shown)
+        # Another call may have found the new token meanwhile.
+        if not answered and self._prover is self._client.prover and not self._client.renew_token():
+            return False
+        self._show()
+        return True
+
+    def believe(self, trailing: Trailing) -> None:
+        """Raises an error for an answer, or an error, of one who does not know the token."""
+        if not self._shown.proven_by(_found(trailing, PROOF_KEY)):
+            raise self._client.stranger()
+
+
+def _found(trailing: Trailing, name: str) -> Any:
+    return next((value for key, value in trailing or () if key == name), None)
+
+
+class Streams(grpc.UnaryStreamClientInterceptor):
+    """The stream that each thread reads, below OpenTelemetry, which hands on its parts alone."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        self._of_thread.call = continuation(client_call_details, request)
+        return self._of_thread.call
+
+    def trailing(self) -> Trailing:
+        """What stood at the end of this thread's last stream."""
+        return self._of_thread.call.trailing_metadata()  # type: ignore[no-any-return]

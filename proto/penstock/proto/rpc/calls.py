@@ -1,0 +1,503 @@
+"""Calls to the coordinator: what the training job (blocking) and the worker daemon (asyncio) hold.
+
+Both wrap the generated stub and add what every call needs: the metadata, a deadline (no wait without one), translation
+of errors (penstock.proto.rpc.channel.translating) and the cutting of large values into parts. They keep no state and do
+not retry: only the caller knows whether it may wait for a coordinator that restarts ("reconnecting, n s") and what it
+has to say again. Every call is idempotent, so a caller may repeat any of them after CoordinatorUnavailableError or
+DeadlineError. `deadline_s` is in seconds throughout; long polls add their `hold_s`, state queries their own deadline.
+
+A value that travels in parts is checked against the size that its header declares; a blob against its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from penstock.proto.errors import (
+    CoordinatorUnavailableError,
+    ForkedProcessError,
+    ProtocolError,
+    StateCorruptError,
+)
+from penstock.proto.rpc.authenticated_calls import Answer, Base, Call, Metadata, Streams
+from penstock.proto.rpc.channel import CHUNK, Tls, connect, connect_aio
+from penstock.proto.rpc.wire_errors import answer_of
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1 import records_pb2
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
+from penstock.runtime.process import forks
+
+__all__ = ["AsyncCoordinatorClient", "CoordinatorClient", "FetchedState", "blob_name"]
+
+DEADLINE_S = 10.0
+"""Seconds that a call may take, beyond any hold: the coordinator answers in milliseconds, or is stopped or far gone."""
+TRANSFER_DEADLINE_S = 120.0
+"""Seconds for a call that moves a state or a snapshot: 1 GiB over 10 MB/s."""
+ARGUMENTS_INLINE = 64 * 1024
+"""Bytes of a loader's arguments above which they travel as a blob: the spec is repeated for every slot."""
+
+_Header = TypeVar("_Header", pb.SnapshotHeader, pb.WorkerRecord)
+
+
+@dataclass
+class FetchedState:
+    """The state of a run at a step."""
+
+    records: list[tuple[pb.WorkerRecord, bytes]] = field(default_factory=list)
+    """One per worker of every box, by global_worker_id: the record and its envelope."""
+    positions: dict[int, records_pb2.BoxPosition] = field(default_factory=dict)
+    """Box -> where it stands at the step."""
+
+
+def blob_name(data: bytes) -> str:
+    """The name under which the coordinator keeps these bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------- to and from parts
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """`data` in pieces of CHUNK bytes; none for no bytes."""
+    view = memoryview(data)
+    for start in range(0, len(view), CHUNK):
+        yield bytes(view[start : start + CHUNK])
+
+
+def _first(data: bytes) -> tuple[bytes, Iterator[bytes]]:
+    """What goes with the header, so that a small value is one message, and the rest."""
+    if len(data) <= CHUNK:
+        return data, iter(())
+    return b"", pieces(data)
+
+
+def blob_parts(data: bytes, run_hint: str) -> Iterator[pb.BlobPart]:
+    yield pb.BlobPart(run_hint=run_hint, blob=blob_name(data), size=len(data))
+    for piece in pieces(data):
+        yield pb.BlobPart(data=piece)
+
+
+def snapshot_parts(header: pb.SnapshotHeader, data: bytes) -> Iterator[pb.SnapshotPart]:
+    sized = pb.SnapshotHeader()
+    sized.CopyFrom(header)
+    sized.size = len(data)
+    first, more = _first(data)
+    yield pb.SnapshotPart(header=sized, data=first)
+    for piece in more:
+        yield pb.SnapshotPart(data=piece)
+
+
+def answer_parts(answer: pb.StateAnswer, data: bytes) -> Iterator[pb.AnswerPart]:
+    sized = pb.StateAnswer()
+    sized.CopyFrom(answer)
+    sized.state_bytes = len(data)
+    first, more = _first(data)
+    yield pb.AnswerPart(answer=sized, data=first)
+    for piece in more:
+        yield pb.AnswerPart(data=piece)
+
+
+async def _async(parts: Iterable[_Part]) -> AsyncIterator[_Part]:
+    for part in parts:
+        yield part
+
+
+class Gather(Generic[_Header]):
+    """Puts headers and the data parts that follow them together again. Raises ProtocolError when sizes do not agree."""
+
+    def __init__(self, what: str, size_of: Callable[[Any], int]) -> None:
+        self._what = what
+        self._size_of: Callable[[Any], int] = size_of
+        self._done: list[tuple[_Header, bytes]] = []
+        self._header: _Header | None = None
+        self._data: list[bytes] = []
+        self._bytes = 0
+
+    def add(self, header: _Header | None, data: bytes) -> None:
+        if header is not None:
+            self._close()
+            self._header = header
+        if data:
+            if self._header is None:
+                raise ProtocolError(f"{self._what}: data before any header")
+            self._bytes += len(data)
+            if self._bytes > self._size_of(self._header):
+                raise ProtocolError(f"{self._what}: more than the {self._size_of(self._header)} bytes declared")
+            self._data.append(data)
+
+    def _close(self) -> None:
+        if self._header is None:
+            return
+        declared = self._size_of(self._header)
+        if declared != self._bytes:
+            raise ProtocolError(f"{self._what}: {declared} bytes declared, {self._bytes} came")
+        self._done.append((self._header, b"".join(self._data)))
+        self._header, self._data, self._bytes = None, [], 0
+
+    def all(self) -> list[tuple[_Header, bytes]]:
+        self._close()
+        return self._done
+
+
+class _StateGather:
+    def __init__(self) -> None:
+        self._records: Gather[pb.WorkerRecord] = Gather("FetchState", lambda record: record.state_bytes)
+        self._positions: dict[int, records_pb2.BoxPosition] = {}
+
+    def add(self, part: pb.StatePart) -> None:
+        for one in part.parts:
+            self.add(one)
+        if part.parts:
+            return
+        if part.HasField("record") and part.HasField("position"):
+            self._positions[part.record.box] = part.position
+        self._records.add(part.record if part.HasField("record") else None, part.data)
+
+    def all(self) -> FetchedState:
+        return FetchedState(self._records.all(), self._positions)
+
+
+def _snapshot_gather() -> Gather[pb.SnapshotHeader]:
+    return Gather("GetSnapshots", lambda header: header.size)
+
+
+def _checked_blob(name: str, data: bytes) -> bytes:
+    if blob_name(data) != name:
+        raise StateCorruptError(f"blob {name} came as {len(data)} bytes with the digest {blob_name(data)}")
+    return data
+
+
+_Part = TypeVar("_Part")
+_Reply = TypeVar("_Reply")
+
+_unusable: ForkedProcessError | None = None
+"""Why this process, a forked child of one that was connected, cannot call a coordinator."""
+
+
+class CoordinatorClient(Base):
+    """Blocking calls, for training jobs and the command line. Thread safe; `close` from any thread ends pending calls
+    with LaneClosedError."""
+
+    def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
+        if _unusable is not None:
+            raise _unusable
+        super().__init__(address, token, tls, deadline_s)
+        self._owner = forks.Owner()
+        forks.keep(self)
+        self._streams = Streams()
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = connect(self.address, self._tls, self._streams)
+        self._stub = CoordinatorStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def forked(self) -> None:
+        """See penstock.runtime.process.forks. gRPC whose threads were left behind answers no other client here
+        either."""
+        global _unusable
+        if not self._closed:
+            _unusable = self._owner.error(f"the connection to the coordinator at {self.address}")
+
+    @contextmanager
+    def _guarded(self, method: str, deadline_s: float) -> Iterator[None]:
+        if _unusable is not None:
+            raise _unusable
+        try:
+            with super()._guarded(method, deadline_s):
+                yield
+        except CoordinatorUnavailableError as error:
+            self._renew_files()
+            trouble = self._tls_trouble(error)
+            if trouble is not None:
+                raise trouble from error
+            raise
+
+    def _made(self, method: str, deadline_s: float, once: Callable[[Metadata], Answer]) -> Any:
+        """What `once`, a call with this metadata, gets, from one who knows the token."""
+        with self._guarded(method, deadline_s):
+            call = Call(self)
+            while True:
+                try:
+                    reply, trailing = once(call.metadata)
+                except grpc.RpcError as error:
+                    if not call.again(error):
+                        raise
+                else:
+                    call.believe(trailing)
+                    return reply
+
+    def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
+        """The reply to a request, or to a stream of parts, which is made anew for each try."""
+
+        def once(metadata: Metadata) -> Answer:
+            make = getattr(self._stub, method).with_call
+            reply, call = make(request(), timeout=deadline_s, metadata=metadata)
+            return reply, call.trailing_metadata()
+
+        return cast(_Reply, self._made(method, deadline_s, once))
+
+    def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
+        """Give `take` the parts of the reply as they come. They are the coordinator's only if this returns."""
+
+        def once(metadata: Metadata) -> Answer:
+            for part in getattr(self._stub, method)(request, timeout=deadline_s, metadata=metadata):
+                take(part)
+            return None, self._streams.trailing()
+
+        self._made(method, deadline_s, once)
+
+    def close(self) -> None:
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> CoordinatorClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def reach(self, timeout_s: float) -> bool:
+        """Wait until there is a connection, or the time is over: what to do instead of sleeping after a
+        CoordinatorUnavailableError. A blocking channel only works on its connection while a call waits for it; between
+        calls that fail at once it would stay where it is for 5 s, whatever happens at the other end."""
+        try:
+            self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError:
+            return False
+        except ValueError:  # the channel is closed
+            return False
+        return True
+
+    def open_run(self, request: pb.OpenRunRequest, *, deadline_s: float | None = None) -> pb.OpenRunReply:
+        """Large loader arguments go ahead as a blob. See OpenRunRequest for what opens, joins and supersedes."""
+        deadline_s = deadline_s or self.deadline_s
+        arguments = request.loader.arguments
+        if len(arguments) > ARGUMENTS_INLINE:
+            small = pb.OpenRunRequest()
+            small.CopyFrom(request)
+            small.loader.arguments_blob = self.put_blob(arguments, f"{request.job}/{request.ordinal}")
+            small.loader.ClearField("arguments")
+            request = small
+        return self._ask("OpenRun", deadline_s, lambda: request, pb.OpenRunReply)
+
+    def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        deadline_s = request.hold_s + self.deadline_s
+        return self._ask("WatchRun", deadline_s, lambda: request, pb.WatchRunReply)
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        deadline_s = request.hold_s + self.deadline_s
+        return self._ask("Heartbeat", deadline_s, lambda: request, pb.HeartbeatReply)
+
+    def close_run(self, request: pb.CloseRunRequest, *, deadline_s: float | None = None) -> None:
+        deadline_s = deadline_s or self.deadline_s
+        self._ask("CloseRun", deadline_s, lambda: request, pb.CloseRunReply)
+
+    def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
+        deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
+        request.packs = True
+        gather = _StateGather()
+        self._read("FetchState", deadline_s, request, gather.add)
+        return gather.all()
+
+    def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
+        """Keeps the bytes at the coordinator for the run "job/ordinal"; returns their name (for Resume.blob).
+
+        Boxes that put the same bytes send them once, if the first has ended when the others begin."""
+        return self._ask("PutBlob", deadline_s, partial(blob_parts, data, run_hint), pb.PutBlobReply).blob
+
+    def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
+        parts: list[bytes] = []
+        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), lambda part: parts.append(part.data))
+        return _checked_blob(name, b"".join(parts))
+
+    def get_blob_into(
+        self, name: str, write: Callable[[bytes], None], *, deadline_s: float = TRANSFER_DEADLINE_S
+    ) -> None:
+        """Give the bytes to `write` as they come. They are the blob's only if this returns."""
+        digest = hashlib.sha256()
+
+        def take(part: pb.BlobPart) -> None:
+            digest.update(part.data)
+            write(part.data)
+
+        self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), take)
+        if digest.hexdigest() != name:
+            raise StateCorruptError(f"blob {name} came with the digest {digest.hexdigest()}")
+
+    def status(self, *, deadline_s: float | None = None) -> pb.StatusReply:
+        deadline_s = deadline_s or self.deadline_s
+        return self._ask("Status", deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)
+
+    def drain(self, worker: str, *, undo: bool = False, look: bool = False) -> pb.DrainWorkerReply:
+        """Have a worker drained, or take slots again; or only look how far it is."""
+        request = pb.DrainWorkerRequest(worker=worker, undo=undo, look=look)
+        return self._ask("DrainWorker", self.deadline_s, lambda: request, pb.DrainWorkerReply)
+
+    def fetch_histories(self, run: str, box: int) -> list[pb.History]:
+        """Of all attempts that are remembered, oldest first; empty for a run or box that is not known."""
+        request = pb.FetchHistoryRequest(run=run, box=box)
+        parts: list[pb.HistoryPart] = []
+        self._read("FetchHistory", self.deadline_s, request, parts.append)
+        return [part.history for part in parts]
+
+    def fetch_snapshot(self, header: pb.SnapshotHeader, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
+        """The bytes of a snapshot that a history named. StateUnavailableError: it is not kept any more."""
+        request = pb.FetchHistoryRequest(snapshot=header)
+        parts: list[pb.HistoryPart] = []
+        self._read("FetchHistory", deadline_s, request, parts.append)
+        return b"".join(part.data for part in parts)
+
+
+class AsyncCoordinatorClient(Base):
+    """Calls for the running event loop, for worker daemons. Make it inside the loop."""
+
+    def __init__(self, address: str, token: str, *, tls: Tls | None = None, deadline_s: float = DEADLINE_S) -> None:
+        super().__init__(address, token, tls, deadline_s)
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = connect_aio(self.address, self._tls)
+        self._stub = CoordinatorStub(self._channel)
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncCoordinatorClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _wait(self, method: str, deadline_s: float, once: Callable[[Metadata], Awaitable[Answer]]) -> Any:
+        """What `once`, a call with this metadata, gets, from one who knows the token."""
+        try:
+            with self._guarded(method, deadline_s):
+                call = Call(self)
+                while True:
+                    try:
+                        reply, trailing = await once(call.metadata)
+                    except grpc.RpcError as error:
+                        if not call.again(error):
+                            raise
+                    else:
+                        call.believe(trailing)
+                        return reply
+        except CoordinatorUnavailableError as error:
+            self._renew_files()
+            trouble = await asyncio.to_thread(self._tls_trouble, error)
+            if trouble is not None:
+                raise trouble from error
+            raise
+
+    async def _ask(self, method: str, deadline_s: float, request: Callable[[], Any], _: type[_Reply]) -> _Reply:
+        """The reply to a request, or to a stream of parts, which is made anew for each try."""
+
+        async def once(metadata: Metadata) -> Answer:
+            call = getattr(self._stub, method)(request(), timeout=deadline_s, metadata=metadata)
+            if not isinstance(call, grpc.aio.StreamUnaryCall):
+                return await call, await call.trailing_metadata()
+            return await answer_of(call), await call.initial_metadata()
+
+        return cast(_Reply, await self._wait(method, deadline_s, once))
+
+    async def _read(self, method: str, deadline_s: float, request: Any, take: Callable[[Any], None]) -> None:
+        """Give `take` the parts of the reply as they come. They are the coordinator's only if this returns."""
+
+        async def once(metadata: Metadata) -> Answer:
+            call = getattr(self._stub, method)(request, timeout=deadline_s, metadata=metadata)
+            async for part in call:
+                take(part)
+            return None, await call.trailing_metadata()
+
+        await self._wait(method, deadline_s, once)
+
+    async def register(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
+        return await self._ask("RegisterWorker", self.deadline_s, lambda: request, pb.RegisterWorkerReply)
+
+    async def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
+        return await self._ask("Heartbeat", request.hold_s + self.deadline_s, lambda: request, pb.HeartbeatReply)
+
+    async def deregister(self, request: pb.DeregisterWorkerRequest) -> None:
+        await self._ask("DeregisterWorker", self.deadline_s, lambda: request, pb.DeregisterWorkerReply)
+
+    async def drain(self, worker: str, *, undo: bool = False) -> pb.DrainWorkerReply:
+        """Have a worker drained, or take slots again."""
+        return await self._ask(
+            "DrainWorker", self.deadline_s, lambda: pb.DrainWorkerRequest(worker=worker, undo=undo), pb.DrainWorkerReply
+        )
+
+    async def put_snapshot(
+        self, header: pb.SnapshotHeader, data: bytes, *, deadline_s: float = TRANSFER_DEADLINE_S
+    ) -> pb.PutSnapshotReply:
+        """Returns when the snapshot is on disk, or was refused for want of room (reply.refused says why; the older
+        ones stay). Raises SupersededError for one of an old generation."""
+        return await self._ask(
+            "PutSnapshot", deadline_s, lambda: _async(snapshot_parts(header, data)), pb.PutSnapshotReply
+        )
+
+    async def get_snapshots(
+        self, request: pb.GetSnapshotsRequest, *, deadline_s: float = TRANSFER_DEADLINE_S
+    ) -> list[tuple[pb.SnapshotHeader, bytes]]:
+        """All that are kept of the slot, oldest first."""
+        gather = _snapshot_gather()
+
+        def take(part: pb.SnapshotPart) -> None:
+            gather.add(part.header if part.HasField("header") else None, part.data)
+
+        await self._read("GetSnapshots", deadline_s, request, take)
+        return gather.all()
+
+    async def put_state(
+        self, answer: pb.StateAnswer, data: bytes = b"", *, deadline_s: float = TRANSFER_DEADLINE_S
+    ) -> None:
+        await self._ask("PutState", deadline_s, lambda: _async(answer_parts(answer, data)), pb.PutStateReply)
+
+    async def put_blob(self, data: bytes, run_hint: str = "", *, deadline_s: float = TRANSFER_DEADLINE_S) -> str:
+        parts = partial(blob_parts, data, run_hint)
+        reply = await self._ask("PutBlob", deadline_s, lambda: _async(parts()), pb.PutBlobReply)
+        return reply.blob
+
+    async def get_blob(self, name: str, *, deadline_s: float = TRANSFER_DEADLINE_S) -> bytes:
+        parts: list[bytes] = []
+        await self._read("GetBlob", deadline_s, pb.GetBlobRequest(blob=name), lambda part: parts.append(part.data))
+        return _checked_blob(name, b"".join(parts))
+
+    # What a training job calls; the coordinator's tests and asyncio programs use these.
+
+    async def open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunReply:
+        return await self._ask("OpenRun", self.deadline_s, lambda: request, pb.OpenRunReply)
+
+    async def watch_run(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
+        return await self._ask("WatchRun", request.hold_s + self.deadline_s, lambda: request, pb.WatchRunReply)
+
+    async def close_run(self, request: pb.CloseRunRequest) -> None:
+        await self._ask("CloseRun", self.deadline_s, lambda: request, pb.CloseRunReply)
+
+    async def fetch_state(self, request: pb.FetchStateRequest) -> FetchedState:
+        deadline_s = request.deadline_s + TRANSFER_DEADLINE_S
+        request.packs = True
+        gather = _StateGather()
+        await self._read("FetchState", deadline_s, request, gather.add)
+        return gather.all()
+
+    async def fetch_histories(self, run: str, box: int) -> list[pb.History]:
+        parts: list[pb.HistoryPart] = []
+        await self._read("FetchHistory", self.deadline_s, pb.FetchHistoryRequest(run=run, box=box), parts.append)
+        return [part.history for part in parts]
+
+    async def status(self) -> pb.StatusReply:
+        return await self._ask("Status", self.deadline_s, lambda: pb.StatusRequest(), pb.StatusReply)

@@ -1,0 +1,301 @@
+"""The only place that opens a gRPC channel or server.
+
+Why one place. Four things must agree between the two ends of every connection, and each fails quietly when it does
+not: keepalive (a client that pings more often than its server allows is thrown out), message caps, who may call
+(token, certificate) and what is spoken (protocol number). They stand here side by side, client and server.
+
+The parts live in addresses.py, errors' way over the wire in wire_errors.py, tokens.py and roles.py (who may call what),
+auth_interceptor.py (what stands before every handler), tls.py; the rest of Penstock takes them from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from penstock.proto.errors import InvalidArgumentError, PenstockError, PortTakenError
+from penstock.proto.rpc import tracing
+from penstock.proto.rpc.addresses import (
+    check_address,
+    host_id,
+    is_local,
+    refuse_strangers,
+    refuse_unsafe,
+    socket_path,
+)
+from penstock.proto.rpc.auth_interceptor import SERVICE, Guard
+from penstock.proto.rpc.connection_limits import Connections
+from penstock.proto.rpc.credentials.token_proof import Verifier
+from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
+from penstock.proto.rpc.reflection import add_reflection
+from penstock.proto.rpc.tls import Renewing, Tls, load_tls
+from penstock.proto.rpc.version import PROTOCOL, VERSION
+from penstock.proto.rpc.wire_errors import METADATA_MAX, detail_of, error_of, translating
+from penstock.runtime.telemetry.counters import CallTally
+
+__all__ = [
+    "CHUNK",
+    "PROTOCOL",
+    "SERVICE",
+    "VERSION",
+    "Served",
+    "Tls",
+    "connect",
+    "connect_aio",
+    "detail_of",
+    "error_of",
+    "host_id",
+    "is_local",
+    "load_tls",
+    "read_token",
+    "read_tokens",
+    "server_aio",
+    "translating",
+]
+
+CHUNK = 512 * 1024
+"""Bytes of a data part. Whatever can be large is cut into these, so that no message comes near its cap."""
+
+REQUEST_MAX = 4 * 1024 * 1024
+"""Largest request that the coordinator takes (gRPC's own default, made explicit)."""
+REPLY_MAX = 32 * 1024 * 1024
+"""Largest reply that a peer of the coordinator takes: a heartbeat's reply holds a loader's spec per slot."""
+
+RENEW_S = 2.0
+"""Seconds between two looks at the file of tokens: one that is taken out of it is good for so long at most."""
+
+# A coordinator that does not answer a ping for 2 s, 2 s after its last byte, is gone: half-open TCP and SIGSTOP show
+# within 4 s, so that one that is started elsewhere is found while leases last. gRPC's own threads answer pings, however
+# busy ours are. The last of the three is what ends it: else gRPC waits a minute for the answer to a ping.
+# The coordinator itself has leases, which find the same by silence; its pings only free the connections of those that
+# are gone. A peer that is merely busy must not lose its connection by them, or it would have more to do.
+_FIND_GONE = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+)
+_FREE_GONE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 30_000))
+_COMMON = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0))
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    *_COMMON,
+    *_FIND_GONE,
+    ("grpc.max_send_message_length", REQUEST_MAX),
+    ("grpc.max_receive_message_length", REPLY_MAX),
+    ("grpc.max_metadata_size", METADATA_MAX),
+    ("grpc.absolute_max_metadata_size", 2 * METADATA_MAX),
+    # A coordinator is inside the cluster; a proxy for the outside world (http_proxy) is never the way to it.
+    ("grpc.enable_http_proxy", 0),
+    # A restarted coordinator is found again within a second: callers retry, gRPC's own backoff goes up to 2 minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # This one is also how long a connection may take to be made. A coordinator that thousands of daemons come back to
+    # at once takes seconds; to give up and begin anew would only make it more. But while a machine that has vanished is
+    # tried, its name is not looked up again.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # One that comes back at another address under its name is found as soon: gRPC asks again for the name's addresses
+    # after a connection that failed, and no more often than this; its default is 30 s, longer than every lease.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    # Two channels of one process are two connections; sharing one would let a closed client disturb another.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON,
+    *_FREE_GONE,
+    # The server's side of the bargain: without it a client that pings more often than every 5 minutes is thrown out.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_send_message_length", REPLY_MAX),
+    ("grpc.max_receive_message_length", REQUEST_MAX),
+    # gRPC unpacks a compressed message before it measures it: 300 KiB can be 300 MiB. Our callers compress nothing, so
+    # what is compressed is left so, and is no request.
+    ("grpc.per_message_decompression", 0),
+    # One limit: between this pair gRPC refuses at random. Callers send a token, of 4 KiB at most, and two short words.
+    ("grpc.max_metadata_size", METADATA_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_MAX),
+    # Who connects has so long for TLS and HTTP/2; the default of two minutes would let silent peers pile up.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # One that has shown its token and then makes no call (connection_limits.py looks after the others). Daemons and
+    # training jobs always have one under way; whoever comes back later connects again, unseen.
+    ("grpc.max_connection_idle_ms", 300_000),
+    # With the default, a second coordinator on the same port would silently take half of the connections.
+    ("grpc.so_reuseport", 0),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- client
+
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+    tls.for_client()
+    return grpc.ssl_channel_credentials(tls.ca, tls.key or None, tls.cert or None)
+
+
+def _options(tls: Tls | None) -> tuple[tuple[str, int | str], ...]:
+    if tls is None or not tls.name:
+        return _CHANNEL_OPTIONS
+    return (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.expected("coordinator")))
+
+
+def connect(address: str, tls: Tls | None = None, *below: Any) -> grpc.Channel:
+    """A blocking channel to the coordinator. Opens no connection yet; use it through calls.CoordinatorClient.
+
+    below: interceptors, nearer to the network than those of traces.
+
+    Raises InvalidArgumentError for what is no address, UnsafeBindError for a Unix socket that another user controls.
+    """
+    check_address(address)
+    refuse_strangers(address)
+    if tls is None:
+        channel = grpc.insecure_channel(address, options=_options(tls))
+    else:
+        channel = grpc.secure_channel(address, _credentials(tls), options=_options(tls))
+    return tracing.traced(grpc.intercept_channel(channel, *below))
+
+
+def connect_aio(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """The same for the running event loop; use it through calls.AsyncCoordinatorClient."""
+    check_address(address)
+    refuse_strangers(address)
+    interceptors = tracing.aio_client_interceptors()
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_options(tls), interceptors=interceptors)
+    return grpc.aio.secure_channel(address, _credentials(tls), options=_options(tls), interceptors=interceptors)
+
+
+# ---------------------------------------------------------------------------------------------------------- server
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    server: grpc.aio.Server
+    address: str
+    """Where it listens, with the port that it really has; give this one to `connect`."""
+    health: health.aio.HealthServicer
+    tasks: Sequence[asyncio.Task[None]] = ()
+    """End connections that show no token, and look for new tokens."""
+    files: Renewing | None = None
+    """What it shows."""
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING first, then no new calls, then up to `grace_s` seconds for those under way."""
+        for task in self.tasks:
+            task.cancel()
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+async def server_aio(
+    listen: str,
+    tokens: str,
+    register: Callable[[Any], None],
+    *,
+    tls: Tls | None = None,
+    insecure: bool = False,
+    calls: CallTally | None = None,
+) -> Served:
+    """Starts a server on the running event loop.
+
+    Args:
+        listen: address; port 0 takes a free one.
+        tokens: what callers must show, and in which role: see penstock.proto.rpc.credentials.tokens.
+        register: adds the services to what it is given, which stands for the server.
+        tls: what to show; with a CA in it callers must show a certificate too.
+        insecure: allows an address that other machines can reach without TLS.
+        calls: where the calls that it answers are counted.
+
+    Raises InvalidArgumentError for an address that cannot be listened on, UnsafeBindError for one that may not be,
+    PortTakenError for one in use.
+    """
+    check_address(listen)
+    connections = Connections()
+    door = Verifier(Tokens(tokens))
+    guard = Guard(door, calls if calls is not None else CallTally(), connections, tls)
+    refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
+    refuse_strangers(listen)
+    if _answers(listen):
+        raise PortTakenError(f"{listen} is in use by another process")
+    server = grpc.aio.server(handlers=(guard,), options=_SERVER_OPTIONS, interceptors=tracing.aio_server_interceptors())
+    register(guard)
+    add_reflection(SERVICE, guard)
+    status = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(status, guard)
+    await status.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    files: Renewing | None = None
+    try:
+        if tls is None:
+            port = server.add_insecure_port(listen)
+        else:
+            tls.for_server().check_own("coordinator")
+            files = Renewing(tls, "coordinator")
+            port = server.add_secure_port(listen, _server_credentials(files))
+    except RuntimeError as error:
+        raise _why_not_bound(listen) from error
+    await server.start()
+    tasks = [asyncio.create_task(_renew(door))]
+    if socket_path(listen) is not None:  # only this user reaches it
+        return Served(server, listen, status, tasks, files)
+    tasks.append(asyncio.create_task(connections.watch(port)))
+    return Served(server, f"{listen.rpartition(':')[0]}:{port}", status, tasks, files)
+
+
+async def _renew(door: Verifier) -> None:
+    """Until cancelled: take up the tokens that the file of them holds."""
+    while True:
+        await asyncio.sleep(RENEW_S)
+        door.renew()
+
+
+def _server_credentials(files: Renewing) -> grpc.ServerCredentials:
+    """gRPC asks before each handshake whether there is something new to show and to trust."""
+
+    def made() -> Any:
+        tls = files.tls
+        return grpc.ssl_server_certificate_configuration([(tls.key, tls.cert)], tls.ca or None)
+
+    return grpc.dynamic_ssl_server_credentials(
+        made(),
+        lambda: made() if files.renew() else None,  # type: ignore[arg-type,return-value]  # None: as before
+        require_client_authentication=bool(files.tls.ca),
+    )
+
+
+def _answers(listen: str) -> bool:
+    """Does somebody listen on this Unix socket? gRPC would take its name over without a word."""
+    path = socket_path(listen)
+    if path is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _why_not_bound(listen: str) -> PenstockError:
+    """gRPC says only "failed to bind": ask the kernel once more for the reason."""
+    if (path := socket_path(listen)) is not None:
+        return InvalidArgumentError(
+            f"{path} must be at most 107 bytes long and in a folder that exists, to listen there"
+        )
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return InvalidArgumentError(f"cannot listen on {listen}: {error}")
+    return PortTakenError(f"{listen} is in use by another process: choose another port, or 0 for any free one")

@@ -1,0 +1,164 @@
+"""Proof that both ends of a call know the same token, which never crosses the network.
+
+Whoever listens where the coordinator used to, say on a port of this machine while it was down, would be sent every
+token by callers who show it. So Penstock's own callers prove theirs, over TLS or not:
+
+1. A caller that has not met this start of the coordinator shows SCHEME alone. It is refused, with a *challenge*: a
+   random number that the coordinator drew when it started.
+2. It makes the call again with SCHEME, the challenge, a random number of its own, and an HMAC of both under the token.
+   The same line goes with all further calls, until another start of the coordinator refuses it with a new challenge.
+3. The coordinator puts an HMAC of its own beside each answer. A caller does not believe an answer without it.
+
+The line is worthless at any other start of the coordinator, and to one who does not know the token there is nothing to
+answer with. The coordinator keeps nothing of a caller: what it has to know stands in the line. The caller proves first,
+so strangers get nothing that a guess of a token could be checked against.
+
+An end in the middle that can reach the true coordinator, and passes on what both say, is kept out by TLS alone.
+
+This module is the rule and opens no connection: see penstock.proto.rpc.calls and penstock.proto.rpc.auth_interceptor
+for its two ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+
+from penstock.proto.rpc.credentials.roles import Role
+from penstock.proto.rpc.credentials.tokens import Tokens, check_token
+
+__all__ = ["CHALLENGE_KEY", "PROOF_KEY", "TRIES", "Caller", "Challenged", "Prover", "Shown", "Verifier"]
+
+SCHEME = "Penstock-Proof"
+"""First word of the header "authorization". The other scheme is Bearer, for programs in any language over TLS."""
+CHALLENGE_KEY = "penstock-challenge"
+"""Trailing metadata of a call that is refused until its caller answers the challenge."""
+PROOF_KEY = "penstock-proof"
+"""Trailing metadata of every answer to a caller that proved its token; of one to a stream, initial metadata too."""
+TRIES = 6
+"""Times that a call is made: the coordinator may be started again between two of them, or a token be replaced."""
+CALLERS_KEPT = 16_384
+"""Callers that are recognised without a new HMAC."""
+
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_BEARER = "Bearer "
+
+
+def _nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def _hmac(token: bytes, who: str, challenge: str, nonce: str) -> str:
+    """`who`: the end that it speaks for, so that neither can send the other's words back."""
+    return hmac.new(token, f"penstock {who} {challenge} {nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------- caller
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a call shows, and what its answer must carry."""
+
+    header: str = SCHEME
+    challenge: str = ""
+    expected: str = ""
+
+    def proven_by(self, proof: object) -> bool:
+        """Whether the proof in an answer comes from one who knows the token."""
+        if not self.expected or not isinstance(proof, str):
+            return False
+        return hmac.compare_digest(proof.encode(), self.expected.encode())
+
+
+class Prover:
+    """A caller's end, for one token. Safe for threads: what a call showed is kept by the call.
+
+    Raises InvalidArgumentError for what is no token.
+    """
+
+    def __init__(self, token: str) -> None:
+        check_token(token)
+        self._token = token.encode()
+        self._own = _nonce()
+        self.shown = Shown()
+
+    def answers(self, challenge: object, shown: Shown) -> bool:
+        """Answer the challenge that refused a call; false if there is none, or if that call had answered it."""
+        if not isinstance(challenge, str) or not _NONCE.fullmatch(challenge) or challenge == shown.challenge:
+            return False
+        mine, theirs = (_hmac(self._token, who, challenge, self._own) for who in ("caller", "coordinator"))
+        self.shown = Shown(f"{SCHEME} {challenge} {self._own} {mine}", challenge, theirs)
+        return True
+
+
+# ----------------------------------------------------------------------------------------------------- coordinator
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who makes a call."""
+
+    roles: frozenset[Role]
+    credential: str
+    """Which token it has, by its digest."""
+    proof: str = ""
+    """What shows that this end knows the token too; "" for a caller who sent it."""
+
+
+@dataclass(frozen=True)
+class Challenged:
+    """A caller that is to make the call again with an answer to this."""
+
+    challenge: str
+
+
+class Verifier:
+    """The coordinator's end, for one start of it."""
+
+    def __init__(self, tokens: Tokens, challenge: str | None = None) -> None:
+        self.challenge = challenge or _nonce()
+        self._tokens = tokens
+        self._known: dict[str, Caller] = {}
+        """What callers with a token show; nothing that strangers say is kept."""
+
+    def renew(self) -> None:
+        """Take up the tokens that their file holds now; callers with one that is gone are refused from here on."""
+        if self._tokens.renew():
+            self._known.clear()
+
+    def caller(self, authorization: str) -> Caller | Challenged | None:
+        """Who shows this; None if the token is wrong."""
+        found = self._known.get(authorization) or self._judged(authorization)
+        if isinstance(found, Caller):
+            if len(self._known) == CALLERS_KEPT:
+                self._known.clear()
+            self._known[authorization] = found
+        return found
+
+    def _judged(self, authorization: str) -> Caller | Challenged | None:
+        scheme, *words = authorization.split(" ")
+        if scheme != SCHEME:
+            return self._bearer(authorization)
+        if len(words) != 3 or words[0] != self.challenge:
+            return Challenged(self.challenge)
+        _, nonce, shown = words
+        if not _NONCE.fullmatch(nonce):
+            return None
+        found = None
+        for token, roles in self._tokens.roles.items():
+            if hmac.compare_digest(shown.encode(), _hmac(token, "caller", self.challenge, nonce).encode()):
+                found = Caller(roles, _digest(token), _hmac(token, "coordinator", self.challenge, nonce))
+        return found
+
+    def _bearer(self, authorization: str) -> Caller | None:
+        token = authorization.removeprefix(_BEARER)
+        roles = self._tokens.roles_of(token)
+        return Caller(roles, _digest(token.encode())) if roles else None
+
+
+def _digest(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()

@@ -1,0 +1,213 @@
+"""Tokens: where they come from, and what each is good for.
+
+A token comes from a file or from the environment, never from an argument, which every user of the machine can read. The
+text of either is one bare token, good for every role, or lines "role:token" (see penstock.proto.rpc.credentials.roles).
+A coordinator takes all of them; a worker, a training job or an operator's command takes the one of its role out of the
+same text, so one file can serve a whole cluster, or each machine be given only the line that it needs.
+
+A file is read again while a process runs (`read_again`): a coordinator takes up and drops tokens as they come and go
+in it, and a caller whose token is refused looks whether its file has another one.
+
+A file must be its owner's alone: one that others can read is refused, for a secret that was shared by mistake is worse
+than a daemon that does not start. No message and no repr here holds a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import stat
+from typing import cast
+
+from penstock.proto.errors import AuthenticationError, InvalidArgumentError, PenstockError
+from penstock.proto.rpc.credentials.roles import ROLES, Role
+from penstock.runtime.config.settings_file import token_file_of_settings
+
+__all__ = ["Tokens", "admin_tokens", "check_token", "read_again", "read_token", "read_tokens"]
+
+_log = logging.getLogger("penstock.tokens")
+
+MAX_FILE = 64 << 10
+"""Bytes of a token file: one that is larger is another file by mistake."""
+MAX_TOKEN = 4096
+"""Characters: a token travels in a header, whose cap is 64 KiB."""
+
+
+_told: dict[str, str] = {}
+"""File -> what is wrong with it, which the log has."""
+
+
+class FromFile(str):
+    """A text of tokens, or one of its tokens, that came out of a file, which may hold others by now."""
+
+    file: str
+    role: Role | None = None
+    """What the token is for; None: it is all of the text."""
+
+    @classmethod
+    def of(cls, text: str, file: str, role: Role | None = None) -> FromFile:
+        made = cls(text)
+        made.file, made.role = os.path.abspath(file), role
+        return made
+
+
+def read_again(held: str) -> str:
+    """What the file holds now that this text or token came from; the same where there is none, or nothing good in it.
+
+    A file that has become bad is told of in the log, and changes nothing: who replaces it may be at work.
+    """
+    if not isinstance(held, FromFile):
+        return held
+    try:
+        found = read_tokens(held.file) if held.role is None else read_token(held.role, file=held.file)
+    except PenstockError as error:
+        if _told.get(held.file) != error.message:
+            _log.warning("goes on with the tokens that it has: %s", error.message)
+        _told[held.file] = error.message
+        return held
+    _told.pop(held.file, None)
+    return found
+
+
+class Tokens:
+    """The tokens of a text, with their roles.
+
+    Raises InvalidArgumentError for a text that cannot be meant; AuthenticationError for one without a token.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.roles: dict[bytes, frozenset[Role]] = {}
+        """Token -> what it is good for."""
+        for line in filter(None, map(str.strip, text.splitlines())):
+            role, colon, token = line.rpartition(":")
+            if colon and role not in ROLES:
+                raise InvalidArgumentError(
+                    f"a token of an unknown role: lines are role:token, with one of the roles {_names(ROLES)}, or a "
+                    "bare token without a colon"
+                )
+            check_token(token)
+            roles = frozenset((cast(Role, role),)) if colon else ROLES
+            self.roles[token.encode()] = self.roles.get(token.encode(), frozenset()) | roles
+        if not self.roles:
+            raise AuthenticationError("there is no token")
+
+    def renew(self) -> bool:
+        """Take up what the file of the text holds now; false if that is what it held."""
+        text = read_again(self._text)
+        if text == self._text:
+            return False
+        self._text, self.roles = text, Tokens(text).roles
+        _log.info("took up the tokens that the file holds now, for the roles %s", self.about)
+        return True
+
+    def roles_of(self, shown: str) -> frozenset[Role]:
+        """What the token that was shown is good for; nothing if it is unknown. Takes the same time for all."""
+        found: frozenset[Role] = frozenset()
+        for token, roles in self.roles.items():
+            if hmac.compare_digest(shown.encode(), token):
+                found = roles
+        return found
+
+    def of(self, role: Role) -> str | None:
+        """The token to show as `role`: one of that role alone before one that is good for more."""
+        fitting = [(len(roles), token) for token, roles in self.roles.items() if role in roles]
+        return min(fitting)[1].decode() if fitting else None
+
+    @property
+    def about(self) -> str:
+        """The roles that there are tokens for."""
+        return _names(frozenset().union(*self.roles.values()))
+
+    def __repr__(self) -> str:
+        return f"<Tokens for {self.about}>"
+
+
+def _names(roles: frozenset[Role]) -> str:
+    return ", ".join(sorted(roles))
+
+
+def check_token(token: str) -> None:
+    """InvalidArgumentError for a token that cannot stand in a header, where programs that know no proof show it."""
+    if not token or not token.isascii() or not token.isprintable() or " " in token or len(token) > MAX_TOKEN:
+        raise InvalidArgumentError(f"a token is one word of at most {MAX_TOKEN} printable ASCII characters")
+
+
+def read_token(role: Role, token: str | None = None, file: str | os.PathLike[str] | None = None) -> str:
+    """The token to show as `role`: from the argument, else the file, else PENSTOCK_TOKEN, else PENSTOCK_TOKEN_FILE,
+    else the file that the settings file names (token_file).
+
+    Raises AuthenticationError, naming the file, when it cannot be read, can be read by others, or holds no token of the
+    role: going on without one would only move the error to a place that cannot explain it.
+    """
+    text, source = (token, "the token that was given") if token else _text(file)
+    tokens = _parsed(text, source)
+    found = tokens.of(role)
+    if found is None:
+        raise AuthenticationError(f"{source} holds no token for the role {role}, only for {tokens.about}")
+    return FromFile.of(found, text.file, role) if isinstance(text, FromFile) else found
+
+
+def read_tokens(file: str | os.PathLike[str] | None = None) -> str:
+    """The text that a coordinator makes its Tokens of: from the file, else as `read_token` finds it."""
+    text, source = _text(file)
+    _parsed(text, source)
+    return text
+
+
+def admin_tokens(given: str = "", file: str | os.PathLike[str] | None = None) -> str:
+    """The text that pages for other machines are guarded with: what was given, else as `read_tokens` has it.
+
+    Raises AuthenticationError if none of its tokens is of the role admin: nobody could ever read them.
+    """
+    text, source = (given, "the token that was given") if given else _text(file)
+    tokens = _parsed(text, source)
+    if tokens.of("admin") is None:
+        raise AuthenticationError(
+            f"{source} holds no token for the role admin, only for {tokens.about}, and nobody on another machine could "
+            "read pages here: add a line admin:TOKEN, or listen on 127.0.0.1"
+        )
+    return text
+
+
+def _parsed(text: str, source: str) -> Tokens:
+    try:
+        return Tokens(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{source}: {error.message}") from None
+
+
+def _text(file: str | os.PathLike[str] | None) -> tuple[str, str]:
+    """The text, and where it came from."""
+    if file is None:
+        from_environment = os.environ.get("PENSTOCK_TOKEN", "")
+        if from_environment:
+            return from_environment, "PENSTOCK_TOKEN"
+        file = os.environ.get("PENSTOCK_TOKEN_FILE") or None
+    if file is None:
+        file = token_file_of_settings() or None
+    if file is None:
+        raise AuthenticationError("no token: set PENSTOCK_TOKEN, or PENSTOCK_TOKEN_FILE to a file that holds it")
+    name = f"the token file {os.fspath(file)}"
+    try:
+        # A named pipe is opened without waiting for who writes it; one that the shell made, <(...), has its writer.
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            os.set_blocking(opened.fileno(), True)
+            status = os.fstat(opened.fileno())
+            raw = opened.read(MAX_FILE + 1)
+        text = raw.decode("ascii")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise AuthenticationError(f"{name} cannot be read: {reason}") from None
+    mode = stat.S_IMODE(status.st_mode)
+    # What root put there for a group of ours is as root wants it, and not ours to change: a Secret that Kubernetes
+    # mounts into a pod with an fsGroup is root's, with mode 0440.
+    from_root = status.st_uid == 0 != os.geteuid()
+    if mode & (0o037 if from_root else 0o077):
+        raise AuthenticationError(f"{name} can be read by others (mode {mode:04o}): chmod 600 {os.fspath(file)}")
+    if len(raw) > MAX_FILE:
+        raise AuthenticationError(f"{name} is larger than {MAX_FILE} bytes: it is another file")
+    if not text.strip():
+        raise AuthenticationError(f"{name} is empty")
+    return FromFile.of(text, os.fspath(file)), name

@@ -1,0 +1,422 @@
+"""TLS: which files this end was given, whether they can serve, and why another end does not take them.
+
+Three files and a name serve every process: `ca`, what the other end's certificate must be signed by; `cert` and `key`,
+what this end shows; `name`, what to expect in the other end's certificate instead of the address that it was reached
+at. A `*` in the name stands for the other end's role: with *.penstock the coordinator must be coordinator.penstock, a
+worker worker.penstock, and who calls them with a certificate worker.penstock, client.penstock or admin.penstock.
+
+A coordinator needs cert and key, and asks its callers for certificates if it has a ca; a training job or an operator's
+command needs the ca, and a certificate where it is asked for one; a worker, which calls the coordinator and is called
+for lanes, needs all three.
+
+Files are read at the start, and again when somebody connects (`Renewing`). Each is checked then, by a handshake of this
+process with itself, for OpenSSL finds a key that does not fit or a certificate that has run out better than any code of
+ours. What can only be found out with the other end there (a CA that it does not know, another name, no TLS at all)
+comes out as a TlsError too, with the remedy: see `explain`.
+
+gRPC brings a TLS of its own; `Tls` keeps the bytes for it. Lanes use Python's, with TLS 1.3 only: both ends are ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.proto.errors import TlsError
+from penstock.proto.rpc.addresses import socket_path
+
+__all__ = [
+    "Renewing",
+    "Tls",
+    "WrappedSocket",
+    "dns_names",
+    "expires",
+    "explain",
+    "load_tls",
+    "no_tls_here",
+    "own_names",
+]
+
+_log = logging.getLogger("penstock.tls")
+
+_Role = TypeVar("_Role", bound=str)
+
+MAX_FILE = 1 << 20
+"""Bytes of a certificate file: a whole bundle of public CAs has a fifth."""
+_EXPIRED, _NOT_YET, _OTHER_NAME = (10,), (9,), (62, 64)
+"""X509_V_ERR_... numbers of a verification that failed."""
+_UNKNOWN_CA = (2, 18, 19, 20, 21, 24)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """The files, read and found good. Made by `load_tls`."""
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    name: str = ""
+    ca: bytes = field(default=b"", repr=False)
+    cert: bytes = field(default=b"", repr=False)
+    key: bytes = field(default=b"", repr=False)
+
+    @property
+    def by_role(self) -> bool:
+        """Whether certificates name the role of who shows them."""
+        return "*" in self.name
+
+    def expected(self, role: str) -> str:
+        """The name in the certificate of an end in this role; "" = the address that it is reached at."""
+        return self.name.replace("*", role)
+
+    def check_own(self, role: str) -> None:
+        """TlsError if what this end shows does not name the role that it serves in."""
+        if self.by_role and self.expected(role) not in own_names(self):
+            raise TlsError(
+                f"tls_cert={self.cert_file} is not a certificate of the name {self.expected(role)}, which callers of a "
+                f"{role} expect with tls_name={self.name}: make one (docs/security.md)"
+            )
+
+    def roles_named(self, names: Iterable[str], roles: Iterable[_Role]) -> frozenset[_Role]:
+        """Those of the roles that a certificate with these names is for; all where certificates name none."""
+        if not self.by_role:
+            return frozenset(roles)
+        shown = set(names)
+        return frozenset(role for role in roles if self.expected(role) in shown)
+
+    def for_server(self) -> Tls:
+        """Self. TlsError if it cannot be shown to callers."""
+        if not self.cert:
+            raise TlsError(
+                f"tls_ca={self.ca_file} alone makes no server: who listens shows a certificate, so give --tls-cert and "
+                "--tls-key too (PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY)"
+            )
+        return self
+
+    def for_client(self) -> Tls:
+        """Self. TlsError if the other end could not be checked with it."""
+        if not self.ca:
+            raise TlsError(
+                "TLS without a CA would trust anybody: give tls_ca, the file with what the other end's certificate is "
+                "signed by (--tls-ca, PENSTOCK_TLS_CA)"
+            )
+        return self
+
+    def server_context(self) -> ssl.SSLContext:
+        """For a lane's accepting end. Certificates are asked for if there is a CA."""
+        context = _context(ssl.PROTOCOL_TLS_SERVER)
+        # Nobody resumes a lane's session, and a ticket is a write that nothing waits for.
+        context.num_tickets = 0
+        _show(context, self)
+        if self.ca:
+            _trust(context, self)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a connecting end."""
+        context = _context(ssl.PROTOCOL_TLS_CLIENT)
+        _trust(context, self)
+        if self.cert:
+            _show(context, self)
+        return context
+
+
+def load_tls(ca: str = "", cert: str = "", key: str = "", name: str = "") -> Tls | None:
+    """The files, each "" if there is none; None without any. TlsError names the file and the remedy."""
+    if not (ca or cert or key):
+        if name:
+            raise TlsError(f"tls_name={name} without tls_ca: there is no certificate that could bear the name")
+        return None
+    if bool(cert) != bool(key):
+        has, lacks = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
+        raise TlsError(f"{has}={cert or key} without {lacks}: a certificate and its key go together")
+    tls = Tls(ca, cert, key, name, *(_read(what, file) for what, file in _files(ca, cert, key)))
+    if ca:
+        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls)
+    if cert:
+        _rehearse(tls)
+    return tls
+
+
+class Renewing:
+    """Files that may be replaced while a process runs. What is not good is told of in the log and not taken up.
+
+    role: in which this end serves; "" = in none.
+    """
+
+    def __init__(self, tls: Tls, role: str = "") -> None:
+        self.tls = tls
+        self.expires_at = expires(tls).timestamp() if role else 0.0
+        """Unix time until when the certificate of who serves is valid."""
+        self._role = role
+        self._told = ""
+        self._lock = threading.Lock()
+
+    def renew(self) -> bool:
+        """Read the files again. Whether there are others than before, and good ones: `tls` has them then."""
+        with self._lock:
+            try:
+                tls = self._read()
+            except TlsError as error:
+                if error.message != self._told:
+                    _log.warning("goes on with the certificates that it has: %s", error.message)
+                self._told = error.message
+                return False
+            self._told = ""
+            if tls is None:
+                return False
+            self.tls = tls
+            self.expires_at = expires(tls).timestamp() if self._role else 0.0
+            _log.info("took up the certificates that the files hold now")
+            return True
+
+    def renewed(self) -> Tls:
+        """What holds after another look at the files."""
+        self.renew()
+        return self.tls
+
+    def _read(self) -> Tls | None:
+        """None if the files hold what they held."""
+        held = self.tls
+        files = _files(held.ca_file, held.cert_file, held.key_file)
+        if tuple(_read(what, file) for what, file in files) == (held.ca, held.cert, held.key):
+            return None
+        tls = load_tls(held.ca_file, held.cert_file, held.key_file, held.name)
+        if tls is not None and self._role:
+            tls.check_own(self._role)
+        return tls
+
+
+def _files(ca: str, cert: str, key: str) -> tuple[tuple[str, str], ...]:
+    return ("tls_ca", ca), ("tls_cert", cert), ("tls_key", key)
+
+
+def _read(what: str, file: str) -> bytes:
+    if not file:
+        return b""
+    try:
+        with Path(file).open("rb") as opened:
+            if what == "tls_key" and os.fstat(opened.fileno()).st_mode & stat.S_IRWXO:
+                raise TlsError(f"{what}={file}: anybody on this machine can read the key: chmod 600 {file}")
+            data = opened.read(MAX_FILE + 1)
+    except OSError as error:
+        raise TlsError(f"{what}={file} cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE or b"-----BEGIN " not in data:
+        raise TlsError(f"{what}={file} is no PEM file of a certificate or key")
+    return data
+
+
+class WrappedSocket(ssl.SSLSocket):
+    """What our contexts make of a connection. `wrap_socket` of one that the other end has reset reads from it, and does
+    not close what it made when that fails."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError as error:
+            if self.version() is None:  # it is wrap_socket that asks
+                self.close()
+                raise ConnectionResetError("the other end hung up before TLS began") from error
+            raise
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.sslsocket_class = WrappedSocket
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.options |= ssl.OP_NO_COMPRESSION
+    return context
+
+
+def _trust(context: ssl.SSLContext, tls: Tls) -> None:
+    try:
+        context.load_verify_locations(cadata=tls.ca.decode("ascii", "replace"))
+    except (ssl.SSLError, ValueError) as error:
+        raise TlsError(f"tls_ca={tls.ca_file} holds no certificate that can be read: {_reason(error)}") from error
+
+
+def _show(context: ssl.SSLContext, tls: Tls) -> None:
+    try:
+        # Without a password function OpenSSL would ask at the terminal.
+        context.load_cert_chain(tls.cert_file, tls.key_file, password=lambda: "")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise TlsError(
+                f"tls_key={tls.key_file} is not the key of the certificate tls_cert={tls.cert_file}: give the two that "
+                "were made together"
+            ) from error
+        raise TlsError(
+            f"tls_cert={tls.cert_file} and tls_key={tls.key_file} cannot be used ({_reason(error)}): both must be PEM, "
+            "and the key without a password"
+        ) from error
+    except OSError as error:
+        raise TlsError(f"tls_cert={tls.cert_file} cannot be read: {error.strerror}") from error
+
+
+def dns_names(certificate: Mapping[str, Any]) -> list[str]:
+    """The names in what `ssl` tells of a certificate."""
+    return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
+
+
+def own_names(tls: Tls) -> list[str]:
+    """The names in our certificate."""
+    return dns_names(_rehearse(tls))
+
+
+def expires(tls: Tls) -> datetime.datetime:
+    """Until when our certificate is valid."""
+    return datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(_rehearse(tls)["notAfter"])), datetime.UTC)
+
+
+def _rehearse(tls: Tls) -> dict[str, Any]:
+    """A handshake with ourselves that trusts our own certificate: is it valid today, and its key the right one? What
+    stands in it."""
+    server, client = tls.server_context(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server.verify_mode = ssl.CERT_NONE
+    client.check_hostname = False
+    client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cadata=tls.cert.decode("ascii", "replace"))
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [server.wrap_bio(to_server, to_client, server_side=True), client.wrap_bio(to_client, to_server)]
+    waiting = list(ends)
+    while waiting:
+        for end in ends[::-1]:
+            try:
+                end.do_handshake()
+                if end in waiting:
+                    waiting.remove(end)
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLCertVerificationError as error:
+                raise TlsError(f"tls_cert={tls.cert_file}: {_verification(error)}") from error
+            except ssl.SSLError as error:
+                raise TlsError(f"tls_cert={tls.cert_file} cannot be used: {_reason(error)}") from error
+    return ends[1].getpeercert() or {}
+
+
+def _verification(error: ssl.SSLCertVerificationError) -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    if error.verify_code in _EXPIRED:
+        return f"the certificate has expired (it is {now:%Y-%m-%d %H:%M} UTC here): make a new one"
+    if error.verify_code in _NOT_YET:
+        return f"the certificate is not valid yet (it is {now:%Y-%m-%d %H:%M} UTC here): is the clock right?"
+    return f"the certificate is not good: {error.verify_message}"
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+    return str(reason).replace("_", " ").lower()
+
+
+# ---------------------------------------------------------------------------------------------- with the other end
+
+
+def no_tls_here(what: str) -> TlsError:
+    """`what` speaks TLS and this end was told of none."""
+    return TlsError(
+        f"{what} speaks TLS, and this end was not told to: give it the CA, --tls-ca FILE (PENSTOCK_TLS_CA, "
+        "Appliance(tls_ca=...))"
+    )
+
+
+_DAMAGED = ("BAD_RECORD_MAC", "DECODE_ERROR", "BAD_SIGNATURE", "DIGEST_CHECK_FAILED")
+"""What OpenSSL says of damaged bytes, and its alerts when the other end has found some. Not DECRYPT_ERROR: that alert
+also comes for a certificate of a CA that was made anew under its old name."""
+
+
+def explain(error: OSError, what: str, tls: Tls) -> TlsError | None:
+    """What went wrong in a handshake with `what` that this end began; None if it was not TLS that failed.
+
+    Also for the first read after it: with TLS 1.3 the other end's opinion of our certificate comes only then.
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _OTHER_NAME:
+            expected = f"tls_name={tls.name}" if tls.name else "the address that it was reached at"
+            expected += " with its role for *" if tls.by_role else ""
+            return TlsError(
+                f"{what} shows a certificate of another name than {expected}: make one with that name "
+                "(subjectAltName), or say with --tls-name (PENSTOCK_TLS_NAME) which one it has"
+            )
+        if error.verify_code in _UNKNOWN_CA:
+            return TlsError(
+                f"{what} shows a certificate that is not signed by tls_ca={tls.ca_file}: give the CA that signed it "
+                f"({error.verify_message})"
+            )
+        return TlsError(f"{what} shows a certificate that is not good: {_verification(error)}")
+    if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return None
+    reason = str(error.reason)
+    if "ALERT" in reason:
+        return refused_by(what, tls, reason.partition("ALERT_")[2])
+    return TlsError(
+        f"{what} does not speak TLS, which this end was told to use (tls_ca={tls.ca_file}): start it with --tls-cert "
+        f"and --tls-key, or leave tls_ca out here ({_reason(error)})"
+    )
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether TLS found that bytes of an established connection, or of a handshake, had been damaged on their way."""
+    reason = str(error.reason) if isinstance(error, ssl.SSLError) else ""
+    return any(sign in reason for sign in _DAMAGED)
+
+
+def refused_by(what: str, tls: Tls, reason: str = "") -> TlsError:
+    """`what` speaks TLS and closed the connection over what it was shown."""
+    why = f" ({reason.replace('_', ' ').lower()})" if reason else ""
+    if not tls.cert:
+        return TlsError(
+            f"{what} asks for a certificate and this end has none{why}: give --tls-cert and --tls-key "
+            "(PENSTOCK_TLS_CERT, PENSTOCK_TLS_KEY, Appliance(tls_cert=..., tls_key=...))"
+        )
+    return TlsError(
+        f"{what} does not accept the certificate tls_cert={tls.cert_file}{why}: it must be valid, and signed by the CA "
+        "that the other end was given as tls_ca"
+    )
+
+
+def host_of(address: str) -> tuple[str, int]:
+    """Host and port of "host:port"; an IPv6 host without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def diagnose(address: str, tls: Tls | None, what: str, timeout_s: float) -> TlsError | None:
+    """Why a coordinator that listens cannot be talked to, if TLS is the reason; None if it is not, or is not known.
+
+    gRPC says "Socket closed" to all of it, so this connects once more, to look.
+    """
+    if socket_path(address) is not None:
+        return None
+    host, port = host_of(address)
+    try:
+        sock = socket.create_connection((host, port), timeout_s)
+    except OSError:
+        return None
+    with sock:
+        context = _context(ssl.PROTOCOL_TLS_CLIENT) if tls is None else tls.client_context()
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["h2"])
+        if tls is None:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        try:
+            name = (tls.expected("coordinator") if tls else "") or host
+            with context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False) as wrapped:
+                wrapped.do_handshake()
+                if tls is None:
+                    return no_tls_here(what)
+                # A gRPC server opens with its settings as soon as it is content with us.
+                return None if wrapped.recv(1) else refused_by(what, tls)
+        except ConnectionError:
+            return None
+        except OSError as error:
+            return None if tls is None else explain(error, what, tls)

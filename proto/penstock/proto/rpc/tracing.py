@@ -1,0 +1,152 @@
+"""OpenTelemetry spans of control calls, for those who ask for them.
+
+`start` is called once, by a process that was told to (PENSTOCK_OTEL or --otel); until then nothing of OpenTelemetry is
+imported, and penstock.proto.rpc.channel, which opens every channel and server, gets them back as they are. Where spans
+go, and how many are kept, is the business of the standard OTEL_* variables.
+
+The context of a call travels in its metadata, so a span of the coordinator is a child of its caller's. Heartbeat and
+WatchRun have no spans: they are held until there is news and repeated for ever, and would be all that one sees. No span
+holds metadata, where the token is; of a request it holds run, box and slot. Runners never come here: they have no gRPC.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.rpc.version import VERSION
+from penstock.proto.rpc.wire_errors import Answers
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+__all__ = ["aio_client_interceptors", "aio_server_interceptors", "note", "start", "traced"]
+
+UNTRACED = frozenset(("Heartbeat", "WatchRun", "Check"))
+"""Long polls, and the health check."""
+NOTED = ("run", "attempt", "box", "slot", "generation", "step", "worker")
+"""Fields of requests that become attributes."""
+FLUSH_S = 2.0
+"""For what is still to be sent when the process ends. OpenTelemetry itself would try for half a minute."""
+
+_provider: TracerProvider | None = None
+
+
+def start(service: str) -> None:
+    """Trace the calls of this process from now on, under this `service.name` unless OTEL_SERVICE_NAME says another.
+
+    Raises InvalidArgumentError where OpenTelemetry is not installed.
+    """
+    global _provider
+    if _provider is not None:
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation import grpc as _grpc  # noqa: F401
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise InvalidArgumentError(
+            f"traces need OpenTelemetry, of which {error.name} is not installed: pip install 'penstock[otel]'"
+        ) from error
+    about = {"service.name": service, "service.version": VERSION, "host.name": socket.gethostname()}
+    # What the environment says of the resource wins.
+    exporter = OTLPSpanExporter()
+    provider = TracerProvider(resource=Resource(about).merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    _provider = provider
+    _flush_at_exit(provider, exporter)
+
+
+def _flush_at_exit(provider: TracerProvider, exporter: SpanExporter) -> None:
+    """Send what is left when this process ends, if that can be done within FLUSH_S.
+
+    Neither the flush nor the shutdown of the provider keeps to a time, but the exporter gives up when it is shut down
+    itself. That takes a thread, which must be there before: none can be started at the end of a process.
+    """
+    pid, ending = os.getpid(), threading.Event()
+
+    def give_up() -> None:
+        ending.wait()
+        time.sleep(FLUSH_S)
+        exporter.shutdown()
+
+    def end() -> None:
+        if os.getpid() == pid:  # a forked child has not got the thread
+            ending.set()
+            provider.shutdown()
+
+    threading.Thread(target=give_up, name="penstock-tracing-end", daemon=True).start()
+    atexit.register(end)
+
+
+def _is_traced(details: Any) -> bool:
+    """A filter of the interceptors: of what gRPC knows of a call, they have different kinds in hand."""
+    method = getattr(details, "full_method", None) or details.method
+    name = method.decode() if isinstance(method, bytes) else str(method)
+    return name.rpartition("/")[2] not in UNTRACED
+
+
+def _attributes(request: Any) -> dict[str, Any]:
+    fields = getattr(type(request), "DESCRIPTOR", None)
+    if fields is None:
+        return {}  # a stream
+    known = {name: getattr(request, name) for name in NOTED if name in fields.fields_by_name}
+    if "job" in fields.fields_by_name and "ordinal" in fields.fields_by_name:
+        known["run"] = f"{request.job}/{request.ordinal}"
+    return {f"penstock.{name}": value for name, value in known.items() if isinstance(value, (str, int))}
+
+
+def note(request: Any) -> None:
+    """Put what a request is about into the span of the call that is being answered."""
+    if _provider is not None:
+        from opentelemetry import trace
+
+        trace.get_current_span().set_attributes(_attributes(request))
+
+
+def _on_request(span: Any, request: Any) -> None:
+    span.set_attributes(_attributes(request))
+
+
+def _theirs() -> Any:
+    """OpenTelemetry's instrumentation of gRPC, which is not typed."""
+    from opentelemetry.instrumentation import grpc as theirs
+    from opentelemetry.instrumentation.grpc import grpcext as _grpcext  # noqa: F401
+
+    return theirs
+
+
+def traced(channel: grpc.Channel) -> grpc.Channel:
+    """The channel, with spans for its calls if this process traces them."""
+    if _provider is None:
+        return channel
+    theirs = _theirs()
+    intercepted: grpc.Channel = theirs.grpcext.intercept_channel(
+        channel, theirs.client_interceptor(_provider, _is_traced, _on_request)
+    )
+    return intercepted
+
+
+def aio_client_interceptors() -> list[grpc.aio.ClientInterceptor] | None:
+    """For an asyncio channel; None if this process traces nothing."""
+    if _provider is None:
+        return None
+    return [*_theirs().aio_client_interceptors(_provider, _is_traced, _on_request), Answers()]
+
+
+def aio_server_interceptors() -> list[grpc.aio.ServerInterceptor] | None:
+    """For an asyncio server; None if this process traces nothing."""
+    if _provider is None:
+        return None
+    return [_theirs().aio_server_interceptor(_provider, _is_traced)]

@@ -1,0 +1,219 @@
+"""Errors on their way between two processes: the only place where they change between their two forms.
+
+A handler raises whatever it likes; `abort` turns a PenstockError into its status of the catalogue plus an ErrorDetail
+in trailing metadata, and anything else into UNKNOWN with the traceback, for a bug must be readable from where it hurts.
+`translating` is the way back: no grpc.RpcError leaves it, and every error names the address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from penstock.proto.errors import (
+    CATALOGUE,
+    AuthenticationError,
+    CoordinatorUnavailableError,
+    DeadlineError,
+    InvalidArgumentError,
+    LaneClosedError,
+    OverloadedError,
+    PenstockError,
+    VersionSkewError,
+    error_named,
+    format_remote,
+)
+from penstock.proto.rpc.version import VERSION
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["METADATA_MAX", "Answers", "abort", "answer_of", "detail_of", "error_of", "translating"]
+
+_Reply = TypeVar("_Reply")
+
+METADATA_MAX = 64 * 1024
+"""Errors travel in trailing metadata, whose default cap of 8 KiB is less than a traceback. Both ends set it."""
+MESSAGE_KEEP = 8 * 1024
+TRACEBACK_KEEP = 24 * 1024
+"""Characters kept of an error's message and remote traceback; with base64 on top they stay below METADATA_MAX."""
+
+ERROR_KEY = "penstock-error-bin"
+RETRY_KEY = "penstock-retry-after-ms"
+"""With an OverloadedError: when the call will be taken."""
+
+
+def _middle_out(text: str, keep: int) -> str:
+    """`text` in at most about `keep` bytes: the ends stay, for a traceback says at its ends where and why."""
+    raw = text.encode(errors="backslashreplace")
+    if len(raw) <= keep:
+        return raw.decode()
+    half = keep // 2
+    head, tail = raw[:half].decode(errors="ignore"), raw[-half:].decode(errors="ignore")
+    return f"{head}\n... {len(raw) - 2 * half} bytes left out ...\n{tail}"
+
+
+def detail_of(error: BaseException) -> records_pb2.ErrorDetail:
+    """The error as a message, for fields of type ErrorDetail and for trailing metadata.
+
+    A PenstockError keeps its name and the remote traceback that it brought along; anything else is a bug or a user's
+    exception that nobody named, so it becomes a PenstockError that carries this process's traceback.
+    """
+    if isinstance(error, PenstockError):
+        name = next((cls.__name__ for cls in type(error).__mro__ if cls.__name__ in CATALOGUE), "PenstockError")
+        message, remote = error.message, error.remote_traceback
+    else:
+        name, message, remote = "PenstockError", _one_line(error), format_remote(error)
+    return records_pb2.ErrorDetail(
+        name=name,
+        message=_middle_out(message, MESSAGE_KEEP),
+        remote_traceback=_middle_out(remote, TRACEBACK_KEEP),
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def error_of(detail: records_pb2.ErrorDetail) -> PenstockError:
+    """The way back from `detail_of`."""
+    return error_named(detail.name, detail.message, detail.remote_traceback)
+
+
+def _error_of_rpc(error: grpc.RpcError, address: str, method: str, deadline_s: float, closed: bool) -> PenstockError:
+    code, details = grpc.StatusCode.UNKNOWN, str(error)
+    trailing: tuple[Any, ...] = ()
+    if isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        code, details, trailing = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
+    for key, value in trailing:
+        if key == ERROR_KEY and isinstance(value, bytes):
+            try:
+                found = error_of(records_pb2.ErrorDetail.FromString(value))
+            except DecodeError:
+                break  # a peer's nonsense: the status still says something
+            if isinstance(found, OverloadedError):
+                found.retry_after_s = _retry_after(trailing)
+            return found
+    where = f"the coordinator at {address}"
+    if code is grpc.StatusCode.CANCELLED and closed:
+        return LaneClosedError(f"the connection to {where} was closed on this side during {method}")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return CoordinatorUnavailableError(f"{where} cannot be reached ({method}): {details}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"{where} did not answer {method} within {deadline_s:g} s")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return VersionSkewError(
+            f"{where} does not know the call {method}, which Penstock {VERSION} makes: install one release on both ends"
+        )
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return AuthenticationError(f"{where} refused {method}: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return InvalidArgumentError(f"{method} to {where} is too large: {details}")
+    return PenstockError(f"{method} at {where} failed with {code.name}: {details}")
+
+
+def _retry_after(trailing: tuple[Any, ...]) -> float:
+    """The hint that came along, seconds, within reason."""
+    for key, value in trailing:
+        if key == RETRY_KEY and isinstance(value, str) and value.isdecimal() and len(value) < 10:
+            return min(int(value) / 1000, OverloadedError.LONGEST_S)
+    return OverloadedError.retry_after_s
+
+
+@contextmanager
+def translating(address: str, method: str, deadline_s: float, closed: Callable[[], bool]) -> Iterator[None]:
+    """Around a call, sync or awaited: whatever gRPC raises comes out as an error of ours, chained to its cause.
+
+    Args:
+        address: of the coordinator, for messages.
+        method: the call's name, for messages.
+        deadline_s: the deadline that was given to the call, seconds.
+        closed: true once this side has closed the channel; tells "we closed it" from "the peer vanished".
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _error_of_rpc(error, address, method, deadline_s, closed()) from error
+    except (grpc.aio.UsageError, ValueError) as error:
+        if isinstance(error, PenstockError) or not closed():
+            raise
+        raise LaneClosedError(f"the connection to the coordinator at {address} is closed: no {method}") from error
+    except asyncio.CancelledError as error:
+        # A closed aio channel cancels its pending calls, which looks as if our task had been cancelled.
+        task = asyncio.current_task()
+        if not closed() or task is None or task.cancelling():
+            raise
+        raise LaneClosedError(
+            f"the connection to the coordinator at {address} was closed on this side during {method}"
+        ) from error
+
+
+async def answer_of(call: grpc.aio.StreamUnaryCall[Any, _Reply]) -> _Reply:
+    """`await call`, and if it failed the status that the server sent.
+
+    A server may refuse while parts are still being written, and a write to a call that is over fails. gRPC for asyncio
+    (up to 1.85 at least) then puts INTERNAL in the place of the status that had come, and the reason is lost. The real
+    one is read at the only moment when it is certain to be there: in the callback that its arrival makes.
+    """
+    told: list[grpc.aio.AioRpcError] = []
+    call.add_done_callback(lambda ended: told.append(_ended_with(ended)))
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        for status in told:
+            # INTERNAL is also what a broken journal is answered with; such a one carries its error along.
+            if status.code() is not grpc.StatusCode.INTERNAL or status.trailing_metadata():
+                raise status from error
+        raise
+
+
+class Answers(grpc.aio.StreamUnaryClientInterceptor):
+    """`answer_of` below other interceptors: OpenTelemetry's hand a call over when it has ended, which is too late."""
+
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        call = await continuation(client_call_details, request_iterator)
+        await answer_of(call)
+        return call
+
+
+def _ended_with(call: Any) -> grpc.aio.AioRpcError:
+    """The status of a call that is over, as it is now."""
+    trailing = grpc.aio.Metadata(*(_at_once(call.trailing_metadata()) or ()))
+    return grpc.aio.AioRpcError(
+        _at_once(call.code()), grpc.aio.Metadata(), trailing, details=_at_once(call.details()) or ""
+    )
+
+
+def _at_once(asked: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        asked.send(None)
+    except StopIteration as done:
+        return done.value
+    asked.close()
+    raise RuntimeError("a call that is over made its status wait")
+
+
+def status_of(error: Exception) -> str:
+    """Name of the gRPC status that a call ends with by this error."""
+    return CATALOGUE[detail_of(error).name].status
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    """Ends the call with the error."""
+    detail = detail_of(error)
+    status = grpc.StatusCode[CATALOGUE[detail.name].status]
+    first_line = detail.message.partition("\n")[0][:1000]  # the whole message is in the detail
+    trailing: tuple[tuple[str, str | bytes], ...] = (
+        *(context.trailing_metadata() or ()),  # this end's proof
+        (ERROR_KEY, detail.SerializeToString()),
+    )
+    if isinstance(error, OverloadedError):
+        trailing = (*trailing, (RETRY_KEY, str(math.ceil(1000 * error.retry_after_s))))
+    await context.abort(status, first_line, trailing)

@@ -1,0 +1,1 @@
+"""Positions and states: their encoding, the restartable protocol, generators, and checkpoints on disk."""

@@ -1,0 +1,103 @@
+"""Callables and arguments by value: pickles for this machine's own processes, and for no others.
+
+What has a name that can be imported travels as that name. What has none (a lambda, a local function, a function or a
+class of a notebook) travels as its code, with the values that it holds, as cloudpickle does it: both ends are the same
+interpreter of the same user. The training script's own functions and classes go by their names in it, and are found in
+the script as workers load it.
+
+Only an embedded worker loads this; see penstock.worker.processes.user_code.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["dump", "load"]
+
+_MAIN_NAMES = ("__main__", "__mp_main__")
+
+
+def dump(value: object) -> bytes:
+    """Return a pickle of the value. Raises PicklingError, which names the function or class that cannot be pickled."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        where = f", which {pickler.last} holds or uses" if pickler.last else ""
+        raise pickle.PicklingError(f"{error}{where}") from error
+    return file.getvalue()
+
+
+def load(data: bytes, main: Callable[[], types.ModuleType]) -> Any:
+    """Return the value of a pickle that this user's own process made. `main`: the training script as a module."""
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.main = main
+    return unpickler.load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    last = ""
+    """The function or class that was come to last."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """A function behind lru_cache would go by a name that workers do not have."""
+        if type(value) is functools._lru_cache_wrapper and not _is_importable(value):
+            return _cached, (value.__wrapped__, value.cache_parameters())
+        return super().reducer_override(value)
+
+    def persistent_id(self, value: Any) -> tuple[str, ...] | None:
+        """The training script's own functions and classes by name; its module has another one in workers."""
+        if isinstance(value, type | types.FunctionType) and not str(value.__module__).startswith("cloudpickle"):
+            self.last = value.__qualname__
+        if not isinstance(value, type | types.FunctionType) or value.__module__ not in _MAIN_NAMES:
+            return None
+        module = sys.modules.get("__main__")
+        if not _is_named(value, module):
+            return None
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and spec.name not in _MAIN_NAMES:  # started as a module
+            return "module", spec.name, value.__qualname__
+        return ("main", value.__qualname__) if os.path.isfile(getattr(module, "__file__", None) or "") else None
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+class _Unpickler(pickle.Unpickler):
+    main: Callable[[], types.ModuleType]
+
+    def persistent_load(self, place: Any) -> Any:
+        kind, *names = place
+        found: Any = self.main() if kind == "main" else importlib.import_module(names.pop(0))
+        for part in names[0].split("."):
+            try:
+                found = getattr(found, part)
+            except AttributeError as error:
+                raise AttributeError(
+                    f'{error}: workers run the script, but not what is under `if __name__ == "__main__":`; define it '
+                    "above that"
+                ) from None
+        return found
+
+
+def _is_importable(value: Any) -> bool:
+    return value.__module__ not in _MAIN_NAMES and _is_named(value, sys.modules.get(value.__module__))
+
+
+def _is_named(value: Any, module: types.ModuleType | None) -> bool:
+    found: Any = module
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value

@@ -1,0 +1,489 @@
+"""What a checkpoint is on disk: names, the manifest, and how the newest good one is found.
+
+    FOLDER/
+        step-100/               a whole checkpoint: it has this name only once everything in it is on the disk
+            .metadata           torch.distributed.checkpoint's own index
+            __0_0.distcp ...    its files: as many as ranks and buckets
+            penstock.json       the manifest: size and checksum of each file, and the order of saves
+        step-125.tmp-4f2a9c01/  one being written, or what a stopped one left: never read
+        step-100.old-77e01b9d/  one that is being replaced by another save of the same step
+        latest                  the name of the newest, for people and scripts
+
+A folder is renamed to `step-N` as the last thing of a save, so whatever has that name is whole. The manifest is there
+for what happens to files later: half a copy, a bad disk, a hand that slipped.
+
+Which of several is the newest is not the step number's to say: who goes back to step 50 and saves step 75 wants 75 next
+time, and not the 100 of the branch that was given up. Saves of a folder are numbered (`Manifest.sequence`).
+
+Who reads a checkpoint pins it (`pinned`), by a shared lock on its manifest, and who deletes checkpoints leaves those
+that are pinned for another time (`claimed`). Both locks end with their holders.
+
+Imported by a process that has neither torch nor gRPC (client/checkpoint/writer.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.proto.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, DeadlineError
+from penstock.runtime.files.plain_files import open_plain
+
+__all__ = [
+    "ASKED",
+    "FAILED",
+    "LATEST",
+    "MANIFEST",
+    "METADATA",
+    "File",
+    "Found",
+    "Manifest",
+    "checkpoints",
+    "claimed",
+    "damage",
+    "last_sign",
+    "leftovers",
+    "locked",
+    "newest",
+    "old_name",
+    "pinned",
+    "put_back",
+    "read_manifest",
+    "report_name",
+    "sign_name",
+    "sign_of_life",
+    "step_name",
+    "surplus",
+    "temporary_name",
+]
+
+FORMAT = 1
+MANIFEST = "penstock.json"
+METADATA = ".metadata"
+LATEST = "latest"
+FAILED = "failed.json"
+"""In a temporary folder, by rank 0's side: why its save was given up. {"save": id, "causes": {rank: why}}"""
+ASKED = "alive.ask"
+"""In a temporary folder, by rank 0's side, whose training process is gone: the others are to give signs of life."""
+LOCK = ".lock"
+FIELDS = ("name", "bytes", "xxh3", "parts")
+"""Of a file, in a manifest."""
+CHUNK = 16 << 20
+"""Bytes that are read at a time to be verified."""
+BEAT_S = 1.0
+"""Seconds between the signs of life of who holds a folder's lock."""
+POLL_S = 0.05
+TRIES = 3
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_ASIDE = re.compile(r"(step-(?:0|[1-9][0-9]{0,18}))\.(tmp|old)-[0-9a-f]+")
+_FILE = re.compile(r"\.?\w[\w.-]*", re.ASCII)
+"""A name within a checkpoint's folder, and never out of it."""
+_STOPPED = re.compile(r"\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+-[0-9]+")
+"""What write_whole leaves of LATEST when it is stopped, and a rank that looks whether it can write."""
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def temporary_name(step: int, save: str) -> str:
+    """Of the folder that a save writes into. save: its id, hexadecimal."""
+    return f"step-{step}.tmp-{save}"
+
+
+def report_name(rank: int) -> str:
+    """In a temporary folder, by another rank's side: what it has written, or why not. {"save", "files", "error"}"""
+    return f"rank-{rank}.json"
+
+
+def sign_name(rank: int) -> str:
+    """In a temporary folder, by another rank's side: its sign of life."""
+    return f"rank-{rank}.alive"
+
+
+def old_name(step: int, save: str) -> str:
+    """Of a checkpoint that the save of this id replaces."""
+    return f"step-{step}.old-{save}"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint."""
+
+    name: str
+    nbytes: int
+    xxh3: str
+    """XXH3 of all of it, 128 bits, hexadecimal."""
+    parts: str = ""
+    """Of each part, which can be read and checked without the others: BEGIN:XXH3, with blanks between them; 64 bits,
+    hexadecimal. It ends where the next begins. "": not known."""
+
+    @property
+    def spans(self) -> dict[int, tuple[int, str]]:
+        """Where a part begins -> where it ends, and its checksum."""
+        pairs = [part.partition(":") for part in self.parts.split()]
+        begins = [int(begin) for begin, _, _ in pairs]
+        ends = [*begins[1:], self.nbytes]
+        return {begin: (end, pair[2]) for begin, end, pair in zip(begins, ends, pairs, strict=False)}
+
+    def row(self) -> list[Any]:
+        """For JSON."""
+        return [self.name, self.nbytes, self.xxh3, self.parts]
+
+    @classmethod
+    def from_row(cls, name: Any, nbytes: Any, xxh3: Any, parts: Any) -> File:
+        """Raises ValueError for what `row` did not make."""
+        file = cls(str(name), int(nbytes), str(xxh3), str(parts))
+        if not _FILE.fullmatch(file.name) or file.nbytes < 0:
+            raise ValueError(f"{file.name!r}, of {file.nbytes:,} bytes, is no file of a checkpoint's own folder")
+        return file
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    save: str
+    """Id of the save that wrote it."""
+    sequence: int
+    """Counts the saves of a folder, from 1."""
+    ranks: int
+    """How many processes wrote it."""
+    files: tuple[File, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def encode(self) -> bytes:
+        """As JSON with a checksum of its own, which a person can read."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "save": self.save,
+            "sequence": self.sequence,
+            "ranks": self.ranks,
+            "files": [dict(zip(FIELDS, file.row(), strict=True)) for file in self.files],
+        }
+        return json.dumps({"checkpoint": body, "xxh3": _checksum(body)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes, where: Path) -> Manifest:
+        """Raises CheckpointCorruptError unless it is a manifest, whole and of a format that is known here."""
+        try:
+            outer = json.loads(data)
+            body: dict[str, Any] = outer["checkpoint"]
+            if outer["xxh3"] != _checksum(body):
+                raise ValueError("its checksum is not that of its content")
+            if body["format"] > FORMAT:
+                raise ValueError(f"format {body['format']} of a newer Penstock, which this one cannot read")
+            files = tuple(File.from_row(*(file[field] for field in FIELDS)) for file in body["files"])
+            return cls(int(body["step"]), str(body["save"]), int(body["sequence"]), int(body["ranks"]), files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointCorruptError(f"{where} is damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    damage: str
+    """ "", or what is wrong with it: a file that is missing or has another size."""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Of the checkpoint at `path`.
+
+    Raises:
+        CheckpointNotFoundError: it has none; it is another program's, or no checkpoint.
+        CheckpointCorruptError: it is damaged.
+    """
+    where = path / MANIFEST
+    try:
+        with open(where, "rb", opener=open_plain) as file:
+            return Manifest.decode(file.read(), where)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{path} has no {MANIFEST}: it is no checkpoint of Penstock's") from None
+    except OSError as error:
+        raise CheckpointCorruptError(f"{where} cannot be read: {error.strerror}") from error
+
+
+def damage(path: Path, manifest: Manifest, *, contents: bool = False) -> Iterator[str]:
+    """What is wrong with the files of a checkpoint, a line for each that is not as it was written.
+
+    contents: read all of them and compare checksums, not only sizes.
+    """
+    for file in manifest.files:
+        where = path / file.name
+        try:
+            nbytes = where.stat().st_size
+            if nbytes != file.nbytes:
+                yield f"{file.name}: {nbytes:,} bytes where {file.nbytes:,} were written"
+            elif contents and (found := _checksum_of(where)) != file.xxh3:
+                yield f"{file.name}: checksum {found} where {file.xxh3} was written"
+        except FileNotFoundError:
+            yield f"{file.name}: missing"
+        except OSError as error:
+            yield f"{file.name}: cannot be read: {error.strerror}"
+
+
+def checkpoints(folder: Path, *, sizes: bool = True) -> list[Found]:
+    """Those of a folder, the newest first.
+
+    When one was saved whose manifest is damaged nobody knows. It counts as the newest, so that nothing is passed over
+    in silence; unless `latest` names another one that is whole, which was then saved after it. One whose replacement
+    was stopped half way is listed under the name that it has until `put_back`.
+
+    sizes: look whether all files are there and as long as they were; without it, at manifests alone.
+    """
+    found = []
+    for _ in range(TRIES):  # a save that ends meanwhile may rename what was just listed
+        names = _names(folder)
+        found = [*_found(folder, names, sizes)]
+        if set(names) == set(_names(folder)):
+            break
+    named = _latest(folder)
+    last = next((one.manifest.sequence for one in found if one.path.name == named and one.manifest), None)
+
+    def order(one: Found) -> tuple[float, int]:
+        if one.manifest is not None:
+            return one.manifest.sequence, one.step
+        return float("inf") if last is None else last - 0.5, one.step
+
+    return sorted(found, key=order, reverse=True)
+
+
+def _found(folder: Path, names: Iterable[str], sizes: bool) -> Iterator[Found]:
+    names = list(names)
+    for name, final in [*((name, name) for name in names), *_half_replaced(names)]:
+        if match := _STEP.fullmatch(final):
+            path = folder / name
+            try:
+                manifest = read_manifest(path)
+                yield Found(int(match[1]), path, manifest, "; ".join(damage(path, manifest)) if sizes else "")
+            except CheckpointNotFoundError:
+                continue  # a folder that happens to have such a name
+            except CheckpointCorruptError as error:
+                yield Found(int(match[1]), path, None, error.message)
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest checkpoint that is whole."""
+    return next((one for one in checkpoints(folder) if not one.damage), None)
+
+
+def leftovers(folder: Path, *, besides: Iterable[str] = ()) -> list[Path]:
+    """What stopped saves left in a folder; not the temporary folders of the saves with the ids `besides`.
+
+    Nor what `put_back` is for: that is a checkpoint.
+    """
+    names = _names(folder)
+    asides = {name for name in names if _ASIDE.fullmatch(name) or _STOPPED.fullmatch(name)}
+    asides -= {name for name, _ in _half_replaced(names)}
+    kept = tuple(f".tmp-{save}" for save in besides)
+    return [folder / name for name in sorted(asides) if not name.endswith(kept)]
+
+
+def put_back(folder: Path) -> None:
+    """Undo replacements that were stopped half way, where neither the old nor the new has the name."""
+    for name, final in _half_replaced(_names(folder)):
+        os.rename(folder / name, folder / final)
+
+
+def _half_replaced(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, the name that it had) of checkpoints that were to be replaced, and the new one has not got the name."""
+    taken = set(names)
+    matches = [match for match in map(_ASIDE.fullmatch, sorted(taken)) if match and match[2] == "old"]
+    names_of = {match[1]: match[0] for match in matches if match[1] not in taken}
+    return [(name, final) for final, name in names_of.items()]
+
+
+def surplus(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Which checkpoints to delete.
+
+    Args:
+        steps: those that there are, the newest first.
+        keep_last: as many of the newest stay; None: all.
+        keep_every: and those whose step is a multiple of it; None: none.
+    """
+    if keep_last is None:
+        return []
+    return [step for step in list(steps)[keep_last:] if keep_every is None or step % keep_every]
+
+
+@contextmanager
+def pinned(path: Path) -> Iterator[int]:
+    """A checkpoint that is not deleted meanwhile: a descriptor of its folder, which stays the same one if another takes
+    its name.
+
+    Raises CheckpointNotFoundError if it is gone, or about to go.
+    """
+    with ExitStack() as held:
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, folder)
+            manifest = open_plain(MANIFEST, folder=folder)
+            held.callback(os.close, manifest)
+        except OSError as error:
+            raise CheckpointNotFoundError(f"{path} cannot be read: {error.strerror}") from error
+        if not _free_for(manifest, fcntl.LOCK_SH):
+            raise CheckpointNotFoundError(f"{path} is being deleted")
+        if not os.fstat(manifest).st_nlink:
+            raise CheckpointNotFoundError(f"{path} was deleted")
+        yield folder
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether a checkpoint can be deleted, for nobody has pinned it; nor does anybody meanwhile."""
+    try:
+        try:
+            manifest = open_plain(path / MANIFEST, os.O_RDWR)
+        except PermissionError:
+            manifest = open_plain(path / MANIFEST)
+    except OSError:
+        yield True  # no checkpoint (any more): nobody reads it
+        return
+    try:
+        yield _free_for(manifest, fcntl.LOCK_EX)
+    finally:
+        os.close(manifest)
+
+
+def _free_for(handle: int, kind: int) -> bool:
+    """Lock a file, if nobody else's lock is in the way."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # no locks here
+    return True
+
+
+@contextmanager
+def locked(folder: Path, timeout_s: float, *, silence_s: float | None = None, beats: bool = False) -> Iterator[None]:
+    """Hold a folder's lock: one save at a time. It is free again when its holder ends, in whatever way.
+
+    Args:
+        silence_s: seconds after which a holder that gives no sign of life is not waited for any longer: its machine may
+            be gone, and its lock not yet free. None: it is waited for all the same.
+        beats: give signs of life, for as long as it is held.
+
+    Raises DeadlineError, naming who holds it. A file system without locks is used without.
+    """
+    try:
+        try:
+            handle = open_plain(folder / LOCK, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # another user's: it can be held all the same
+            handle = open_plain(folder / LOCK)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise CheckpointError(f"{folder / LOCK} cannot be locked: {error.strerror}") from error
+    ended = threading.Event()
+    try:
+        _take(handle, folder, timeout_s, silence_s)
+        with suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        if beats:
+            threading.Thread(target=_beat, args=(folder / LOCK, ended), name="penstock-beat", daemon=True).start()
+        yield
+    finally:
+        ended.set()
+        os.close(handle)
+
+
+def _take(handle: int, folder: Path, timeout_s: float, silence_s: float | None) -> None:
+    now = time.monotonic()
+    deadline, sign, heard = now + timeout_s, last_sign(folder / LOCK), now
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            now = time.monotonic()
+            if (newer := last_sign(folder / LOCK)) != sign:
+                sign, heard = newer, now
+            silent = silence_s is not None and now - heard > silence_s
+            if silent or now > deadline:
+                holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+                why = f", of which there was no sign of life for {silence_s:g} s" if silent else ""
+                raise DeadlineError(
+                    f"waited {max(timeout_s, 0):g} s for {holder}, which is writing a checkpoint into {folder}{why}"
+                ) from None
+            time.sleep(POLL_S)
+        except OSError:  # no locks here
+            return
+
+
+def sign_of_life(path: Path) -> None:
+    """Leave one, for `last_sign` of anybody who sees the folder. Costs a change of a file's time."""
+    with suppress(OSError):
+        handle = open_plain(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.utime(handle)
+        finally:
+            os.close(handle)
+
+
+def last_sign(path: Path) -> int:
+    """Differs from the last time if there was another sign of life. Times of two machines are never compared."""
+    try:
+        handle = open_plain(path)  # a network file system asks its server then
+    except OSError:
+        return 0
+    try:
+        return os.fstat(handle).st_mtime_ns
+    finally:
+        os.close(handle)
+
+
+def _beat(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        sign_of_life(path)
+
+
+def _latest(folder: Path) -> str:
+    try:
+        return (folder / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _checksum_of(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0, opener=open_plain) as file:
+        while piece := file.read(CHUNK):
+            hasher.update(piece)
+    return hasher.hexdigest()

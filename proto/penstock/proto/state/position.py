@@ -1,0 +1,262 @@
+"""Where a box stands in its stream: the round robin over slots as pure arithmetic.
+
+The rule (DESIGN section 4): deliver from the slot under the cursor, then move on to the next live slot; a slot whose
+input ends at its turn leaves the live slots without taking a step; when none is left the pass ends and the next epoch
+starts with all slots live and the cursor at 0. Where only the loader's own methods can resume it (`carry`), the cursor
+goes on instead: such a loader counts the samples of all workers, and deals its batches to workers that are asked in
+turn for as long as the launch goes on.
+
+The training loop follows this rule one step at a time (`turn`, `deliver`, `exhaust`, `cut`). The coordinator, asked for
+the state at a step, follows it in strides (`advance`), from where the attempt started and from what is known of the
+slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
+`worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
+
+A position carries the flight record of its box: the chain of the digests of all batches in order. Whoever has the
+digests goes on with it (`deliver`, `advance`); without them it is unknown, never wrong.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+from penstock.proto.batch.digest import MASK
+from penstock.proto.errors import EmptyInputError, InvalidArgumentError
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["MOST", "PASSES_AHEAD", "Position", "advance", "chain_at"]
+
+MOST = 1 << 62
+"""The highest step, epoch or count that a position may come with: what is added to it still fits 64 bits."""
+PASSES_AHEAD = 64
+"""Passes that workers may run ahead where passes follow each other. A ring has at most 32 slots, so only empty passes
+come near it; they take no slot, and without a bound a worker with an empty input would send their ends for ever."""
+_pack_link = struct.Struct("<QQ").pack
+_pack_step = struct.Struct("<Q").pack
+
+
+def _linked(chain: int | None, digest: int | None) -> int | None:
+    return None if digest is None or chain is None else xxh3_64_intdigest(_pack_link(chain, digest))
+
+
+def _added(chain: int | None, digest: int | None, step: int) -> int | None:
+    """Steps have factors of their own, so that it tells in which one a row came."""
+    if digest is None or chain is None:
+        return None
+    return (chain + (xxh3_64_intdigest(_pack_step(step)) | 1) * digest) & MASK
+
+
+@dataclass
+class Position:
+    """A box's record. Steps and counts are batches; slots are 0-based; epochs count from 0."""
+
+    step: int
+    """Batches of the box over the whole life of the run."""
+    epoch: int
+    live: list[int]
+    """Slots that have not ended in this epoch, in their order."""
+    cursor: int
+    """Index into `live` of the slot whose turn it is."""
+    delivered: list[int]
+    """Per slot, batches in this epoch."""
+    total: list[int]
+    """Per slot, batches in all: its worker_step."""
+    chain: int | None = field(default=0, compare=False)
+    """chain(0) = 0, chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n); None: not known. With
+    `by_rows` chain(n) = chain(n - 1) + (xxh3_64(little-endian u64 n) | 1) * digest, modulo 2^64."""
+    by_rows: bool = field(default=False, compare=False)
+    """Digests are sums over rows: the chains of all boxes add up to that of the stream, on any number of boxes."""
+    first: int | None = field(default=None, compare=False)
+    """The slot that this epoch began with, if the turn goes on over the ends of epochs; None: each begins with 0."""
+    ended_before: bool = field(default=False, compare=False)
+    """True once a pass of this object's life has ended without a single step; see `exhaust`."""
+
+    @classmethod
+    def start(cls, num_slots: int, *, step: int = 0, epoch: int = 0) -> Position:
+        """All slots live and nothing delivered by any of them."""
+        if num_slots < 1:
+            raise InvalidArgumentError(f"a box needs at least one worker slot, not {num_slots}")
+        if step > MOST or epoch > MOST:
+            raise InvalidArgumentError(f"a start at step {step} of epoch {epoch}, beyond what can be counted")
+        return cls(step, epoch, list(range(num_slots)), 0, [0] * num_slots, [0] * num_slots)
+
+    def copy(self) -> Position:
+        return Position(
+            self.step,
+            self.epoch,
+            list(self.live),
+            self.cursor,
+            list(self.delivered),
+            list(self.total),
+            self.chain,
+            self.by_rows,
+            self.first,
+            self.ended_before,
+        )
+
+    def carry(self) -> None:
+        """From now on the turn goes on over the ends of epochs."""
+        if self.first is None:
+            self.first = 0
+
+    @property
+    def turn(self) -> int:
+        """The slot under the cursor."""
+        return self.live[self.cursor]
+
+    def deliver(self, digest: int | None = None) -> None:
+        """The slot under the cursor handed over a batch of this digest."""
+        slot = self.live[self.cursor]
+        self.step += 1
+        self.chain = _added(self.chain, digest, self.step) if self.by_rows else _linked(self.chain, digest)
+        self.delivered[slot] += 1
+        self.total[slot] += 1
+        self.cursor = (self.cursor + 1) % len(self.live)
+
+    def exhaust(self) -> bool:
+        """The slot under the cursor ended at its turn. True if that ended the pass: the next epoch has begun.
+
+        Two passes in a row without any batch are an empty input: EmptyInputError, for the loop would never end.
+        """
+        del self.live[self.cursor]
+        if self.live:
+            self.cursor %= len(self.live)
+            return False
+        if self.first is not None:
+            self.first = (self.first + sum(self.delivered)) % len(self.total)
+        empty = not any(self.delivered)
+        if empty and self.ended_before:
+            raise EmptyInputError("the input yields no batch")
+        self._next_epoch()
+        self.ended_before = empty
+        return True
+
+    def cut(self) -> None:
+        """The loop left the pass before its end; the next epoch begins, with the slot that this one began with."""
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        count = len(self.total)
+        self.epoch += 1
+        self.live = list(range(count))
+        self.cursor = self.first or 0
+        self.delivered = [0] * count
+
+    def to_proto(self) -> records_pb2.BoxPosition:
+        slots = [
+            records_pb2.SlotPosition(delivered=d, total=t) for d, t in zip(self.delivered, self.total, strict=True)
+        ]
+        return records_pb2.BoxPosition(
+            step=self.step,
+            epoch=self.epoch,
+            live=self.live,
+            cursor=self.cursor,
+            slots=slots,
+            chain=self.chain,
+            by_rows=self.by_rows,
+            first=self.first,
+        )
+
+    @classmethod
+    def from_proto(cls, message: records_pb2.BoxPosition) -> Position:
+        """Raises InvalidArgumentError for a record that no round robin can have reached."""
+        position = cls(
+            message.step,
+            message.epoch,
+            list(message.live),
+            message.cursor,
+            [slot.delivered for slot in message.slots],
+            [slot.total for slot in message.slots],
+            message.chain if message.HasField("chain") else None,
+            message.by_rows,
+            message.first if message.HasField("first") else None,
+        )
+        count = len(position.total)
+        if not position.live or sorted(set(position.live)) != position.live or position.live[-1] >= count:
+            raise InvalidArgumentError(f"position with live slots {position.live} of {count}")
+        if position.cursor >= len(position.live):
+            raise InvalidArgumentError(f"position with cursor {position.cursor} over {len(position.live)} live slots")
+        if position.first is not None and position.first >= count:
+            raise InvalidArgumentError(f"position in an epoch that began with slot {position.first} of {count}")
+        if max(position.step, position.epoch, *position.total) > MOST:
+            raise InvalidArgumentError(f"position at step {position.step}, epoch {position.epoch}: beyond {MOST}")
+        if any(d > t for d, t in zip(position.delivered, position.total, strict=True)):
+            raise InvalidArgumentError("position with more batches in its epoch than in all")
+        return position
+
+
+def advance(
+    base: Position,
+    step: int,
+    ends: Mapping[tuple[int, int], int],
+    cuts: Mapping[int, int] | None = None,
+) -> Position:
+    """The record of the box at `step`, from `base` and what is known of ends.
+
+    Args:
+        base: where to start from; not changed.
+        step: absolute, at least `base.step`.
+        ends: (slot, epoch) -> the slot's total when that pass ended. A pass that is not listed is taken to go on; ask
+            again once more is known.
+        cuts: epoch -> the last step taken in it before the loop left it by `break`.
+
+    The result is lazy, as the loop is: an end is noticed only by the step that meets it. Cost: one round for each end
+    that is passed, whatever the number of steps. Its chain is unknown if it took a step: see `chain_at`.
+    """
+    if step < base.step:
+        raise InvalidArgumentError(f"step {step} lies before step {base.step}, where this attempt started")
+    at = base.copy()
+    while True:
+        wanted = step - at.step
+        if wanted == 0:
+            return at
+        live, cursor = at.live, at.cursor
+        count = len(live)
+        cut_at = cuts.get(at.epoch) if cuts else None
+        stride = wanted if cut_at is None else min(wanted, cut_at - at.step)
+        meets_end = False
+        for index, slot in enumerate(live):
+            end = ends.get((slot, at.epoch))
+            if end is not None:
+                turn = (index - cursor) % count + (end - at.total[slot]) * count
+                if turn < stride:
+                    stride, meets_end = turn, True
+        for index, slot in enumerate(live):
+            offset = (index - cursor) % count
+            batches = (stride - offset + count - 1) // count if stride > offset else 0
+            at.delivered[slot] += batches
+            at.total[slot] += batches
+        at.cursor = (cursor + stride) % count
+        at.step += stride
+        if stride:
+            at.chain = None
+        if meets_end:
+            at.exhaust()
+        elif at.step < step:
+            at.cut()
+
+
+def chain_at(
+    base: Position,
+    step: int,
+    ends: Mapping[tuple[int, int], int],
+    cuts: Mapping[int, int],
+    digests: Mapping[tuple[int, int], int],
+) -> int | None:
+    """The chain of the box at `step`: the way of `advance`, a step at a time, over digests by (slot, total).
+
+    None if the chain is not known at `base`, or one of the digests is not.
+    """
+    at = base.copy()
+    while at.step < step and at.chain is not None:
+        slot = at.turn
+        if cuts.get(at.epoch) == at.step:
+            at.cut()
+        elif ends.get((slot, at.epoch)) == at.total[slot]:
+            at.exhaust()
+        else:
+            at.deliver(digests.get((slot, at.total[slot] + 1)))
+    return at.chain

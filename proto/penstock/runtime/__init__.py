@@ -1,0 +1,1 @@
+"""What every process needs and no peer sees: settings, telemetry, processes, files."""

@@ -1,0 +1,1 @@
+"""Settings: arguments, variables and the settings file."""

@@ -1,0 +1,1 @@
+"""Logs, counters, the catalogue of metrics, and a cluster's status."""

@@ -1,0 +1,1 @@
+"""The web server of a process, and its metrics for Prometheus."""

@@ -1,0 +1,141 @@
+"""Metrics for Prometheus: what a process reads of itself at a scrape, as that format wants it.
+
+Nothing is counted for Prometheus while the work is done. A scrape reads what the process keeps anyway, and gives it the
+names of penstock.runtime.telemetry.metric_catalogue; so metrics cost nothing where nobody asks. prometheus-client is
+imported when metrics are asked for, and not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.proto.errors import DeadlineError, InvalidArgumentError
+from penstock.proto.rpc.version import VERSION
+from penstock.runtime.telemetry.counters import Histogram
+from penstock.runtime.telemetry.metric_catalogue import BY_NAME, Process
+from penstock.runtime.web.http_server import Page, Route
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client import Metric as Family
+
+__all__ = ["Collector", "Readings", "cpu_seconds", "in_loop", "metrics_route", "require_prometheus"]
+
+LOOP_DEADLINE_S = 5.0
+"""For an event loop to answer a scrape: less than the 10 s that Prometheus waits."""
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+_Result = TypeVar("_Result")
+
+
+def require_prometheus() -> None:
+    """Raises InvalidArgumentError, with the remedy, where metrics are asked for and cannot be had."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "metrics need the package prometheus-client, which is not installed: pip install 'penstock[metrics]'"
+        ) from error
+
+
+class Readings:
+    """What one scrape of one process found."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._found: defaultdict[str, list[tuple[list[str], float | Histogram]]] = defaultdict(list)
+        self.add("penstock_build_info", 1, process=process, version=VERSION)
+
+    def add(self, name: str, value: float | Histogram, **labels: object) -> None:
+        """Enter a value under a name of the catalogue, with just the labels that it has there."""
+        metric = BY_NAME[name]
+        if self._process not in metric.processes or set(labels) != set(metric.labels):
+            raise ValueError(f"{name} of a {self._process} with {sorted(labels)} is not in the catalogue")
+        self._found[name].append(([str(labels[label]) for label in metric.labels], value))
+
+    def families(self) -> Iterator[Family]:
+        """For prometheus-client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for name, samples in self._found.items():
+            metric = BY_NAME[name]
+            if metric.kind == "histogram":
+                histograms = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+                for labels, value in samples:
+                    assert isinstance(value, Histogram)
+                    bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
+                    histograms.add_metric(labels, list(zip(bounds, value.cumulative, strict=True)), value.sum)
+                yield histograms
+                continue
+            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = make(name, metric.help, labels=metric.labels)
+            for labels, value in samples:
+                assert not isinstance(value, Histogram)
+                family.add_metric(labels, value)
+            yield family
+
+
+class Collector:
+    """A collector for prometheus-client's registries: asks `read` at each scrape, on the scrape's thread."""
+
+    def __init__(self, read: Callable[[], Readings]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Family]:
+        """What a scrape gets."""
+        return self._read().families()
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing: else a registry would make a scrape of its own to know the names."""
+        return ()
+
+
+def metrics_route(collector: Collector) -> Route:
+    """A page of the process's metrics, with those of the process itself (its memory, its descriptors) beside.
+
+    Raises InvalidArgumentError where prometheus-client is not installed.
+    """
+    require_prometheus()
+    from prometheus_client import CollectorRegistry, ProcessCollector
+    from prometheus_client.exposition import generate_latest
+
+    registry: CollectorRegistry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    return lambda: Page(_TEXT, generate_latest(registry))
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], _Result]) -> _Result:
+    """`read()` on the thread of an event loop, whose data only it may look at. From other threads.
+
+    Raises DeadlineError if the loop does not come to it.
+    """
+
+    async def asked() -> _Result:
+        return read()
+
+    answer = asyncio.run_coroutine_threadsafe(asked(), loop)
+    try:
+        return answer.result(LOOP_DEADLINE_S)
+    except concurrent.futures.TimeoutError:
+        answer.cancel()
+        raise DeadlineError(f"the event loop did not come to a scrape within {LOOP_DEADLINE_S:g} s") from None
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Processor time of processes and of those that they have waited for; 0 for one that is gone."""
+    ticks = 0
+    for pid in pids:
+        try:
+            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += sum(map(int, after_name[11:15]))  # utime, stime, cutime, cstime
+    return ticks / _TICKS

@@ -1,0 +1,50 @@
+"""Sources of training data with an exact position, for an input_fn or a plain torch DataLoader."""
+
+from penstock.data.formats.parquet import index_parquet
+from penstock.data.loading.map_loader import MapLoader
+from penstock.data.loading.streaming_loader import StreamingLoader
+from penstock.data.sharded.layers.documents import Chunked, Packed
+from penstock.data.sharded.layers.mapped import Filtered, Mapped, SkipSample
+from penstock.data.sharded.layers.mixture import Mixture
+from penstock.data.sharded.layers.repeated import Repeated
+from penstock.data.sharded.layers.windows import Grouped, WindowShuffled
+from penstock.data.sharded.protocol import Cursor, ShardedSource
+from penstock.data.sharded.shard_loader import ShardLoader
+from penstock.data.sharded.sources.lines import LineFile
+from penstock.data.sharded.sources.logical_shards import LogicalShards
+from penstock.data.sharded.sources.savable import Savable
+from penstock.data.streaming_dataset import Stream, StreamingDataset
+from penstock.data.synthetic_dataset import SyntheticDataset
+from penstock.data.writing.merge_index import merge_index
+from penstock.data.writing.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+from penstock.data.writing.writers import MDSWriter
+
+__all__ = [
+    "CSVWriter",
+    "Chunked",
+    "Cursor",
+    "Filtered",
+    "Grouped",
+    "JSONWriter",
+    "LineFile",
+    "LogicalShards",
+    "MDSWriter",
+    "MapLoader",
+    "Mapped",
+    "Mixture",
+    "Packed",
+    "Repeated",
+    "Savable",
+    "ShardLoader",
+    "ShardedSource",
+    "SkipSample",
+    "Stream",
+    "StreamingDataset",
+    "StreamingLoader",
+    "SyntheticDataset",
+    "TSVWriter",
+    "WindowShuffled",
+    "XSVWriter",
+    "index_parquet",
+    "merge_index",
+]

@@ -1,0 +1,1 @@
+"""A host's cache of shards: downloads, locks, prefetch, eviction."""

@@ -1,0 +1,54 @@
+"""Hashes of files, by the names that mosaicml-streaming gives them: hashlib's and xxhash's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.proto.errors import DatasetError
+from penstock.runtime.files.plain_files import open_plain
+
+__all__ = ["HASHES", "digest_of", "fastest_of"]
+
+# Those of hashlib that have a function of their own; shake_* are left out, whose digests have no length of their own.
+HASHES: dict[str, Callable[[], Any]] = {
+    **{
+        name: getattr(hashlib, name)
+        for name in sorted(hashlib.algorithms_available)
+        if hasattr(hashlib, name) and not name.startswith("shake_")
+    },
+    **{name: getattr(xxhash, name) for name in sorted(xxhash.algorithms_available)},
+}
+"""Name of an algorithm -> what makes a hash of nothing yet."""
+
+_FAST = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32", "sha1", "blake2b", "sha256", "md5", "sha512")
+"""The fastest first, on processors of today; the others come behind."""
+
+PIECE = 1 << 20
+"""Bytes of a file in memory at a time."""
+
+
+def fastest_of(algorithms: Iterable[str]) -> str:
+    """The one to verify by, of several; "" if none is known."""
+    known = [name for name in algorithms if name in HASHES]
+    return min(known, key=lambda name: (_FAST.index(name) if name in _FAST else len(_FAST), name), default="")
+
+
+def digest_of(source: Path | bytes | bytearray | memoryview, algorithm: str) -> str:
+    """Digest in hexadecimal, of bytes or of a file's content. Raises DatasetError for an unknown algorithm."""
+    make = HASHES.get(algorithm)
+    if make is None:
+        raise DatasetError(f"unknown hash {algorithm!r}; there are {', '.join(sorted(HASHES))}")
+    state = make()
+    if isinstance(source, Path):
+        with open(source, "rb", buffering=0, opener=open_plain) as file:
+            piece = memoryview(bytearray(PIECE))
+            while size := file.readinto(piece):
+                state.update(piece[:size])
+    else:
+        state.update(source)
+    return str(state.hexdigest())

@@ -1,0 +1,94 @@
+"""The shards of a dataset that are open: looked up by all threads, opened once, closed when they are many.
+
+Which one is closed is decided by second chance: the one that was opened first, but not if it was used since it was
+last looked at. So a look-up, of which there is one for each sample, writes no more than a flag, and takes no lock.
+
+To close a shard here is to drop the reference to it. A thread that reads it has a reference of its own, so its file is
+closed behind that thread, and no thread reads a file that another one has closed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.data.cache.shard_cache import Held
+from penstock.data.formats.shards import ShardReader
+
+__all__ = ["FEWEST_OPEN", "OpenShards"]
+
+FEWEST_OPEN = 64
+"""Shards that are kept open if the limit of descriptors lets us."""
+
+
+class _Open:
+    __slots__ = ("held", "reader", "used")
+
+    def __init__(self, held: Held, reader: ShardReader) -> None:
+        self.held, self.reader, self.used = held, reader, True
+
+
+class OpenShards:
+    """Safe for threads. A forked child begins with none."""
+
+    def __init__(self) -> None:
+        self.most = FEWEST_OPEN
+        self._reset()
+        _all.add(self)
+
+    def _reset(self) -> None:
+        # A dataset may be collected, and close its shards, anywhere in the thread that holds this.
+        self._lock = threading.RLock()
+        self._open: OrderedDict[int, _Open] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, number: int, opened: Callable[[int], tuple[Held, ShardReader]]) -> ShardReader:
+        """The reader of a shard; `opened` opens it, and may take long, which other threads do not wait for."""
+        found = self._open.get(number)
+        if found is None:
+            found = self._add(number, _Open(*opened(number)))
+        found.used = True
+        return found.reader
+
+    def _add(self, number: int, new: _Open) -> _Open:
+        with self._lock:
+            found = self._open.setdefault(number, new)
+            surplus = [] if found is new else [new]  # another thread was faster
+            while len(self._open) > min(self.most, _descriptors() // 4):
+                oldest, shard = self._open.popitem(last=False)
+                if shard.used:
+                    shard.used = False
+                    self._open[oldest] = shard
+                else:
+                    surplus.append(shard)
+        for shard in surplus:
+            shard.held.release()
+        return found
+
+    def clear(self) -> None:
+        with self._lock:
+            shards, self._open = self._open, OrderedDict()
+        for shard in shards.values():
+            shard.held.release()
+
+
+def _descriptors() -> int:
+    """That this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+_all: weakref.WeakSet[OpenShards] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for shards in list(_all):
+        shards._reset()
+
+
+os.register_at_fork(after_in_child=_forked)

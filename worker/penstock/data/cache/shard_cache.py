@@ -1,0 +1,409 @@
+"""A folder with a dataset's shards, filled as they are needed and shared by all processes of the host.
+
+Everything that processes must agree on is a file in the folder and a flock on it (see `books`): there is no daemon, no
+shared memory, no semaphore. Whoever uses a shard shares its lock, so nobody evicts it; whoever fetches it has another
+lock to itself, so nobody fetches it twice. Locks die with their holders, and what a killed process leaves is found by
+its lock, which nobody has any more, and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from penstock.data.cache.cache_state import LONGEST_PAUSE_S, Books
+from penstock.data.cache.download import Filling, put
+from penstock.data.cache.eviction import Room
+from penstock.data.cache.file_hashes import HASHES
+from penstock.data.cache.file_locks import Lock
+from penstock.data.cache.prefetch import Ahead
+from penstock.data.cache.shard_stamps import Stamp, key_of, seen
+from penstock.data.formats.index import INDEX
+from penstock.data.formats.shards import Shard
+from penstock.data.remote.folders import Place
+from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.runtime.files.plain_files import read_plain
+
+__all__ = ["Held", "ShardCache"]
+
+YIELD_S = 5.0
+"""For others to end what they are fetching ahead, before the limit is exceeded."""
+LOOK_S = 0.1
+"""For others to look whether a shard is there, which locks it for a moment."""
+CONFIRM_S = 10.0
+"""For the place to say whether it has a file."""
+
+
+class Held:
+    """A shard that stays until `release`, which may be called twice, by any thread. In a forked child it holds
+    nothing."""
+
+    __slots__ = ("_cache", "_key", "_pid", "paths")
+
+    def __init__(self, cache: ShardCache, key: str, paths: tuple[Path, ...]) -> None:
+        self.paths = paths
+        """The raw files, in the order of the shard's."""
+        self._cache: ShardCache | None = cache
+        self._key = key
+        self._pid = os.getpid()
+
+    def release(self) -> None:
+        cache = self._cache
+        if cache is not None and self._pid == os.getpid():
+            cache._release(self)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class _InUse:
+    """A shard that this process holds."""
+
+    def __init__(self, lock: Lock, paths: tuple[Path, ...]) -> None:
+        self.lock = lock
+        self.paths = paths
+        self.count = 0
+
+
+class ShardCache:
+    """Safe for threads. A forked child begins with nothing held and no threads; a spawned one gets it pickled."""
+
+    def __init__(
+        self,
+        place: Place | None,
+        folder: str | os.PathLike[str],
+        *,
+        limit: int | None = None,
+        validate: str | Literal[False] | None = None,
+        keep_packed: bool = False,
+        timeout_s: float = 600.0,
+        threads: int = 4,
+        on_pressure: Callable[[], object] | None = None,
+        group: int | None = None,
+    ) -> None:
+        """`place` None: the folder is the dataset, and nothing of it is ever removed.
+
+        `limit`: bytes for all processes of the host together; None: unlimited. `validate`: None verifies what is
+        fetched, or found without a stamp that fits, by a hash that the index has; the name of an algorithm verifies by
+        that one, also what lies in place, and the index must have it; False verifies nothing. `keep_packed`: compressed
+        files stay, and their inflated form is the first to go; else only the inflated one stays. `timeout_s`: seconds
+        for one `hold`. `on_pressure`: called when there is no room without exceeding the limit, to release what is held
+        without need. `group`: whose members share the folder.
+        """
+        if limit is not None and limit <= 0:
+            raise InvalidArgumentError(f"the limit of a cache must be above 0 bytes, not {limit}")
+        if validate and validate not in HASHES:
+            raise InvalidArgumentError(
+                f"unknown hash {validate!r} to validate by; there are {', '.join(sorted(HASHES))}"
+            )
+        if threads < 1 or timeout_s <= 0:
+            raise InvalidArgumentError(
+                f"threads must be at least 1 and timeout_s above 0, not {threads} and {timeout_s}"
+            )
+        self.folder = Path(folder).absolute()
+        if place and place.local and place.local.resolve() == self.folder.resolve():
+            place = None
+        self.place = place
+        self.on_pressure = on_pressure
+        self._limit = limit if place else None
+        self._validate = validate
+        self._keep_packed = keep_packed
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._group = group
+        self._root = str(self.folder)
+        self._filling = Filling(place, self.folder, validate=self._validate, keep_packed=keep_packed)
+        lies = self.folder if place is None else place.local
+        self._in_place = str(lies) if lies else ""
+        """Where files are used as they lie; "" if nowhere."""
+        self._reset()
+        _caches.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()  # as a place's
+        self._held: dict[str, _InUse] = {}
+        self._books = Books(self.folder, self.place, self._timeout_s, self._group)
+        self._ahead = Ahead(self._books, self._threads, self._bring)
+        self._warned = False
+        self._room = Room(self._books, self._limit, self._fetchable) if self._limit else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "place": self.place,
+            "folder": self.folder,
+            "limit": self._limit,
+            "validate": self._validate,
+            "keep_packed": self._keep_packed,
+            "timeout_s": self._timeout_s,
+            "threads": self._threads,
+            "group": self._group,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ShardCache.__init__(self, state.pop("place"), state.pop("folder"), **state)
+
+    # The index
+
+    @property
+    def index_path(self) -> Path:
+        """Where `index` reads it."""
+        return Path(self._in_place or self.folder, INDEX)
+
+    @property
+    def in_place(self) -> bool:
+        """Files are used where they lie."""
+        return bool(self._in_place)
+
+    def index(self) -> bytes:
+        """The index file; fetched once for the host. Raises ShardUnavailableError, or DatasetError if it is none."""
+        if self._in_place:
+            try:
+                return read_plain(self.index_path)
+            except FileNotFoundError:
+                what = f"{self._in_place} is no dataset: it has no {INDEX}{self._remedy()}"
+                raise ShardUnavailableError(what) from None
+            except OSError as error:
+                raise ShardUnavailableError(f"{self.index_path}: {error.strerror}") from error
+        assert self.place is not None
+        self._books.prepare()
+        path = self.index_path
+        until = time.monotonic() + self._timeout_s
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return read_plain(path)
+            with self._books.fetching(INDEX, until, INDEX) as temporary:
+                if seen(str(path)) is None:
+                    self._filling.index_is_fetched()
+                    data = self.place.read(INDEX, deadline_s=until - time.monotonic())
+                    self._check_index(data)
+                    put(data, temporary("raw"), path, self.place.url_of(INDEX))
+
+    def _remedy(self) -> str:
+        """For a folder without an index. Looks no further than a folder of folders: there may be millions of files."""
+        for pattern in ("*.parquet", "*/*.parquet"):
+            if any(Path(self._in_place).glob(pattern)):
+                return f"; index_parquet({self._in_place!r}) writes one of the Parquet files in it"
+        return ""
+
+    def _check_index(self, data: bytes) -> None:
+        """What a login page or a proxy sends must not stay here under the index's name."""
+        assert self.place is not None
+        try:
+            is_index = isinstance(json.loads(data), dict)
+        except ValueError:
+            is_index = False
+        if not is_index:
+            raise DatasetError(f"{self.place.url_of(INDEX)} is no index of a dataset; it begins with {data[:40]!r}")
+
+    # One shard
+
+    def hold(self, shard: Shard) -> Held:
+        """Its raw files, complete and verified, and here until they are released. Waits for them if it must.
+
+        Raises ShardUnavailableError (not in time, not there, no room on the disk), ShardCorruptError, or DatasetError
+        if the index lacks the hashes to validate by.
+        """
+        lying = self._lying(shard)
+        if lying:
+            return Held(self, "", lying)
+        key = key_of(shard.name)
+        with self._lock:
+            in_use = self._held.get(key)
+            if in_use:
+                in_use.count += 1
+                return Held(self, key, in_use.paths)
+        self._books.prepare()
+        until = time.monotonic() + self._timeout_s
+        lock = self._books.wait(os.path.join(self._books.shards, key), until, shard.name, shared=True)
+        try:
+            paths = self._ready(shard, lock)
+            if paths is None:
+                paths = self._fill(shard, key, lock, until)
+                assert paths is not None
+        except BaseException:
+            lock.release()
+            raise
+        with self._lock:
+            in_use = self._held.setdefault(key, _InUse(lock, paths))
+            in_use.count += 1
+        if in_use.lock is not lock:  # another thread was as fast
+            lock.release()
+        self._ahead.used(key)
+        return Held(self, key, in_use.paths)
+
+    def _lying(self, shard: Shard) -> tuple[Path, ...] | None:
+        """The files where they are used as they lie; no book is needed then. None if any is not there as it should."""
+        if not self._in_place or self._validate:
+            return None
+        paths = []
+        for file in shard.files:
+            path = os.path.join(self._in_place, file.raw.name)
+            found = seen(path)
+            if found is None or found[0] != file.raw.size:
+                return None
+            paths.append(Path(path))
+        return tuple(paths)
+
+    def _release(self, held: Held) -> None:
+        with self._lock:
+            if held._cache is None:  # by another thread, just before
+                return
+            held._cache = None
+            in_use = self._held.get(held._key)
+            if in_use is None:
+                return
+            in_use.count -= 1
+            if in_use.count:
+                return
+            del self._held[held._key]
+            in_use.lock.touch()
+            in_use.lock.release()
+        self._ahead.look_for_room()
+
+    def _ready(self, shard: Shard, lock: Lock) -> tuple[Path, ...] | None:
+        stamp = Stamp.decoded(lock.read())
+        return stamp.holds(shard, self._root) if stamp and self._filling.accepts(stamp, shard) else None
+
+    def _fill(
+        self, shard: Shard, key: str, lock: Lock, until: float, decided: Callable[[], None] | None = None
+    ) -> tuple[Path, ...] | None:
+        """Have its files there, by us or by whoever is at it. With `decided` (see `Ahead`) nobody waits for them, and
+        None means that there is no room."""
+        with self._books.fetching(key, until, shard.name, decided) as temporary:
+            paths = self._ready(shard, lock)
+            if paths:
+                return paths
+            before = Stamp.decoded(lock.read())
+            ours = before is not None and not before.found
+            if before and ours and before.origin not in ("", self._filling.origin(shard)):
+                self._filling.forget(before)
+            if not self._claim(key, lock, self._filling.need(shard, ours=ours), until, demand=decided is None):
+                return None
+            if decided:
+                decided()
+            try:
+                stamp = self._filling.fill(shard, temporary, until, ours=ours)
+            except BaseException as error:
+                if not any(seen(os.path.join(self._root, file.raw.name)) for file in shard.files):
+                    lock.write(b"")  # it has nothing on disk, and claims nothing
+                if not isinstance(error, OSError):
+                    raise
+                raise ShardUnavailableError(f"{shard.name} could not be stored in {self.folder}: {error}") from error
+            lock.write(stamp.encoded())
+            return stamp.holds(shard, self._root)
+
+    # Room
+
+    def _claim(self, key: str, lock: Lock, need: Stamp, until: float, *, demand: bool) -> bool:
+        if self._room is None:
+            return True
+        if self._try_claim(key, lock, need, until, demand=demand):
+            return True
+        if not demand:
+            return False
+        if self.on_pressure:
+            self.on_pressure()
+            if self._try_claim(key, lock, need, until, demand=True):
+                return True
+        # What is being fetched ahead cannot go, but once it is there it can; nor what is just being looked at.
+        now = time.monotonic()
+        soon, patience = min(until, now + LOOK_S), min(until, now + YIELD_S)
+        while now < soon or (now < patience and self._others_fetch_ahead(key)):
+            self._books.check_open("")
+            self._books.closing.wait(LONGEST_PAUSE_S)
+            if self._try_claim(key, lock, need, until, demand=True):
+                return True
+            now = time.monotonic()
+        self._try_claim(key, lock, need, until, demand=True, exceed=True)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the cache {self.folder} exceeds its limit of {self._limit} bytes: {need.size} more are needed, and"
+                " all that is in it is in use; give it a higher limit",
+                stacklevel=4,
+            )
+        return True
+
+    def _others_fetch_ahead(self, key: str) -> bool:
+        """`key`: of what we are fetching ourselves, which somebody may want ahead too."""
+        ahead = set(os.listdir(self._books.ahead)) - {key}
+        return not ahead.isdisjoint(os.listdir(self._books.fetching_folder))
+
+    def _try_claim(
+        self, key: str, lock: Lock, need: Stamp, until: float, *, demand: bool, exceed: bool = False
+    ) -> bool:
+        assert self._room is not None
+        counting = self._books.wait(self._books.room, until, "", shared=False)
+        try:
+            return self._room.claim(key, lock, need, demand=demand, exceed=exceed)
+        finally:
+            counting.release()
+
+    def _fetchable(self, name: str, size: int) -> bool:
+        if self.place is None:
+            return False
+        try:
+            return self.place.has(name, size, deadline_s=CONFIRM_S)
+        except PenstockError:
+            return False
+
+    # Ahead of need
+
+    def fetch_ahead(self, shards: Sequence[Shard]) -> None:
+        """What will be needed next, in this order; it replaces what was said before. Threads fetch it.
+
+        It stays for this process until it is held or no longer in the list, or somebody who waits needs its room.
+        What goes wrong is not said here: `hold` will meet it.
+        """
+        self._books.check_open("")
+        with self._lock:
+            held = set(self._held)
+        # What is used where it lies needs no books, and its folder may be another's.
+        self._ahead.want([(key_of(shard.name), shard) for shard in shards if not self._lying(shard)], held)
+
+    def _bring(self, shard: Shard, key: str, decided: Callable[[], None]) -> bool:
+        """Have it there though nobody waits for it. False if there is no room."""
+        until = time.monotonic() + self._timeout_s
+        lock = self._books.wait(os.path.join(self._books.shards, key), until, shard.name, shared=True)
+        try:
+            return bool(self._ready(shard, lock) or self._fill(shard, key, lock, until, decided))
+        finally:
+            lock.release()
+
+    # Beginning and end
+
+    def close(self) -> None:
+        """All that is held is released, and threads end, within a second also if they are at a transfer."""
+        self._books.closing.set()
+        if self.place:
+            self.place.close()
+        self._ahead.close()
+        with self._lock:
+            held, self._held = self._held, {}
+        for in_use in held.values():
+            in_use.lock.release()
+
+
+_caches: weakref.WeakSet[ShardCache] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for cache in list(_caches):
+        cache._reset()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,251 @@
+"""What MDS stores in a column, by mosaicml-streaming's names: how a value becomes bytes, and bytes the same value.
+
+A decoder gets the sample's bytes and the value's place in them, so that nothing is cut out before it must be. It takes
+all of its bytes or raises: no decoder allocates what the bytes do not pay for. Arrays are the caller's own and may be
+written to: mosaicml-streaming's are read-only, on which torch.from_numpy warns. Ours cost one copy, as theirs do.
+
+As in mosaicml-streaming "int" and "str_float" become Python's numbers, "uint8" to "float64" numpy's scalars, and images
+PIL's, which are read from their bytes only when they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from penstock.data.formats import images
+from penstock.proto.errors import DatasetError
+
+__all__ = ["ENCODINGS", "Encoding", "check_encoding", "encoding_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How the values of a column are stored."""
+
+    size: int | None
+    """Bytes of every value, or None if they vary."""
+    decode: Callable[[bytes, int, int], Any]
+    """(sample, begin, end) -> value. Raises what it likes when the bytes are none of its own."""
+    encode: Callable[[Any], bytes]
+    """Raises TypeError, ValueError or OverflowError for a value that it would change."""
+
+
+def encoding_of(name: str, *, allow_unsafe_types: bool = False) -> Encoding:
+    """The encoding of this name. Raises DatasetError if there is none, or if it runs what it reads."""
+    check_encoding(name)
+    if name in UNSAFE and not allow_unsafe_types:
+        raise DatasetError(
+            f"encoding {name!r} runs whatever program its writer put there; "
+            "if you trust its writer, say allow_unsafe_types=True"
+        )
+    family, colon, config = name.partition(":")
+    return _ndarray(config) if family == "ndarray" and colon else ENCODINGS[family]
+
+
+def check_encoding(name: str) -> None:
+    """Raise DatasetError if there is no encoding of this name."""
+    family, colon, config = name.partition(":") if isinstance(name, str) else (name, "", "")
+    if family not in ENCODINGS:
+        raise DatasetError(f"unknown encoding {name!r}; there are {', '.join(ENCODINGS)}")
+    if colon:
+        if family != "ndarray":
+            raise DatasetError(f"unknown encoding {name!r}: {family} takes nothing behind a colon")
+        _ndarray(config)
+
+
+def _typed(value: Any, kind: type | tuple[type, ...], what: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} was expected, not {type(value).__name__}")
+
+
+def _slice(sample: bytes, begin: int, end: int) -> bytes:
+    return sample[begin:end]
+
+
+def _encode_bytes(value: Any) -> bytes:
+    _typed(value, bytes, "bytes")
+    return bytes(value)
+
+
+def _decode_str(sample: bytes, begin: int, end: int) -> str:
+    return sample[begin:end].decode()
+
+
+def _encode_str(value: Any) -> bytes:
+    _typed(value, str, "str")
+    return bytes(value.encode())
+
+
+_INT64 = struct.Struct("=q").unpack_from
+
+
+def _decode_int(sample: bytes, begin: int, end: int) -> int:
+    if end - begin != 8:
+        raise ValueError(f"8 bytes were expected, not {end - begin}")
+    value: int = _INT64(sample, begin)[0]
+    return value
+
+
+def _encode_int(value: Any) -> bytes:
+    return operator.index(value).to_bytes(8, "little", signed=True)
+
+
+def _scalar(dtype: type[np.generic]) -> Encoding:
+    size = np.dtype(dtype).itemsize
+    whole = issubclass(dtype, np.integer)
+
+    def decode(sample: bytes, begin: int, end: int) -> Any:
+        if end - begin != size:
+            raise ValueError(f"{size} bytes were expected, not {end - begin}")
+        return np.frombuffer(sample, dtype, 1, begin)[0]
+
+    def encode(value: Any) -> bytes:
+        if value is None or isinstance(value, str):  # numpy makes a number of them
+            raise TypeError(f"a number was expected, not {type(value).__name__}")
+        with np.errstate(over="ignore"):
+            made = dtype(value)
+        if (whole and made != value) or (not whole and np.any(np.isinf(made) & np.isfinite(value))):
+            raise ValueError(f"{value!r} is no {dtype.__name__}")
+        return made.tobytes()
+
+    return Encoding(size, decode, encode)
+
+
+# The numbers under which MDS knows them; all else about an array is in `_decode_array`.
+_DTYPES: dict[int, np.dtype[Any]] = {
+    8: np.dtype(np.uint8),
+    9: np.dtype(np.int8),
+    16: np.dtype(np.uint16),
+    17: np.dtype(np.int16),
+    18: np.dtype(np.float16),
+    32: np.dtype(np.uint32),
+    33: np.dtype(np.int32),
+    34: np.dtype(np.float32),
+    64: np.dtype(np.uint64),
+    65: np.dtype(np.int64),
+    66: np.dtype(np.float64),
+}
+_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+_BY_NAME = {dtype.name: dtype for dtype in _NUMBERS}
+_SHAPES = tuple(struct.Struct(f"={letter}") for letter in "BHIQ")
+"""Of a dimension, by the two lowest bits of the byte that tells how many there are."""
+MOST_DIMENSIONS = 63
+
+
+def _ndarray(config: str) -> Encoding:
+    """Of `dtype:shape`, `dtype`, or nothing: what is not here stands before each value."""
+    name, colon, dims = config.partition(":")
+    if not config:
+        return ENCODINGS["ndarray"]
+    dtype = _BY_NAME.get(name)
+    if dtype is None:
+        raise DatasetError(f"encoding 'ndarray:{config}': its dtypes are {', '.join(_BY_NAME)}")
+    shape = None
+    if colon:
+        parts = dims.split(",")
+        if len(parts) > MOST_DIMENSIONS or not all(dim.isascii() and dim.isdigit() and int(dim) for dim in parts):
+            raise DatasetError(f"encoding 'ndarray:{config}': its shape must be like 3,224,224, and without zeros")
+        shape = tuple(map(int, parts))
+    size = None if shape is None else prod(shape) * dtype.itemsize
+    return Encoding(size, partial(_decode_array, dtype, shape), partial(_encode_array, dtype, shape))
+
+
+def _decode_array(
+    dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, sample: bytes, begin: int, end: int
+) -> np.ndarray[Any, Any]:
+    if dtype is None:
+        dtype = _DTYPES[sample[begin]]
+        begin += 1
+    if shape is None:
+        head = sample[begin]
+        begin += 1
+        dim, count = _SHAPES[head & 3], head >> 2
+        shape = tuple([dim.unpack_from(sample, begin + i * dim.size)[0] for i in range(count)])
+        begin += count * dim.size
+    items = prod(shape)
+    if begin + items * dtype.itemsize != end:
+        raise ValueError(f"{dtype.name} of shape {shape} were expected in {end - begin} bytes")
+    return np.frombuffer(sample, dtype, items, begin).reshape(shape).copy()
+
+
+def _encode_array(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, value: Any) -> bytes:
+    _typed(value, np.ndarray, "a numpy array")
+    number = _NUMBERS.get(value.dtype)
+    if number is None or (dtype is not None and value.dtype != dtype):
+        raise TypeError(f"an array of {dtype or ', '.join(_BY_NAME)} was expected, not of {value.dtype}")
+    if shape is not None and value.shape != shape:
+        raise ValueError(f"shape {shape} was expected, not {value.shape}")
+    if not value.ndim or value.ndim > MOST_DIMENSIONS or not value.size:
+        raise ValueError(f"an array of shape {value.shape} cannot be stored: 1 to {MOST_DIMENSIONS} axes, none empty")
+    head = bytearray() if dtype is not None else bytearray([number])
+    if shape is None:
+        width = next(i for i, dim in enumerate(_SHAPES) if max(value.shape) < 1 << 8 * dim.size)
+        head.append(value.ndim << 2 | width)
+        for dim in value.shape:
+            head += _SHAPES[width].pack(dim)
+    data: bytes = bytes(head) + value.tobytes()
+    return data
+
+
+def _text(kind: type) -> Encoding:
+    """Numbers as their digits, of any precision."""
+
+    def decode(sample: bytes, begin: int, end: int) -> Any:
+        return kind(sample[begin:end].decode())
+
+    def encode(value: Any) -> bytes:
+        _typed(value, kind, kind.__name__)
+        if value is True or value is False:
+            raise TypeError("a bool is no number here")  # its text is none
+        return str(value).encode()
+
+    return Encoding(None, decode, encode)
+
+
+def _decode_json(sample: bytes, begin: int, end: int) -> Any:
+    return json.loads(sample[begin:end].decode())
+
+
+def _encode_json(value: Any) -> bytes:
+    return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
+
+
+def _unpickle(sample: bytes, begin: int, end: int) -> Any:
+    # The one place that unpickles what somebody else wrote: only with allow_unsafe_types=True is it given away.
+    return pickle.loads(sample[begin:end])
+
+
+UNSAFE = {"pkl"}
+
+ENCODINGS: dict[str, Encoding] = {
+    "bytes": Encoding(None, _slice, _encode_bytes),
+    "str": Encoding(None, _decode_str, _encode_str),
+    "int": Encoding(8, _decode_int, _encode_int),
+    "ndarray": Encoding(None, partial(_decode_array, None, None), partial(_encode_array, None, None)),
+    **{dtype.name: _scalar(dtype.type) for dtype in _DTYPES.values()},
+    "str_int": _text(int),
+    "str_float": _text(float),
+    "str_decimal": _text(Decimal),
+    "pil": Encoding(None, images.decode_raw, images.encode_raw),
+    "jpeg": Encoding(None, images.decode_jpeg, images.encode_jpeg),
+    "jpeg_array": Encoding(None, images.decode_files, images.encode_files),
+    "jpegarray": Encoding(None, images.decode_files, images.encode_files),
+    "png": Encoding(None, images.decode_png, images.encode_png),
+    "list[pil]": Encoding(None, images.list_decoder(images.decode_raw), images.list_encoder(images.encode_raw)),
+    "list[jpeg]": Encoding(None, images.list_decoder(images.decode_jpeg), images.list_encoder(images.encode_jpeg)),
+    "list[png]": Encoding(None, images.list_decoder(images.decode_png), images.list_encoder(images.encode_png)),
+    "pkl": Encoding(None, _unpickle, pickle.dumps),
+    "json": Encoding(None, _decode_json, _encode_json),
+}
+"""Name -> encoding. "ndarray" may be followed by ":dtype" or ":dtype:shape"."""

@@ -1,0 +1,77 @@
+"""Samples of an MDS shard.
+
+    [samples: 4] [offset: 4] * (samples + 1) [settings as JSON] [sample] * samples
+    sample = [size: 4] for each column without a fixed size, then the values, column by column
+
+What the columns are is in the index; the settings in the shard repeat it and are not read. This is the hot path: all
+that can be settled once (offsets, decoders, where values of fixed size lie) is settled when the shard is opened.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.data.formats.encodings import encoding_of
+from penstock.data.formats.raw_files import SampleFile
+from penstock.data.formats.shards import Shard
+from penstock.proto.errors import DatasetError
+
+__all__ = ["MDSReader", "columns_of"]
+
+Decode = Callable[[bytes, int, int], Any]
+
+
+def columns_of(shard: Shard, *, allow_unsafe_types: bool = False) -> list[tuple[str, Decode, int]]:
+    """(column, decoder, its fixed size or 0) in the order of an MDS sample. DatasetError if one may not be read."""
+    settings = shard.settings
+    columns = []
+    triples = zip(settings["column_names"], settings["column_encodings"], settings["column_sizes"], strict=True)
+    for name, encoding, size in triples:
+        try:
+            decode = encoding_of(encoding, allow_unsafe_types=allow_unsafe_types).decode
+        except DatasetError as error:
+            raise DatasetError(f"{shard.name}: column {name!r}: {error.message}") from error
+        columns.append((name, decode, size or 0))
+    return columns
+
+
+class MDSReader(SampleFile):
+    """See `penstock.data.formats.shards.ShardReader`."""
+
+    def __init__(self, shard: Shard, path: Path, *, allow_unsafe_types: bool = False) -> None:
+        columns = columns_of(shard, allow_unsafe_types=allow_unsafe_types)
+        super().__init__(path, shard.files[0].raw)
+        try:
+            size = 4 + 4 * (shard.samples + 1)
+            table = self._read(min(size, self._size), 0)
+            self._set_offsets(table, shard.samples, size)
+        except BaseException:
+            self.close()
+            raise
+        self._columns = [(name, decode, size, not size) for name, decode, size in columns]
+        varying = sum(1 for _, _, size in columns if not size)
+        self._head = struct.Struct(f"={varying}I")
+        self._least = self._head.size + sum(size for _, _, size in columns)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self._bytes_of(index)
+        column = ""
+        place = self._head.size
+        try:
+            sizes = self._head.unpack_from(sample)
+            if self._least + sum(sizes) != len(sample):
+                raise ValueError(f"values of {self._least + sum(sizes)} bytes in {len(sample)}")
+            values = {}
+            following = iter(sizes)
+            for column, decode, size, varies in self._columns:
+                end = place + (next(following) if varies else size)
+                values[column] = decode(sample, place, end)
+                place = end
+            return values
+        except DatasetError:  # a package is missing
+            raise
+        except Exception as error:
+            self._undecodable(index, column, error)

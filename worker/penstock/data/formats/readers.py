@@ -1,0 +1,46 @@
+"""Which reader a shard needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.data.formats.mds import MDSReader
+from penstock.data.formats.parquet import ParquetReader
+from penstock.data.formats.shards import Shard, ShardReader
+from penstock.data.formats.text_shards import JSONReader, XSVReader
+from penstock.proto.errors import DatasetError, ShardCorruptError
+
+__all__ = ["open_shard"]
+
+
+def open_shard(
+    shard: Shard, paths: Sequence[Path], *, allow_unsafe_types: bool = False, source: str = ""
+) -> ShardReader:
+    """A reader of a shard whose raw files lie at `paths`, in the order of `shard.files`. `source`: where they come
+    from, for messages.
+
+    Raises ShardCorruptError if they are not what the index says, and DatasetError for a column with pickles unless
+    `allow_unsafe_types`.
+    """
+    if not source:
+        return _reader(shard, paths, allow_unsafe_types)
+    try:
+        reader = _reader(shard, paths, allow_unsafe_types)
+    except ShardCorruptError as error:
+        raise ShardCorruptError(f"{source}: {error.message}") from error
+    reader.name = source
+    return reader
+
+
+def _reader(shard: Shard, paths: Sequence[Path], allow_unsafe_types: bool) -> ShardReader:
+    match shard.format, paths:
+        case "mds", [data]:
+            return MDSReader(shard, data, allow_unsafe_types=allow_unsafe_types)
+        case "json", [data, meta]:
+            return JSONReader(shard, (data, meta))
+        case "xsv" | "csv" | "tsv", [data, meta]:
+            return XSVReader(shard, (data, meta))
+        case "parquet", [data]:
+            return ParquetReader(shard, data)
+    raise DatasetError(f"{shard.name}: no reader for format {shard.format!r} in {len(paths)} files")

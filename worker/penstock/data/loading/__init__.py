@@ -1,0 +1,1 @@
+"""Loaders over map-style and streaming datasets: positions, reading ahead, collating."""

@@ -1,0 +1,94 @@
+"""The function that makes a batch, called so that no mistake in it ends a pass; and batches of no samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.data.stop_iteration import no_end
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+__all__ = ["checked_collate", "empty_batch", "without_rows"]
+
+
+def checked_collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The same function, but a StopIteration that comes out of it is a DatasetError: out of an iterator's `__next__` it
+    would say that the pass is over, and the rest of the epoch would be left out in silence."""
+    if not callable(collate_fn):
+        raise InvalidArgumentError(
+            f"collate_fn={collate_fn!r}: it is a function that makes a batch of a list of samples"
+        )
+    return partial(_collated, collate_fn)  # which can be sent to a process
+
+
+def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    with no_end("the collate_fn"):
+        return collate_fn(samples)
+
+
+def empty_batch(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
+    """The batch of no samples, for a box that has no row of an epoch's last batch.
+
+    Few functions can make it. So it is what they make of this sample, less one row: what is one longer for the sample
+    twice than for the sample once is one shorter here. That holds for stacked tensors, lists, running offsets
+    ([0, 7] for one, [0, 7, 14] for two, [0] for none) and counts. Raises DatasetError for a batch of other objects.
+    """
+    warnings.warn(
+        "the last samples of an epoch are fewer than the boxes: those without one get a batch of no rows, so that all "
+        "have as many batches. A mean over it is not a number; tail='pad', 'drop' or 'carry' make none",
+        UserWarning,
+        stacklevel=2,
+    )
+    return _less(collate_fn([sample]), collate_fn([sample, sample]), "the batch")
+
+
+def without_rows(batch: Any) -> Any:
+    """A batch of the same form with no rows, where the rows are the first dim of each tensor, array and list."""
+    if isinstance(batch, Mapping):
+        return {name: without_rows(value) for name, value in batch.items()}
+    if isinstance(batch, list | tuple) and any(isinstance(each, _ARRAYS | Mapping | list | tuple) for each in batch):
+        return _like(batch, [without_rows(each) for each in batch])
+    if isinstance(batch, list | tuple) or (isinstance(batch, _ARRAYS) and batch.ndim):
+        return batch[:0]
+    raise _no_rows("the batch", batch)
+
+
+_ARRAYS = torch.Tensor | np.ndarray
+
+
+def _less(one: Any, two: Any, where: str) -> Any:
+    if type(one) is not type(two):
+        raise _no_rows(where, one)
+    if isinstance(one, Mapping) and one.keys() == two.keys():
+        return {name: _less(one[name], two[name], f"{where}[{name!r}]") for name in one}
+    if isinstance(one, _ARRAYS) and one.ndim == two.ndim:
+        for dim in range(one.ndim):
+            size = max(0, 2 * one.shape[dim] - two.shape[dim])
+            one = one[(slice(None),) * dim + (slice(size),)] if size != one.shape[dim] else one
+        return one
+    if isinstance(one, list | tuple):
+        if len(one) != len(two):
+            return one[: max(0, 2 * len(one) - len(two))]
+        return _like(one, [_less(*each, f"{where}[{at}]") for at, each in enumerate(zip(one, two, strict=True))])
+    if isinstance(one, int | float) and not isinstance(one, bool):
+        return one if one == two else type(one)(2 * one - two)
+    if isinstance(one, str | bytes | bool | None) and one == two:
+        return one
+    raise _no_rows(where, one)
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def _no_rows(where: str, value: Any) -> DatasetError:
+    return DatasetError(
+        "the last samples of an epoch are fewer than the boxes, and a box without one needs a batch of no rows; but "
+        f"{where} is a {type(value).__qualname__}, which cannot be cut. Use tail='pad', 'drop' or 'carry', or batches "
+        "of tensors, arrays, lists and dicts"
+    )

@@ -1,0 +1,40 @@
+"""The process's random generators, set for one sample: from a key and the sample's place in the order.
+
+User code draws from the generators of python, numpy and torch. Were these left alone, a sample would depend on what was
+read before it in the same process: on workers, boxes and restarts. They are set in the cheapest way that each has: 64
+bits for Python's, 32 for numpy's and torch's (torch keeps no more of a seed). torch.manual_seed would cost twenty times
+as much, for it asks all kinds of devices.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.data.ordering.permutation import mix
+
+__all__ = ["Seeds", "seed_generators", "seeds_of"]
+
+_PYTHON, _OTHERS = 0, 1
+"""Generators that a key is for."""
+
+Seeds = tuple[int, int]
+"""For Python's generator, and for the others."""
+
+
+def seeds_of(key: int, *place: npt.ArrayLike) -> list[Seeds]:
+    """Return the seeds of several samples. `place`: integers that say which each is, such as epochs and positions; one
+    array at least, the others broadcast."""
+    words = mix(key, *place)
+    return list(zip(mix(_PYTHON, words).tolist(), mix(_OTHERS, words).tolist(), strict=True))
+
+
+def seed_generators(seeds: Seeds) -> None:
+    """Set the generators of python, numpy and torch."""
+    for_python, for_others = seeds
+    random.seed(for_python)
+    np.random.seed(for_others & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(for_others >> 32)

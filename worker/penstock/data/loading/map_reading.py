@@ -1,0 +1,134 @@
+"""How samples are read by number: what their randomness is, and what an error says. Of MapLoader and StreamingLoader.
+
+Random augmentation draws from the process's generators. They are set before each sample, from the seed and the sample's
+place in the order (keyed_random.py), and afterwards to what they were.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.data.loading.collating import empty_batch
+from penstock.data.loading.keyed_random import Seeds, seed_generators, seeds_of
+from penstock.data.ordering.epoch_plan import Plan
+from penstock.data.ordering.permutation import Ints
+from penstock.data.stop_iteration import not_an_end
+from penstock.proto.errors import DatasetError
+from penstock.proto.state.generators import capture_rng, derive_seed, restore_rng
+
+__all__ = ["MapReader"]
+
+
+class MapReader:
+    """Reads samples and makes batches. Holds nothing but the dataset and settings, so that it may travel to a
+    process."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        epoch_size: int,
+        collate: Callable[[list[Any]], Any],
+        *,
+        seed: int,
+        reseed: bool,
+        reseed_collate: bool | None = None,
+        many: Callable[[Ints], list[Any]] | None = None,
+    ) -> None:
+        """
+        Args:
+            reseed: set the generators before each sample is read.
+            reseed_collate: and before a batch is collated; None: as `reseed`.
+            many: reads the samples of a batch where they are not read one by one, with errors that say which it was.
+        """
+        self.dataset, self.collate = dataset, collate
+        self.name, self._length = name, epoch_size
+        self._key = derive_seed(seed, "sample") if reseed else None
+        reseed_collate = reseed if reseed_collate is None else reseed_collate
+        self._collate_key = derive_seed(seed, "collate") if reseed_collate else None
+        self._many = many
+
+    @property
+    def reseeds(self) -> bool:
+        """Batches depend on the seed."""
+        return self._key is not None or self._collate_key is not None
+
+    def samples(self, plan: Plan) -> list[Any]:
+        if self._key is None:
+            return self._all(plan)
+        before = capture_rng()
+        try:
+            return self._each(plan, self._key)
+        finally:
+            restore_rng(before)
+
+    def batch(self, plan: Plan) -> Any:
+        """Collated; where generators are set, its randomness depends on the batch's first row."""
+        if not self.reseeds:
+            return self.collated(plan, self._all(plan))
+        before = capture_rng()
+        try:
+            found = self._all(plan) if self._key is None else self._each(plan, self._key)
+            if self._collate_key is not None:
+                seed_generators(self._seeds(self._collate_key, plan.epoch, plan.positions[:1])[0])
+            return self.collated(plan, found)
+        finally:
+            restore_rng(before)
+
+    def collated(self, plan: Plan, samples: list[Any]) -> Any:
+        return empty_batch(self.collate, samples[0]) if plan.empty else self.collate(samples)
+
+    def _each(self, plan: Plan, key: int) -> list[Any]:
+        found = []
+        seeds = self._seeds(key, plan.epoch, plan.positions)
+        for row, (number, seed) in enumerate(zip(plan.ids.tolist(), seeds, strict=True)):
+            seed_generators(seed)
+            found.append(self._one(plan, row, number))
+        return found
+
+    def _all(self, plan: Plan) -> list[Any]:
+        if self._many is not None:
+            return self._many(plan.ids)
+        numbers = plan.ids.tolist()
+        if not callable(getattr(type(self.dataset), "__getitems__", None)):
+            dataset, left = self.dataset, iter(numbers)
+            try:
+                return [dataset[number] for number in left]  # a call of ours for each would take a third more
+            except Exception as error:
+                self._tell(error, self._place(plan, len(numbers) - operator.length_hint(left) - 1))
+                raise
+        try:
+            found = self.dataset.__getitems__(numbers)
+            if isinstance(found, Mapping):  # its keys would be taken for samples
+                raise DatasetError(f"{self.name}: __getitems__ returned a dict, and not a list of samples")
+            found = list(found)
+        except Exception as error:
+            first = ", ".join(self._place(plan, row) for row in range(min(3, len(numbers))))
+            self._tell(error, f"one of {len(numbers)} samples, the first of which are {first}")
+            raise
+        if len(found) != len(numbers):
+            raise DatasetError(f"{self.name}: __getitems__ returned {len(found)} samples for {len(numbers)} numbers")
+        return found
+
+    def _one(self, plan: Plan, row: int, number: int) -> Any:
+        try:
+            return self.dataset[number]
+        except Exception as error:
+            self._tell(error, self._place(plan, row))
+            raise
+
+    def _tell(self, error: Exception, what: str) -> None:
+        """Note in the user's error where it came from. One that would end the pass silently becomes another."""
+        if isinstance(error, StopIteration):
+            raise not_an_end(f"{self.name} for {what}") from error
+        error.add_note(f"raised by {self.name} for {what}")
+
+    def _place(self, plan: Plan, row: int) -> str:
+        epoch, position = plan.place(row, self._length)
+        return f"sample {plan.ids[row]} (epoch {epoch}, position {position})"
+
+    def _seeds(self, key: int, epoch: int, positions: Any) -> list[Seeds]:
+        epochs = (epoch & (2**62 - 1)) + positions // self._length
+        return seeds_of(key, epochs, positions % self._length)

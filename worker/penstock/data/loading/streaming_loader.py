@@ -1,0 +1,216 @@
+"""Batches of a streaming dataset in its one order, with a position that can be saved and moved to any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+import numpy as np
+
+from penstock.data.arguments import one_of, sample_count, whole
+from penstock.data.loading.collating import checked_collate
+from penstock.data.loading.map_reading import MapReader
+from penstock.data.loading.position_loader import PositionLoader, check_settings
+from penstock.data.loading.worker_identity import Here, global_batch
+from penstock.data.ordering.epoch_plan import Course, Plan, Walk
+from penstock.data.ordering.partition import Tail
+from penstock.data.ordering.permutation import Ints
+from penstock.data.ordering.sharded_order import Interleave, Order
+from penstock.data.ordering.skips import ranges_of
+from penstock.data.streaming_dataset import StreamingDataset
+from penstock.proto.errors import InvalidArgumentError
+from penstock.worker.batch.building import collate
+
+__all__ = ["StreamingLoader"]
+
+BLOCK = 1 << 18
+"""Samples that are shuffled with each other, unless the user says otherwise."""
+LOOKED_AT = 1 << 14
+"""Positions, of all those ahead, by which the shards that are needed next are found."""
+
+
+class StreamingLoader(PositionLoader):
+    """Batches of a StreamingDataset, in an order that does not depend on who makes them.
+
+    Inside an input_fn it makes this worker's share, and follows RestartableDataLoader: it resumes on any number of
+    boxes and workers. In a plain torch DataLoader (`DataLoader(loader, batch_size=None, num_workers=4)`) the worker
+    processes share the batches, and the order is the same again; `set_epoch` and `state_after` are for that, since the
+    counting is done in the copies that the worker processes have. By itself it yields all batches of this rank (RANK
+    and WORLD_SIZE, if they are set).
+
+    A pass is an epoch, or what is left of it behind a loaded state.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        shuffle_block: int | str | None = BLOCK,
+        partitions: int = 1,
+        interleave: Interleave = "shards",
+        epoch_size: int | str | None = None,
+        tail: Tail = "emit",
+        skip: Iterable[range] = (),
+        predownload: int | str | None = None,
+        reseed: bool | None = None,
+        keys: str | None = None,
+        rank: tuple[int, int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] = collate,
+    ) -> None:
+        """
+        Args:
+            batch_size: rows of a box's batch; the global batch grows with the number of boxes.
+            global_batch_size: rows of all boxes' batches together; give one of the two. Boxes share them as evenly as
+                can be, and no box goes without.
+            seed: of the shuffle and of `reseed`; None takes the run's (0 outside a worker).
+            shuffle_block: samples that are shuffled with each other, about: whole shards whose sizes add up to it. The
+                shards of a block are needed at the same time. None shuffles all with all.
+            partitions: parts of the data that batches are drawn from in turn, row by row. A box reads only its own
+                parts' shards where the number of boxes divides it; so choose the largest number of boxes.
+            interleave: how streams are mixed: "shards" shuffles the shards of all together, "samples" keeps the share
+                of each stream at every prefix, "batches" makes each global batch from one stream.
+            epoch_size: samples of an epoch, or a text such as "100k", of which each stream has its proportion; None: as
+                many as there are.
+            tail: of a last batch that is not full: "emit" it, "pad" it with samples of the epoch's beginning, "drop"
+                it, or "carry" its samples into the next epoch's first batch. Only "pad" repeats a sample. With "emit"
+                a box may get a batch of no rows, where an epoch, or what is left of it, has fewer samples than boxes.
+            skip: ranges of sample numbers that are left out, counted over all epochs (epoch * samples of an epoch +
+                position). The rest comes in the same order as with them. On a resume more may be left out ahead.
+            predownload: samples ahead whose shards are fetched; None: two shuffle blocks.
+            reseed: set the global generators of python, numpy and torch before each sample is read, from seed, epoch
+                and position, so that random augmentation depends on nothing else; and for the collate function, by the
+                batch's first row. Around a batch they stay as they were. None: for samples where the dataset is of a
+                class of yours with a `__getitem__`, and for batches where there is a collate_fn of yours; nothing else
+                draws.
+            keys: name of a field that each batch gets, with a restore key for each row: see `restore_sample`. A batch
+                that is no dict becomes {"batch": it, keys: ...}.
+            rank: (this one, how many) data-parallel ranks share each global batch; None: the worker's box among all
+                boxes, or outside of a worker RANK and WORLD_SIZE. Replicas, as with tensor parallelism, give the same.
+            collate_fn: list of samples -> batch.
+
+        Raises InvalidArgumentError or DatasetError for settings that cannot be meant.
+        """
+        partitions, epoch_size = whole("partitions", partitions), sample_count("epoch_size", epoch_size)
+        shuffle_block = sample_count("shuffle_block", shuffle_block)
+        predownload = sample_count("predownload", predownload)
+        seed, skip = whole("seed", seed), list(skip)
+        if not isinstance(dataset, StreamingDataset):
+            raise InvalidArgumentError(
+                f"dataset is a {type(dataset).__qualname__}; give a StreamingDataset, made of a folder or URL. For "
+                "other datasets of samples by number there is MapLoader"
+            )
+        here = Here.now(rank)
+        batch = global_batch(batch_size, global_batch_size, here.boxes)
+        check_settings(
+            tail, partitions=partitions, shuffle_block=shuffle_block, epoch_size=epoch_size, predownload=predownload
+        )
+        one_of("interleave", interleave, get_args(Interleave))
+        seed = here.seed if seed is None else seed
+        shares = dataset.shares(epoch_size)
+        if interleave == "batches":
+            _check_batches(batch, partitions, tail, sum(shares), skip)
+        order = Order(
+            dataset.sizes,
+            shares,
+            seed=seed,
+            shuffle=shuffle,
+            block=shuffle_block,
+            partitions=partitions,
+            interleave=interleave,
+            batch=batch,
+        )
+        reader = _reader(
+            dataset, len(order), checked_collate(collate_fn), seed, reseed, own_collate=collate_fn is not collate
+        )
+        mixed = len(shares) > 1
+        described: dict[str, Any] = {
+            "data": dataset.fingerprint,
+            "samples": shares,
+            "seed": seed if shuffle or reader.reseeds else None,
+            "shuffle_block": (shuffle_block or "all") if shuffle else None,
+            "partitions": partitions,
+            "interleave": interleave if mixed else None,
+            "batch": batch if mixed and interleave == "batches" else None,
+            "tail": tail,
+        }
+        self.dataset, self._shards, self._reader = dataset, order, reader
+        self._ahead = predownload or 2 * min(shuffle_block or len(order), len(order))
+        self._looked: tuple[Course | None, int] = None, 0
+        """From where was last looked ahead."""
+        super().__init__(dataset.name, order, described, here=here, batch=batch, tail=tail, skip=skip, keys=keys)
+
+    def _read(self, plan: Plan) -> list[Any]:
+        return self._reader.samples(plan)
+
+    def _made(self, plan: Plan) -> Any:
+        return self._reader.batch(plan)
+
+    def _planned(self, walk: Walk, plans: list[Plan]) -> None:
+        """Have the shards fetched that this process needs for the next samples, then those that the box needs for the
+        positions behind, in the next epoch too."""
+        course, position = walk.course, int(plans[0].positions[0])
+        looked, at = self._looked
+        if looked is course and position - at < self._ahead // 4:
+            return
+        self._looked = course, position
+        order, lead, length = self._shards, self._ahead, len(self._shards)
+        needed = [np.searchsorted(order.starts, np.concatenate([plan.ids for plan in plans]), side="right") - 1]
+        needed.append(order.shards(course.epoch, self._near(course, position, lead)))
+        if position + lead > length:
+            epoch, start = course.following()
+            following = self._epochs.course(epoch, start, self._batch, course.boxes)
+            needed.append(order.shards(epoch, self._near(following, 0, position + lead - length)))
+        shards = np.concatenate(needed)
+        _, first = np.unique(shards, return_index=True)
+        self.dataset.fetch_ahead(shards[np.sort(first)])
+
+    def _near(self, course: Course, position: int, count: int) -> Ints:
+        """This box's positions behind one; of many, runs that each touch all partitions, evenly spread."""
+        run = max(self._shards.partitions, self._here.boxes)
+        return course.near(self._here.box, position, count, run=run, runs=max(1, LOOKED_AT // run))
+
+
+def _reader(
+    dataset: StreamingDataset,
+    length: int,
+    collate_fn: Callable[[list[Any]], Any],
+    seed: int,
+    reseed: bool | None,
+    *,
+    own_collate: bool,
+) -> MapReader:
+    """`length`: samples of an epoch. What is the user's may draw; what is ours does not, and is not slowed down."""
+    return MapReader(
+        dataset,
+        type(dataset).__qualname__,
+        length,
+        collate_fn,
+        seed=seed,
+        reseed=dataset.is_overridden if reseed is None else reseed,
+        reseed_collate=own_collate if reseed is None else reseed,
+        many=dataset.get_many,
+    )
+
+
+def _check_batches(batch: int, partitions: int, tail: Tail, length: int, skip: list[range]) -> None:
+    """Whether each global batch can be from one stream."""
+    if batch % partitions:
+        raise InvalidArgumentError(
+            f"interleave='batches' with global batches of {batch} rows and partitions={partitions}: a batch must "
+            "take as many rows from each partition"
+        )
+    if tail == "carry":
+        raise InvalidArgumentError(
+            "interleave='batches' with tail='carry': what is carried would shift all batches, and each would have two "
+            "streams; use another tail"
+        )
+    for number in (number for piece in ranges_of(skip) for number in piece):
+        if number % length % batch:
+            raise InvalidArgumentError(
+                f"interleave='batches' with skip up to or from sample {number}: batches of {batch} begin anew in each "
+                f"epoch of {length} samples, and only whole ones can be left out"
+            )

@@ -1,0 +1,79 @@
+"""Which positions of an epoch make which batch, and whose row is whose; and what is left when the shape changes.
+
+Global batch j of a dealing is the next B positions of the epoch's order. Box b of N takes its rows b, b + N, b + 2N
+..., so the order of all rows is the same for any number of boxes. A box's batches are made by its workers in turn. All
+boxes have the same number of batches, for a loop on many boxes ends on all of them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from penstock.data.ordering.permutation import Ints
+
+__all__ = ["APART", "Dealing", "Tail", "Turn"]
+
+Tail = Literal["emit", "pad", "drop", "carry"]
+APART: Literal["emit apart"] = "emit apart"
+"""As "emit", for rows that are batches already: none goes with the batch before."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A worker's place among those that make a box's batches: it makes number, number + of, number + 2 of, ..."""
+
+    number: int
+    of: int
+
+    def done(self, batches: int) -> int:
+        """How many of the first `batches` batches are its."""
+        return max(0, -(-(batches - self.number) // self.of))
+
+    def batch(self, done: int) -> int:
+        """The number of its next batch after so many of its own."""
+        return self.number + done * self.of
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """What remains of a pass, from position `start` on, in global batches of `batch` samples for `boxes` boxes.
+
+    The last batch, of fewer samples, is emitted, padded with positions from the epoch's beginning, dropped, or carried:
+    then its samples are the first of the next pass, whose `start` is negative. One that is emitted and has fewer rows
+    than there are boxes goes with the batch before it. Where there is none (the epoch has no more samples than that, or
+    no more are left behind a resume on more boxes), the last boxes have no row of it: nothing comes twice.
+    """
+
+    length: int
+    start: int
+    batch: int
+    boxes: int
+    tail: Tail | Literal["emit apart"]
+
+    @cached_property
+    def batches(self) -> int:
+        """Batches that each box gets."""
+        whole, rest = divmod(self.length - self.start, self.batch)
+        if rest == 0 or self.tail in ("drop", "carry") or (self.tail == "emit" and rest < self.boxes and whole):
+            return whole
+        return whole + 1
+
+    def position(self, batches: int) -> int:
+        """Samples of the pass that are used up after so many batches."""
+        if batches >= self.batches and self.tail != "carry":
+            return self.length
+        return self.start + min(batches, self.batches) * self.batch
+
+    def rows(self, number: int, box: int) -> Ints:
+        """The positions of the box's rows of a batch. With tail="emit" there may be none in the last one, but those of
+        box 0."""
+        begin = self.start + number * self.batch
+        size = self.batch
+        if number == self.batches - 1 and self.tail in ("emit", APART):
+            size = self.length - begin
+        rows = np.arange(begin + box, begin + size, self.boxes)
+        return rows if begin + size <= self.length else rows % self.length

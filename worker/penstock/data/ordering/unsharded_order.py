@@ -1,0 +1,88 @@
+"""The order of a dataset that is read sample by sample: no shards, and an epoch of any number of samples.
+
+All epochs laid end to end run through the dataset again and again, each time in another permutation:
+
+    epoch, position -> number in all -> cycle, and place in it -> permuted
+
+So no sample comes again before all have come, however many samples an epoch has, and a place costs the same wherever it
+is. With blocks, neighbouring samples stay near each other: the blocks of a cycle are permuted, and then the samples
+within each. They are equally long; what is left over is one short block, at some place among them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.ordering.permutation import Ints, mix, permuted
+from penstock.proto.errors import DatasetError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["CycleOrder"]
+
+MOST = 1 << 48
+"""Samples of a dataset, and of an epoch."""
+_BLOCKS, _SHORT, _INSIDE = 0, 1, 2
+"""What a key is for."""
+
+
+class CycleOrder:
+    """The order of all epochs."""
+
+    def __init__(self, count: int, epoch_size: int, *, seed: int, shuffle: bool, block: int | None = None) -> None:
+        """
+        Args:
+            count: samples of the dataset.
+            epoch_size: samples of an epoch: fewer than there are, or more.
+            block: samples that are shuffled with each other; None for all.
+
+        Raises DatasetError for an epoch without samples, or of too many.
+        """
+        if not 0 < count < MOST or not 0 < epoch_size < MOST:
+            raise DatasetError(
+                f"an epoch of {epoch_size} samples out of {count}: there must be at least one, and fewer than {MOST}"
+            )
+        self._count, self._length, self._shuffle = count, epoch_size, shuffle
+        self._block = count if block is None else min(block, count)
+        self._key = derive_seed(seed, "cycle")
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return self._length
+
+    def ids(self, epoch: int, positions: npt.ArrayLike) -> Ints:
+        """The numbers of the samples at these positions, which lie in [0, len(self))."""
+        cycle, first = divmod(epoch * self._length, self._count)  # Python's integers: an epoch may be any
+        at = np.asarray(positions, np.int64) + first
+        if not self._shuffle:
+            ids: Ints = at % self._count
+            return ids
+        cycles = (at // self._count).astype(np.uint64) + np.uint64(cycle & (2**64 - 1))
+        return self._permuted(at % self._count, mix(self._key, cycles))
+
+    def _permuted(self, at: Ints, keys: npt.NDArray[np.uint64]) -> Ints:
+        block, count = self._block, self._count
+        if block == count:
+            return permuted(at, count, keys)
+        blocks, rest = divmod(count, block)
+        # The short block comes after so many whole ones, and holds the dataset's last samples.
+        short = _chosen(keys, blocks + 1) * block
+        inside_short = (at >= short) & (at < short + rest)
+        whole = np.where(at >= short + rest, at - rest, at)
+        slot = np.where(inside_short, blocks, whole // block)
+        offset = np.where(inside_short, at - short, whole % block)
+        chosen = permuted(np.minimum(slot, blocks - 1), blocks, _mixed(keys, _BLOCKS))
+        chosen = np.where(inside_short, blocks, chosen)
+        size = np.where(inside_short, max(1, rest), block)
+        found: Ints = chosen * block + permuted(offset, size, _mixed(_mixed(keys, _INSIDE), chosen))
+        return found
+
+
+def _mixed(keys: npt.NDArray[np.uint64], part: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    return mix(0, keys, part)
+
+
+def _chosen(keys: npt.NDArray[np.uint64], count: int) -> Ints:
+    """A number in [0, count) for each key."""
+    found: Ints = (_mixed(keys, _SHORT) % np.uint64(count)).astype(np.int64)
+    return found

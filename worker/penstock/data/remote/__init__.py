@@ -1,0 +1,1 @@
+"""Folders of data that lie elsewhere: web servers, object stores, file systems."""

@@ -1,0 +1,494 @@
+"""A dataset's folder, wherever it lies: this machine, a web server, an object store, or whatever else fsspec reaches.
+
+A failure that may pass is tried again until the deadline, later each time; one that will not pass is said at once.
+Every transfer has a deadline, and another for making no progress: a server that sends a byte now and then is as good as
+silent.
+
+fsspec's shared event loop does not survive a fork, and closes its connections when it likes. So a place has an event
+loop of its own, in a thread that the first transfer starts and `close` ends. A forked child starts its own; what it
+has inherited it never touches, for its sockets are the parent's. (Nor does it ever free that: the frame of the loop's
+thread, which no child has, refers to it.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import io
+import logging
+import math
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from penstock.data.remote.blocking_filesystems import PlainFilesystems
+from penstock.data.remote.redirects import watch_redirects
+from penstock.data.remote.transfer import (
+    Broken,
+    Changed,
+    Landing,
+    Progress,
+    age_of,
+    by_pieces,
+    http_headers,
+    judge,
+    over_http,
+    scrubbed,
+)
+from penstock.proto.errors import DatasetError, InvalidArgumentError, PenstockError, ShardUnavailableError
+from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.files.plain_files import open_plain, read_plain
+
+__all__ = ["Place", "joined"]
+
+LARGEST_READ = 1 << 30
+"""Bytes that `read` takes into memory: an index of some million shards."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+LAST_PAUSE_S = 0.2
+"""A shorter time than this before the deadline nothing is tried again."""
+QUIET_TRIES = 5
+"""Failures in a row, some two seconds, of which nothing is said."""
+SLOWEST = 1 << 16
+"""Bytes that must come in each `stall_s`, or the transfer is broken off and gone on with."""
+_SERVERS = ("endpoint_url", "endpoint", "host", "port", "account_name")
+"""Options of fsspec's filesystems that say which server a URL means."""
+_log = logging.getLogger(__name__)
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
+
+
+def joined(url: str, name: str) -> str:
+    """The address of what has this name below a folder's. On the web a name may hold what means something in an
+    address, and a query stays at the end."""
+    if not url.startswith(("http://", "https://")):
+        return f"{url.rstrip('/')}/{name}"
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{quote(name)}"))
+
+
+class _Loop:
+    """An event loop in a thread of its own, and the filesystem that lives in it."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._session: Any = None
+        self._lock = threading.RLock()  # as the place's
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="penstock-place", daemon=True)
+        self._thread.start()
+        self.opening = self.call(self._open(url, options))
+        """Of (filesystem, the folder's path in it)."""
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    async def _open(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(url, asynchronous=True, loop=self.loop, skip_instance_cache=True, **options)
+        if urlsplit(url).scheme in ("http", "https"):
+            watch_redirects(fs)
+        if hasattr(fs, "set_session"):
+            self._session = await fs.set_session()
+        return fs, root
+
+    @property
+    def ended(self) -> bool:
+        """Nothing begins in it any more; as at the interpreter's end."""
+        return self._ending
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        with self._lock:
+            if self._ending:  # as the interpreter may be, while a thread tries again what was ended with it
+                work.close()
+                raise Broken("was closed")
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """The thread ends, and with it all that moves. In a forked child: nothing."""
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            if not self._ending:
+                self.call(self._end())
+                self._ending = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        await asyncio.sleep(0)  # the transports' last callbacks
+        self.loop.stop()
+
+
+class Place:
+    """A folder anywhere. Safe for threads; opened by each process when it first needs it."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        tries: int | None = None,
+        stall_s: float = 30.0,
+    ) -> None:
+        """`storage_options` go to fsspec's filesystem. `tries`: failures in a row, without a new byte, that end a
+        transfer; None: the deadline alone does. `stall_s`: seconds that count as no progress."""
+        if (tries is not None and tries < 1) or stall_s <= 0:
+            raise InvalidArgumentError(f"tries must be at least 1 and stall_s above 0, not {tries} and {stall_s}")
+        self._url = os.fspath(url)
+        self._options = dict(storage_options or {})
+        self._tries = tries
+        self._stall_s = stall_s
+        self._protocol = self._url.split("://")[0].split("::")[0] if "://" in self._url else "file"
+        self.local: Path | None = None
+        """The folder, if it is one of this machine's."""
+        import fsspec  # 0.1 s of a core, which runners without a place do not pay
+
+        try:
+            kind = fsspec.get_filesystem_class(self._protocol)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{self.url}: nothing is known of {self._protocol}://") from error
+        except ImportError as error:
+            extra = _EXTRAS.get(self._protocol)
+            remedy = f"install penstock[{extra}]" if extra else str(error)
+            raise DatasetError(f"{self.url} needs a package that is not installed: {remedy}") from error
+        if self._protocol in ("file", "local"):
+            self.local = Path(kind._strip_protocol(self._url)).absolute()
+        self._is_http = self._protocol in ("http", "https")
+        if self._is_http:
+            # A file is wanted as it lies there: a server that takes .gz for an encoding would have it inflated.
+            self._options["client_kwargs"] = {"auto_decompress": False} | self._options.get("client_kwargs", {})
+        self._asynchronous = kind.async_impl and "::" not in self._url
+        self._reset()
+        _places.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()  # a dataset may be collected, and close its places, anywhere
+        self._loop: _Loop | None = None
+        self._plain = PlainFilesystems(self._url, self._options)
+        self._reached = False
+        """Something came from there before."""
+        self._root: str | None = None
+        """The folder's path in such a filesystem, once one was opened."""
+        self._closed = threading.Event()
+        self._moving: set[concurrent.futures.Future[Any]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self._url, "options": self._options, "tries": self._tries, "stall_s": self._stall_s}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Place.__init__(self, state["url"], state["options"], tries=state["tries"], stall_s=state["stall_s"])
+
+    @property
+    def url(self) -> str:
+        """For messages: without credentials and query."""
+        return scrubbed(self._url)
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other places: buckets of two servers may have one URL."""
+        options = {**self._options, **self._options.get("client_kwargs", {})}
+        server = [scrubbed(str(options[name])) for name in _SERVERS if options.get(name)]
+        return " ".join([self.url, *(["at", *server] if server else [])])
+
+    def url_of(self, name: str) -> str:
+        """For messages: a file's address."""
+        return str(self.local / name) if self.local else scrubbed(joined(self._url, name))
+
+    def read(self, name: str, *, deadline_s: float) -> bytes:
+        """A small file. Raises ShardUnavailableError."""
+        if self.local:
+            try:
+                return read_plain(self.local / name)
+            except OSError as error:
+                raise ShardUnavailableError(f"{self.url_of(name)}: {error.strerror}") from error
+        buffer = io.BytesIO()
+        self._fetch(name, buffer, None, deadline_s)
+        return buffer.getvalue()
+
+    def download(self, name: str, to: Path, *, expected_size: int, deadline_s: float) -> None:
+        """A file of any size into a file of the caller's. Raises ShardUnavailableError, also if the disk is full, and
+        ShardCorruptError if its size is another."""
+        with open(to, "wb", buffering=0, opener=open_plain) as file:
+            self._fetch(name, file, expected_size, deadline_s)
+            file.truncate(expected_size)
+
+    def has(self, name: str, size: int, *, deadline_s: float) -> bool:
+        """Whether it can be fetched from here, as far as the place says so."""
+        if self.local:
+            return (self.local / name).is_file() and (self.local / name).stat().st_size == size
+        try:
+            until = time.monotonic() + deadline_s
+            told = self._call(until, "info", self._path_of(name, until))
+        except PenstockError:
+            raise
+        except Exception:
+            return False
+        return bool(told.get("size") == size)
+
+    def version(self, name: str, *, deadline_s: float) -> str | None:
+        """What the place tells of a file's age, as far as it changes whenever the file is written; None if it tells
+        nothing of the kind. Raises FileNotFoundError, or what else it meets."""
+        until = time.monotonic() + deadline_s
+        path = self._path_of(name, until)
+        if self._is_http:
+            loop, fs, _ = self._opened(until)
+            return age_of(self._run(loop, http_headers(fs, path), until, None))
+        return age_of(self._call(until, "info", path))
+
+    # ---- writing
+
+    def names(self, *, deadline_s: float) -> list[str]:
+        """What lies in the folder, without what is in folders below. Raises ShardUnavailableError."""
+        if self.local:
+            return [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
+        return self._listed("ls", deadline_s, detail=False)
+
+    def find(self, *, deadline_s: float) -> list[str]:
+        """All files in the folder and below it, by their names relative to it. Raises ShardUnavailableError."""
+        if self.local:
+            files = (path for path in self.local.rglob("*") if path.is_file())
+            return sorted(path.relative_to(self.local).as_posix() for path in files)
+        return sorted(self._listed("find", deadline_s))
+
+    def _listed(self, method: str, deadline_s: float, **options: Any) -> list[str]:
+        def work(until: float) -> list[str]:
+            root = self._path_of("", until).strip("/")
+            try:
+                found = self._call(until, method, root, **options)
+            except FileNotFoundError:
+                return []
+            names = [name.strip("/").removeprefix(root).strip("/") for name in found]
+            return [name for name in names if name]
+
+        names: list[str] = self._again(work, "", deadline_s, "listed")
+        return names
+
+    def upload(self, name: str, source: Path, *, deadline_s: float) -> None:
+        """A file of this machine, whole or not at all. Raises ShardUnavailableError."""
+        if self.local:
+            self.write(name, read_plain(source), deadline_s=deadline_s)
+            return
+        self._again(
+            lambda until: self._call(until, "put_file", str(source), self._path_of(name, until), stall_s=math.inf),
+            name,
+            deadline_s,
+            "written",
+        )
+
+    def write(self, name: str, data: bytes, *, deadline_s: float) -> None:
+        """A file of these bytes, whole or not at all. Raises ShardUnavailableError."""
+        if self.local:
+            try:
+                (self.local / name).parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self.local / name, data)
+            except OSError as error:
+                raise ShardUnavailableError(f"{self.url_of(name)} could not be written: {error.strerror}") from error
+            return
+        self._again(
+            lambda until: self._call(until, "pipe_file", self._path_of(name, until), data, stall_s=math.inf),
+            name,
+            deadline_s,
+            "written",
+        )
+
+    def remove(self, name: str, *, deadline_s: float) -> None:
+        """Raises ShardUnavailableError, but not for a file that is not there."""
+        if self.local:
+            (self.local / name).unlink(missing_ok=True)
+            return
+
+        def work(until: float) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._call(until, "rm_file", self._path_of(name, until))
+
+        self._again(work, name, deadline_s, "removed")
+
+    def _again(self, work: Callable[[float], Any], name: str, deadline_s: float, done: str) -> Any:
+        """Try until it is done, or the deadline; each time from the beginning."""
+        until = time.monotonic() + deadline_s
+        failures = 0
+        while True:
+            try:
+                return work(until)
+            except PenstockError:
+                raise
+            except Exception as error:
+                verdict = judge(error)
+            failures += 1
+            left = until - time.monotonic()
+            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+            pause = max(min(pause, left / 2), verdict.again_after_s)
+            if verdict.final or failures == self._tries or pause >= left or left < LAST_PAUSE_S:
+                tries = "1 try" if failures == 1 else f"{failures} tries"
+                raise ShardUnavailableError(
+                    f"{self.url_of(name)} could not be {done} after {tries}: {verdict.reason}"
+                ) from None
+            self._closed.wait(pause)
+
+    def close(self) -> None:
+        """What moves ends with an error; within a second for places with connections of ours."""
+        self._closed.set()
+        with self._lock:
+            moving, loop, self._loop = tuple(self._moving), self._loop, None
+        self._plain.close()
+        for future in moving:
+            future.cancel()
+        if loop:
+            loop.close()
+
+    def _fetch(self, name: str, file: io.FileIO | io.BytesIO, expected: int | None, deadline_s: float) -> None:
+        until = time.monotonic() + deadline_s
+        progress = Progress(expected)
+        source = self.url_of(name)
+        failures = 0
+        while True:
+            landing = Landing(file, progress.at, LARGEST_READ if expected is None else expected, source)
+            try:
+                if self._closed.is_set():
+                    raise ShardUnavailableError(f"{source} is not fetched any more: its cache was closed")
+                self._try(name, landing, progress, until, source)
+                if expected is not None and landing.at != expected:
+                    raise Broken(f"ended after {landing.at} of {expected} bytes")
+                self._reached = True
+                return
+            except PenstockError:
+                raise
+            except Exception as error:
+                verdict = judge(error)
+                changed = isinstance(error, Changed)
+            finally:
+                landing.abandon()
+            failures = failures + 1 if landing.at <= progress.at or changed else 1
+            progress.at = landing.at
+            if changed:
+                progress.begin_again()
+            tries = "1 try" if failures == 1 else f"{failures} tries"
+            mistyped = verdict.no_such_host and not self._reached and failures == QUIET_TRIES
+            if verdict.final or mistyped or failures == self._tries:
+                # No cause is chained: its text may hold what is left out of ours.
+                raise ShardUnavailableError(f"{source} could not be fetched after {tries}: {verdict.reason}") from None
+            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+            left = until - time.monotonic()
+            pause = max(min(pause, left / 2), verdict.again_after_s)
+            if pause >= left or left < LAST_PAUSE_S:
+                raise ShardUnavailableError(
+                    f"{source} could not be fetched within {deadline_s:.3g} s, {tries}: {verdict.reason}"
+                ) from None
+            if failures == QUIET_TRIES:
+                _log.warning("%s could not be fetched so far: %s; trying for %.0f s more", source, verdict.reason, left)
+            self._closed.wait(pause)
+
+    def _try(self, name: str, landing: Landing, progress: Progress, until: float, source: str) -> None:
+        path = self._path_of(name, until)
+        if not self._is_http:
+            by_pieces(lambda *args, **kwargs: self._call(until, *args, **kwargs), path, landing, progress, source)
+            return
+        loop, fs, _ = self._opened(until)
+        self._run(loop, over_http(fs, path, landing, progress, source), until, landing)
+
+    def _path_of(self, name: str, until: float) -> str:
+        if self._asynchronous:
+            return joined(self._opened(until)[2], name)
+        if self._root is None:
+            self._root = self._wait(self._plain.begin(lambda fs, root: root), until, math.inf, None)
+        return joined(self._root, name)
+
+    def _call(self, until: float, method: str, *args: Any, stall_s: float | None = None, **kwargs: Any) -> Any:
+        """A method of the filesystem, in its loop if it has one; there `_name` is the coroutine of `name`. `stall_s`:
+        of a call that says nothing of its progress, instead of the place's."""
+        if not self._asynchronous:
+            # A call may be all of a file, or of an archive: only the deadline ends it.
+            future = self._plain.begin(lambda fs, root: getattr(fs, method)(*args, **kwargs))
+            return self._wait(future, until, math.inf, None)
+        loop, fs, _ = self._opened(until)
+        return self._run(loop, getattr(fs, f"_{method}")(*args, **kwargs), until, None, stall_s)
+
+    def _run(
+        self,
+        loop: _Loop,
+        work: Coroutine[Any, Any, Any],
+        until: float,
+        landing: Landing | None,
+        stall_s: float | None = None,
+    ) -> Any:
+        with self._lock:
+            if self._closed.is_set():
+                work.close()
+                raise Broken("was closed")
+            future = loop.call(work)
+        return self._wait(future, until, stall_s or self._stall_s, landing)
+
+    def _wait(
+        self, future: concurrent.futures.Future[Any], until: float, stall_s: float, landing: Landing | None
+    ) -> Any:
+        """Wait for it, but no longer than it makes progress. What is given up is cancelled."""
+        try:
+            with self._lock:
+                if self._closed.is_set():
+                    raise Broken("was closed")
+                self._moving.add(future)
+            while True:
+                before = landing.at if landing else 0
+                concurrent.futures.wait((future,), min(stall_s, max(0.0, until - time.monotonic())))
+                if future.cancelled():
+                    raise Broken("was closed")
+                if future.done():
+                    return future.result()
+                if time.monotonic() >= until:
+                    raise Broken("time ran out")
+                if not landing or landing.at - before < SLOWEST:
+                    came = f"{landing.at - before} bytes" if landing else "nothing"
+                    raise Broken(f"{came} came in {stall_s:g} s")
+        finally:
+            future.cancel()
+            with self._lock:
+                self._moving.discard(future)
+
+    def _opened(self, until: float) -> tuple[_Loop, Any, str]:
+        """The event loop of this process, the filesystem that lives in it, and the folder's path there."""
+        with self._lock:
+            if self._closed.is_set():
+                raise Broken("was closed")
+            if self._loop is None:
+                self._loop = _Loop(self._url, self._options)
+                weakref.finalize(self, _Loop.close, self._loop)  # also at the interpreter's end
+            loop = self._loop
+            if loop.ended:
+                raise ShardUnavailableError(f"{self.url} is not read any more: it was closed")
+        concurrent.futures.wait((loop.opening,), min(self._stall_s, max(0.0, until - time.monotonic())))
+        if not loop.opening.done() or loop.opening.cancelled():
+            raise Broken("was not opened in time, or closed")
+        if loop.opening.exception():
+            with self._lock:
+                self._loop = None if self._loop is loop else self._loop
+            loop.close()
+        fs, root = loop.opening.result()
+        return loop, fs, root
+
+
+_places: weakref.WeakSet[Place] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for place in list(_places):
+        place._reset()
+
+
+os.register_at_fork(after_in_child=_forked)

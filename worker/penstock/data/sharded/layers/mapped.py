@@ -1,0 +1,229 @@
+"""A function of each sample, and samples left out.
+
+What can be left out decides what the rest of the stack may know. A `Mapped` gives one sample for each of its source's:
+its lengths are the source's, and passing over samples does not call the function. `Filtered`, and a `Mapped` that may
+skip failures, have to read every sample to know how many there are. So these are separate, and the cheap one is the
+default.
+
+Randomness is keyed by the place of the sample in its source: the same sample of the same epoch gets the same generator,
+whoever makes it, and whatever was made before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.data.arguments import whole
+from penstock.data.ordering.permutation import mix
+from penstock.data.sharded.layers.layer import Layer, Patience, entered, title
+from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.stop_iteration import not_an_end
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["Filtered", "Mapped", "SkipSample"]
+
+_Function = Callable[..., Any]
+_Taken = Callable[[Any, int], tuple[bool, Any]]
+"""Sample and its index in the source -> whether it stays, and what it becomes."""
+
+
+class SkipSample(Exception):
+    """Raised by the function of a `Mapped(..., skip_failures=n)`: leave this sample out, which is no failure."""
+
+
+class _PerSample(Layer):
+    """A layer that calls a function for each sample of its source."""
+
+    def __init__(self, source: ShardedSource, function: _Function, random: bool, name: str | None) -> None:
+        super().__init__(source)
+        if not callable(function):
+            raise InvalidArgumentError(f"{type(self).__name__}: {function!r} is no function")
+        self._function, self._random, self._name = function, bool(random), title(function, name)
+
+    def settings(self) -> dict[str, Any]:
+        return {"function": self._name, "random": self._random}
+
+    def _call(self, shard: int, epoch: int, seed: int) -> _Call:
+        kind = type(self).__name__
+        key = derive_seed(seed, kind.lower(), self.depth, epoch, shard) if self._random else None
+        return _Call(self._function, key, f"{kind} {self._name}: shard {shard}, epoch {epoch}, sample")
+
+
+class Mapped(_PerSample):
+    """What a function makes of each sample."""
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        fn: _Function,
+        *,
+        random: bool = False,
+        name: str | None = None,
+        skip_failures: int = 0,
+    ) -> None:
+        """
+        Args:
+            fn: sample -> sample. What it raises goes on as it is, with a note that says which sample it was.
+            random: call it as fn(sample, generator), a numpy Generator that depends on the seed, the epoch, and the
+                sample's shard and index. A function that draws from elsewhere gives other samples after a resume.
+            name: of the function in a saved state; None: its qualified name. Change it when the function changes.
+            skip_failures: samples in a row that may fail. Such a sample is left out with a warning; and fn may raise
+                SkipSample to leave one out without. Then lengths are not known, and passing over samples calls fn.
+                Where a failure is an accident of the moment, the order after a resume is another one.
+        """
+        super().__init__(source, fn, random, name)
+        self._skip_failures = whole("skip_failures", skip_failures)
+        if self._skip_failures < 0:
+            raise InvalidArgumentError(f"skip_failures={skip_failures}: it must not be negative")
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "skip_failures": self._skip_failures}
+
+    def lengths(self, epoch: int) -> Sequence[int] | None:
+        return None if self._skip_failures else self.source.lengths(epoch)
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        call = self._call(shard, epoch, seed)
+        (index,), inner = entered(token, "Mapped", "index")
+        if not self._skip_failures:
+            return _EachCursor(self.source.open(shard, epoch, seed, inner, place), call, index)
+        patience = Patience(self.source, f"Mapped {self._name}", shard)
+        return _SomeCursor(
+            self.source.open(shard, epoch, seed, inner), _Tolerant(call, self._skip_failures), index, patience
+        )
+
+
+class Filtered(_PerSample):
+    """The samples for which a predicate is true."""
+
+    def __init__(
+        self, source: ShardedSource, predicate: _Function, *, random: bool = False, name: str | None = None
+    ) -> None:
+        """
+        Args:
+            predicate: sample -> whether it stays.
+            random: call it as predicate(sample, generator), as in `Mapped`.
+            name: of the predicate in a saved state; None: its qualified name.
+        """
+        super().__init__(source, predicate, random, name)
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        call = self._call(shard, epoch, seed)
+        (index,), inner = entered(token, "Filtered", "index")
+
+        def taken(sample: Any, index: int) -> tuple[bool, Any]:
+            return bool(call(sample, index)), sample
+
+        patience = Patience(self.source, f"Filtered {self._name}", shard)
+        return _SomeCursor(self.source.open(shard, epoch, seed, inner), taken, index, patience)
+
+
+class _Call:
+    """The user's function with its generator, and a note of the place on what it raises."""
+
+    def __init__(self, function: _Function, key: int | None, where: str) -> None:
+        self._function, self._key, self.where = function, key, where
+
+    def __call__(self, sample: Any, index: int) -> Any:
+        try:
+            if self._key is None:
+                return self._function(sample)
+            # A generator for each sample, and not one that is seeded anew: the function may keep it.
+            return self._function(sample, np.random.Generator(np.random.PCG64(int(mix(self._key, index)))))
+        except StopIteration as error:
+            raise not_an_end(f"{self.where} {index}") from error
+        except Exception as error:
+            error.add_note(f"{self.where} {index}")
+            raise
+
+
+class _Tolerant:
+    """A call that may fail some times in a row."""
+
+    def __init__(self, call: _Call, most: int) -> None:
+        self._call, self._most, self._failed = call, most, 0
+
+    def __call__(self, sample: Any, index: int) -> tuple[bool, Any]:
+        try:
+            value = self._call(sample, index)
+        except SkipSample:
+            self._failed = 0
+            return False, None
+        except Exception as error:
+            self._failed += 1
+            if self._failed > self._most:
+                raise
+            warnings.warn(
+                f"{self._call.where} {index} is left out: {type(error).__name__}: {error}", UserWarning, stacklevel=4
+            )
+            return False, None
+        self._failed = 0
+        return True, value
+
+
+class _EachCursor:
+    """One sample for each of the source's."""
+
+    def __init__(self, inner: Cursor, call: _Call, index: int) -> None:
+        self._inner, self._call, self._index = inner, call, index
+
+    def __iter__(self) -> _EachCursor:
+        return self
+
+    def __next__(self) -> Any:
+        sample = next(self._inner)
+        self._index += 1
+        try:
+            return self._call(sample, self._index - 1)
+        except SkipSample as error:
+            raise InvalidArgumentError(
+                f"{self._call.where} {self._index - 1}: SkipSample was raised, but this Mapped gives one sample for "
+                "each of its source's; say skip_failures=1 or more, or use Filtered"
+            ) from error
+
+    def skip(self, count: int) -> int:
+        passed = self._inner.skip(count)
+        self._index += passed
+        return passed
+
+    def token(self) -> Token:
+        return {"index": self._index, "source": self._inner.token()}
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _SomeCursor:
+    """Those of the source's samples that are taken."""
+
+    def __init__(self, inner: Cursor, taken: _Taken, index: int, patience: Patience) -> None:
+        self._inner, self._taken, self._patience = inner, taken, patience
+        self._index = index
+        """Of the source's next sample."""
+
+    def __iter__(self) -> _SomeCursor:
+        return self
+
+    def __next__(self) -> Any:
+        for sample in self._inner:
+            self._index += 1
+            taken, value = self._taken(sample, self._index - 1)
+            if taken:
+                self._patience.found()
+                return value
+            self._patience.nothing()
+        raise StopIteration
+
+    def skip(self, count: int) -> int:
+        return sum(1 for _ in zip(range(count), self, strict=False))
+
+    def token(self) -> Token:
+        return {"index": self._index, "source": self._inner.token()}
+
+    def close(self) -> None:
+        self._inner.close()

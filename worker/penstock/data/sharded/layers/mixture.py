@@ -1,0 +1,223 @@
+"""Several sources as one, each with its share at every prefix.
+
+Which source a sample comes from is a function of its place among the samples of all shards, so there is nothing to
+count and nothing that a change of shape could set back: see mixture_shares.py. What each source has given in a shard is
+in its own token. Shares of tokens depend on how long documents are, so they are counted, for each shard: see
+mixture_by_tokens.py.
+
+Two sources may be of the same data. Each gets a seed of its own, or both would give the same samples at the same pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from penstock.data.arguments import one_of
+from penstock.data.ordering.permutation import Ints
+from penstock.data.sharded.layers.layer import checked, entered, placed
+from penstock.data.sharded.layers.mixture_by_tokens import ByTokens, given_of
+from penstock.data.sharded.layers.mixture_members import Members, members_of
+from penstock.data.sharded.layers.mixture_shares import Turns, Weight, parts_of, turns_of
+from penstock.data.sharded.layers.repeated import Repeated
+from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["By", "Mixture", "Stop"]
+
+Stop = Literal["never", "first", "last"]
+By = Literal["samples", "tokens"]
+
+AT_ONCE = 1 << 14
+"""Samples that are passed over in one go."""
+FEW = 16
+"""Samples that are passed over one by one: 1 us each, where arrays take 40 us however few they are."""
+
+
+class Mixture:
+    """Samples of several sources by weight.
+
+    At every prefix of the order in which a ShardLoader deals them, each source has given its share to within one
+    sample. (Below a layer that gives more or fewer samples than it takes, or reads ahead, and below another mixture,
+    that holds only about: so put Packed and WindowShuffled below a mixture, and not on top, and multiply weights out.
+    Below Packed use `by="tokens"`, or sources of long documents get more of the lines than their share.)
+    """
+
+    def __init__(
+        self, sources: Sequence[ShardedSource], weights: Sequence[Weight], *, stop: Stop = "never", by: By = "samples"
+    ) -> None:
+        """
+        Args:
+            sources: with the same number of shards.
+            weights: one for each source, not negative, in any unit; a source of weight 0 is never read. They are taken
+                as what their decimal text says (0.1 is a tenth) if that makes no more than 65,536 parts, and else
+                rounded to so many. A saved state names the parts.
+            stop: "never": finite sources are read again and again, each by itself. "first": a shard ends where the
+                turn comes to a source that has no more there. "last": such a source leaves that shard's turns to the
+                others, by their weights, until none has any.
+            by: what the weights are shares of. "tokens": the sources are of documents (tensors, arrays or lists of
+                integers with one dimension), whole ones come, and at every prefix of a shard each source has given its
+                share of the tokens to within one document of the longest. One document of each source is read ahead.
+
+        Raises InvalidArgumentError for settings that cannot be meant.
+        """
+        one_of("stop", stop, get_args(Stop))
+        one_of("by", by, get_args(By))
+        if not isinstance(sources, Sized) or not isinstance(weights, Sized):
+            raise InvalidArgumentError("a mixture has a list of sources and a list of weights")
+        if len(sources) != len(weights) or not sources:
+            raise InvalidArgumentError(
+                f"a mixture of {len(sources)} sources with {len(weights)} weights: give one each"
+            )
+        shards = [checked(source, "Mixture").num_shards for source in sources]
+        if len(set(shards)) > 1:
+            other = next(number for number, count in enumerate(shards) if count != shards[0])
+            raise InvalidArgumentError(
+                f"sources of a mixture must have the same number of shards: sources[0] has {shards[0]}, "
+                f"sources[{other}] has {shards[other]}"
+            )
+        endless = [number for number, source in enumerate(sources) if source.endless]
+        if endless and stop != "never":
+            raise InvalidArgumentError(
+                f"stop={stop!r}, but sources[{endless[0]}] never ends: use stop='never', or mix what is repeated"
+            )
+        self._parts, self._stop, self._by = parts_of(weights), stop, by
+        self.sources = [Repeated(source) if stop == "never" and not source.endless else source for source in sources]
+
+    @property
+    def num_shards(self) -> int:
+        return self.sources[0].num_shards
+
+    @property
+    def endless(self) -> bool:
+        return self._stop == "never"
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "kind": "Mixture",
+            "parts": list(self._parts),
+            "stop": self._stop,
+            **({"by": self._by} if self._by != "samples" else {}),
+            "sources": [source.described() for source in self.sources],
+        }
+
+    def lengths(self, epoch: int) -> Sequence[int] | None:
+        """Those of all sources together if all are read to their end. Where a shard ends with the first depends on the
+        places of its samples."""
+        if self._stop != "last":
+            return None
+        total = np.zeros(self.num_shards, np.int64)
+        for source, part in zip(self.sources, self._parts, strict=True):
+            lengths = source.lengths(epoch) if part else np.zeros(self.num_shards, np.int64)
+            if lengths is None:
+                return None
+            total += np.asarray(lengths, np.int64)
+        counts: list[int] = total.tolist()
+        return counts
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        (index,), _ = entered(token, "Mixture", "index")
+        tokens, ended = members_of(token, len(self.sources))
+
+        def opened(number: int, token: Token | None) -> Cursor:
+            own = derive_seed(seed, "mixture", number)
+            return self.sources[number].open(shard, epoch, own, token)
+
+        members = Members(opened, tokens)
+        if self._by == "tokens":
+            where = f"shard {shard} in epoch {epoch}"
+            return ByTokens(members, self._parts, ended, self._stop, index, given_of(token, len(tokens)), where)
+        return _Cursor(members, self._parts, ended, self._stop, index, _Places(place, shard, self.num_shards))
+
+
+class _Places:
+    """Where a shard's samples come among those of all shards, one by one or many at a time."""
+
+    def __init__(self, place: Place | None, shard: int, shards: int) -> None:
+        self._given, self._shard, self._shards = place, shard, shards
+        self.at = placed(place, shard, shards)
+
+    def many(self, first: int, count: int) -> Ints:
+        if self._given is None:
+            return np.arange(first, first + count) * self._shards + self._shard
+        return np.fromiter(map(self._given, range(first, first + count)), np.int64, count)
+
+
+class _Cursor:
+    def __init__(
+        self, members: Members, parts: tuple[int, ...], ended: set[int], stop: Stop, index: int, places: _Places
+    ) -> None:
+        self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
+        self._index, self._places = index, places
+        self._turns = self._live_turns()
+
+    def __iter__(self) -> _Cursor:
+        return self
+
+    def __next__(self) -> Any:
+        while self._turns is not None:
+            number = self._turns.at(self._places.at(self._index))
+            for sample in self._members.moving(number):
+                self._index += 1
+                return sample
+            self._end(number)
+        raise StopIteration
+
+    def skip(self, count: int) -> int:
+        left = count
+        while left and self._turns is not None:
+            left -= self._skip_some(1 if left <= FEW else min(left, AT_ONCE), self._turns)
+        return count - left
+
+    def token(self) -> Token:
+        return {"index": self._index, "ended": sorted(self._ended), "sources": self._members.tokens()}
+
+    def close(self) -> None:
+        self._members.close()
+
+    def _skip_some(self, count: int, turns: Turns) -> int:
+        """Pass over so many samples, or up to where a source has no more at its turn; then it is noted."""
+        if count == 1:
+            number = turns.at(self._places.at(self._index))
+            passed = self._members.moving(number).skip(1)
+            if not passed:
+                self._end(number)
+            self._index += passed
+            return passed
+        order = turns.many(self._places.many(self._index, count))
+        before = self._members.tokens() if self._stop != "never" else []
+        passed, ending = self._skip_each(order), None
+        if passed < count and self._stop == "never":
+            self._end(int(order[passed]))
+        if passed < count:  # others went too far meanwhile, to places behind the one where the turns change
+            ending = int(order[passed])
+            self._members.back(before)
+            self._skip_each(order[:passed])
+        self._index += passed
+        if ending is not None:
+            self._end(ending)
+        return passed
+
+    def _skip_each(self, order: Ints) -> int:
+        """Pass over each source's turns in this order. Returns how many turns come before the first that its source has
+        no sample for."""
+        whole = len(order)
+        for number, turns in enumerate(np.bincount(order, minlength=len(self._parts)).tolist()):
+            if turns and (passed := self._members.moving(number).skip(turns)) < turns:
+                whole = min(whole, int(np.flatnonzero(order == number)[passed]))
+        return whole
+
+    def _end(self, number: int) -> None:
+        if self._stop == "never":
+            raise DatasetError(f"sources[{number}] of a mixture said that it never ends, and has ended")
+        self._ended.add(number)
+        self._members.drop(number)
+        self._turns = self._live_turns()
+
+    def _live_turns(self) -> Turns | None:
+        """Of the sources that have not ended; None if the mixture has."""
+        live = tuple(0 if number in self._ended else part for number, part in enumerate(self._parts))
+        return turns_of(live) if any(live) and not (self._stop == "first" and self._ended) else None

@@ -1,0 +1,142 @@
+"""The turns of a mixture whose weights are shares of tokens.
+
+Documents come whole, so a share can be kept to within one of them, and is: a source whose tokens are no more than its
+share of those so far may be next, and of these the one whose next document would be due first in a mixture that gives
+all of them a token at a time. That is worst-case fair weighted fair queueing (J. Bennett and H. Zhang, "WF2Q", INFOCOM
+1996), whose bound is the longest document, both ways, for any number of sources; going by the largest arrears alone
+would let a source fall behind further with each one more. To know when a document is due, its length must be
+known: one of each source is read ahead. A saved place lies before it, so nothing that was read ahead is lost.
+
+All of it is integers, and counted in each shard by itself: a shard moves as a whole, with what its sources have given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.data.sharded.layers.layer import MOST
+from penstock.data.sharded.layers.mixture_members import Members
+from penstock.data.sharded.protocol import Token
+from penstock.proto.errors import DatasetError, StateCorruptError
+
+__all__ = ["ByTokens", "given_of"]
+
+
+def given_of(token: Token | None, count: int) -> list[int]:
+    """Tokens that each of so many sources has given. Raises StateCorruptError for a token that does not say it."""
+    if token is None:
+        return [0] * count
+    given = token.get("given")
+    if isinstance(given, list) and len(given) == count and all(type(n) is int and 0 <= n < MOST for n in given):
+        return list(given)
+    raise StateCorruptError(f"a token of a Mixture of {count} sources by tokens that cannot be: {token!r:.200}")
+
+
+class ByTokens:
+    """The cursor of a mixture's shard."""
+
+    def __init__(
+        self,
+        members: Members,
+        parts: tuple[int, ...],
+        ended: set[int],
+        stop: str,
+        index: int,
+        given: list[int],
+        where: str,
+    ) -> None:
+        self._members, self._parts, self._ended, self._stop = members, parts, ended, stop
+        self._index, self._given, self._where = index, given, where
+        self._next: dict[int, tuple[int, Any, Token]] = {}
+        """Source -> tokens of its next document, the document, and the source's token before it."""
+        self._over = False
+
+    def __iter__(self) -> ByTokens:
+        return self
+
+    def __next__(self) -> Any:
+        number = self._due()
+        if number is None:
+            raise StopIteration
+        return self._take(number)
+
+    def skip(self, count: int) -> int:
+        for passed in range(count):
+            number = self._due()
+            if number is None:
+                return passed
+            self._take(number)
+        return count
+
+    def token(self) -> Token:
+        tokens = self._members.tokens()
+        for number, (_, _, before) in self._next.items():
+            tokens[number] = before
+        return {"index": self._index, "ended": sorted(self._ended), "given": self._given.copy(), "sources": tokens}
+
+    def close(self) -> None:
+        self._next.clear()
+        self._over = True
+        self._members.close()
+
+    def _take(self, number: int) -> Any:
+        length, document, _ = self._next.pop(number)
+        self._given[number] += length
+        self._index += 1
+        return document
+
+    def _due(self) -> int | None:
+        """The source whose turn it is; None if the shard is over."""
+        while not self._over:
+            live = [number for number, part in enumerate(self._parts) if part and number not in self._ended]
+            missing = [number for number in live if number not in self._next and not self._read(number)]
+            if missing and self._stop == "last":
+                self._end(missing)
+            elif live and (best := self._first_due(live)) in self._next:
+                return best
+            else:
+                self._over = True
+        return None
+
+    def _first_due(self, live: list[int]) -> int:
+        whole, dealt = sum(self._parts[number] for number in live), sum(self._given[number] for number in live)
+        best, due = -1, 0
+        for number in live:
+            given, part = self._given[number], self._parts[number]
+            if given * whole > part * dealt:
+                continue  # ahead of its share
+            until = given + (self._next[number][0] if number in self._next else 0)
+            if best < 0 or until * self._parts[best] < due * part:
+                best, due = number, until
+        return best
+
+    def _read(self, number: int) -> bool:
+        """Read a source's next document. False if it has none."""
+        cursor = self._members.moving(number)
+        before = cursor.token()
+        for document in cursor:
+            self._next[number] = (self._length(document, number), document, before)
+            return True
+        if self._stop == "never":
+            raise DatasetError(f"sources[{number}] of a mixture said that it never ends, and has ended")
+        return False
+
+    def _end(self, numbers: list[int]) -> None:
+        """Leave the turns of these to the others, whose shares are those of what comes from here on."""
+        for number in numbers:
+            self._ended.add(number)
+            self._members.drop(number)
+        self._given = [0] * len(self._given)
+
+    def _length(self, document: Any, number: int) -> int:
+        if isinstance(document, (torch.Tensor, np.ndarray)) and document.ndim == 1:
+            return len(document)
+        if isinstance(document, (list, tuple)):
+            return len(document)
+        raise DatasetError(
+            f"sources[{number}] of a mixture by tokens, {self._where}: a {type(document).__name__}; it must be a "
+            "tensor, an array or a list of integers with one dimension. Use Mapped to make its tokens, or by='samples'"
+        )

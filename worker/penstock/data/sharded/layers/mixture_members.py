@@ -1,0 +1,63 @@
+"""The sources of a mixture, each read along by a cursor of its own in one shard; and their part of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.data.sharded.protocol import Cursor, Token
+from penstock.proto.errors import StateCorruptError
+
+__all__ = ["Members", "members_of"]
+
+
+def members_of(token: Token | None, count: int) -> tuple[list[Token | None], set[int]]:
+    """The tokens of so many sources, and which have ended. Raises StateCorruptError if there are not so many."""
+    if token is None:
+        return [None] * count, set()
+    tokens, ended = token.get("sources"), token.get("ended")
+    if isinstance(tokens, list) and len(tokens) == count and isinstance(ended, list):
+        numbers = {number for number in ended if type(number) is int and 0 <= number < count}
+        if len(numbers) == len(ended):
+            return tokens, numbers
+    raise StateCorruptError(f"a token of a Mixture of {count} sources that cannot be: {token!r:.200}")
+
+
+class Members:
+    """The sources' cursors: opened when they are needed, asked for a token when they have moved."""
+
+    def __init__(self, opened: Callable[[int, Token | None], Cursor], tokens: Sequence[Token | None]) -> None:
+        self._opened, self._tokens = opened, list(tokens)
+        self._cursors: dict[int, Cursor] = {}
+        self._moved: set[int] = set()
+
+    def moving(self, number: int) -> Cursor:
+        """The cursor, to be moved."""
+        if number not in self._cursors:
+            self._cursors[number] = self._opened(number, self._tokens[number])
+        self._moved.add(number)
+        return self._cursors[number]
+
+    def tokens(self) -> list[Token | None]:
+        for number in self._moved:
+            self._tokens[number] = self._cursors[number].token()
+        self._moved.clear()
+        return self._tokens.copy()
+
+    def back(self, tokens: Sequence[Token | None]) -> None:
+        """To where these were taken."""
+        self.close()
+        self._tokens = list(tokens)
+
+    def drop(self, number: int) -> None:
+        """One that has ended: nobody will ask where it was."""
+        cursor = self._cursors.pop(number, None)
+        if cursor is not None:
+            cursor.close()
+        self._moved.discard(number)
+        self._tokens[number] = None
+
+    def close(self) -> None:
+        for cursor in self._cursors.values():
+            cursor.close()
+        self._cursors.clear()
+        self._moved.clear()

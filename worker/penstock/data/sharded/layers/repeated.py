@@ -1,0 +1,103 @@
+"""A finite source, again and again: each shard goes on with its next epoch by itself.
+
+Shards do not wait for each other. The end of a shard's epoch is no end of anything else: a window, a line of packed
+tokens or a mixture on top of it goes on across it, and no worker has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.data.sharded.layers.layer import Layer, entered, placed
+from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.proto.errors import DatasetError, InvalidArgumentError
+
+__all__ = ["Repeated"]
+
+
+class Repeated(Layer):
+    """A finite source without end: the epochs of each shard, one after the other."""
+
+    def __init__(self, source: ShardedSource) -> None:
+        """
+        Args:
+            source: each of its shards must have a sample in every epoch. One that has none is a DatasetError when it
+                is read: with fewer shards each has more.
+
+        Raises InvalidArgumentError for a source that never ends anyway.
+        """
+        super().__init__(source)
+        if source.endless:
+            raise InvalidArgumentError("Repeated: this source never ends as it is")
+        few = _fewer(source.described())
+        if few:
+            raise InvalidArgumentError(
+                f"Repeated: {few}: a shard without a sample would be read for ever. Use at most as many shards; files "
+                "of lines can be cut (LineFile), and so can pieces with a length and records by number"
+            )
+
+    @property
+    def endless(self) -> bool:
+        return True
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        return _Cursor(self.source, shard, seed, token, placed(place, shard, self.num_shards))
+
+
+def _fewer(described: Any) -> str:
+    """What there is less of than shards, so that some shard is empty in each epoch; "" for nothing."""
+    while isinstance(described, Mapping):
+        if described.get("kind") == "LogicalShards":
+            by_position = described["cut"] == "by position"
+            number, what = (described["records"], "records") if by_position else (described["pieces"], "pieces")
+            return f"{number} {what}, {described['shards']} shards" if number < described["shards"] else ""
+        described = described.get("source")
+    return ""
+
+
+class _Cursor:
+    def __init__(self, source: ShardedSource, shard: int, seed: int, token: Token | None, place: Place) -> None:
+        self._source, self._shard, self._seed, self._place = source, shard, seed, place
+        (self._epoch, self._before, self._index), inner = entered(token, "Repeated", "epoch", "before", "index")
+        self._inner = self._opened(inner)
+
+    def __iter__(self) -> _Cursor:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            for sample in self._inner:
+                self._index += 1
+                return sample
+            self._next_epoch()
+
+    def skip(self, count: int) -> int:
+        left = count
+        while left:
+            passed = self._inner.skip(left)
+            self._index += passed
+            left -= passed
+            if left:
+                self._next_epoch()
+        return count
+
+    def token(self) -> Token:
+        return {"epoch": self._epoch, "before": self._before, "index": self._index, "source": self._inner.token()}
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _next_epoch(self) -> None:
+        if self._index == self._before:
+            raise DatasetError(
+                f"shard {self._shard} of {self._source.num_shards} has no sample in epoch {self._epoch}, and would be "
+                f"read for ever. Use fewer shards, so that each has one ({self._source.described().get('kind')})"
+            )
+        self._inner.close()
+        self._epoch, self._before = self._epoch + 1, self._index
+        self._inner = self._opened(None)
+
+    def _opened(self, token: Token | None) -> Cursor:
+        before, place = self._before, self._place
+        return self._source.open(self._shard, self._epoch, self._seed, token, lambda index: place(before + index))

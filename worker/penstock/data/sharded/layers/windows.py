@@ -1,0 +1,197 @@
+"""Layers that hold some samples of a shard at a time: a shuffle, and batches of samples that are alike.
+
+A reservoir that draws from what it holds depends on all that was drawn before, so its content is its state; so do
+buckets that fill up. Here each window of samples is arranged by itself, and the state is where the window begins, and
+how much of it was given. A resume reads one window again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.data.arguments import at_least_one
+from penstock.data.ordering.permutation import mix
+from penstock.data.sharded.layers.layer import Layer, Patience, entered, title
+from penstock.data.sharded.protocol import Cursor, Place, ShardedSource, Token
+from penstock.data.stop_iteration import no_end
+from penstock.proto.errors import DatasetError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["Grouped", "WindowShuffled"]
+
+_Arrange = Callable[[list[Any], int], list[Any]]
+"""A window's samples and its number -> what is given of it."""
+
+
+class WindowShuffled(Layer):
+    """The samples of each shard, shuffled within windows."""
+
+    def __init__(self, source: ShardedSource, window: int) -> None:
+        """
+        Args:
+            window: samples of a shard that are shuffled with each other. Those of an epoch's end are fewer; over a
+                Repeated source windows go on across it. A worker holds one window for each shard that it reads.
+        """
+        super().__init__(source)
+        self._window = at_least_one("window", window)
+
+    def settings(self) -> dict[str, Any]:
+        return {"window": self._window}
+
+    def lengths(self, epoch: int) -> Sequence[int] | None:
+        return self.source.lengths(epoch)
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        (number, done), inner = entered(token, "WindowShuffled", "window", "done")
+        key = derive_seed(seed, "windows", self.depth, epoch, shard)
+        where = f"shard {shard}, epoch {epoch}"
+        # Not with the place: samples are dealt in another order than they are read, so a mixture below would keep its
+        # shares at places that are not theirs.
+        cursor = self.source.open(shard, epoch, seed, inner)
+
+        def shuffled(samples: list[Any], number: int) -> list[Any]:
+            # All of it at once: sorting by random words is faster than a network that finds each by itself.
+            order = np.argsort(mix(key, number, np.arange(len(samples))), kind="stable")
+            return [samples[at] for at in order.tolist()]
+
+        return _Cursor(cursor, self._window, shuffled, number, done, where)
+
+
+class Grouped(Layer):
+    """Lists of samples that are alike: of one shape, language, or length, say. Each shard makes its own.
+
+    Samples with the same key are put together, within windows; so what is held is bounded, and a rare key waits for its
+    window's end at most. For a ShardLoader with `unbatched=True`, behind a Mapped that collates.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        key: Callable[[Any], Hashable],
+        size: int,
+        *,
+        window: int,
+        drop_rest: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """
+        Args:
+            key: sample -> what those of a list have in common.
+            size: samples of a list. They come when a key has so many, in that order.
+            window: samples of a shard among which lists are made.
+            drop_rest: leave out what makes no whole list in its window; otherwise it comes last, in shorter lists.
+            name: of the key, in states; None: its qualified name.
+        """
+        super().__init__(source)
+        self._key, self._name, self._rest = key, title(key, name), not drop_rest
+        self._size, self._window = at_least_one("size", size), at_least_one("window", window)
+
+    def settings(self) -> dict[str, Any]:
+        return {"function": self._name, "size": self._size, "window": self._window, "drop_rest": not self._rest}
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        (number, done), inner = entered(token, "Grouped", "window", "done")
+        cursor = self.source.open(shard, epoch, seed, inner)
+        patience = Patience(self.source, f"Grouped {self._name}", shard)
+        where = f"shard {shard}, epoch {epoch}"
+        return _Cursor(cursor, self._window, self._grouped, number, done, where, patience)
+
+    def _grouped(self, samples: list[Any], number: int) -> list[Any]:
+        open_lists: dict[Hashable, list[Any]] = {}
+        full = []
+        for sample in samples:
+            with no_end(f"the key of Grouped {self._name}"):
+                key = self._key(sample)
+            group = open_lists.setdefault(key, [])
+            group.append(sample)
+            if len(group) == self._size:
+                full.append(open_lists.pop(key))
+        return [*full, *(open_lists.values() if self._rest else ())]
+
+
+class _Cursor:
+    def __init__(
+        self,
+        inner: Cursor,
+        window: int,
+        arrange: _Arrange,
+        number: int,
+        done: int,
+        where: str,
+        patience: Patience | None = None,
+    ) -> None:
+        """`patience`: where it may be that nothing is given of a window; else it gives as many as it has."""
+        self._inner, self._window, self._arrange, self._where = inner, window, arrange, where
+        self._patience = patience
+        self._number = number
+        """Of the open window."""
+        self._done = done
+        """Of what it gives, so many were given."""
+        self._held: list[Any] | None = None
+        """What it gives, in that order; None: it is still to be read."""
+        self._begin: Token | None = None
+        """The source's token before the window that is held."""
+
+    def __iter__(self) -> _Cursor:
+        return self
+
+    def __next__(self) -> Any:
+        held = self._hold()
+        if self._done >= len(held):
+            raise StopIteration
+        sample, held[self._done] = held[self._done], None  # what was given is not kept alive by the window
+        self._past(1)
+        return sample
+
+    def skip(self, count: int) -> int:
+        left = count
+        while left:
+            if self._patience is None and self._held is None and not self._done and left >= self._window:
+                passed = self._inner.skip(self._window)
+                self._number += passed > 0
+                left -= passed
+                if passed < self._window:
+                    break
+            else:
+                passed = min(left, len(self._hold()) - self._done)
+                if not passed:
+                    break
+                self._past(passed)
+                left -= passed
+        return count - left
+
+    def token(self) -> Token:
+        begin = self._inner.token() if self._held is None else self._begin
+        return {"window": self._number, "done": self._done, "source": begin}
+
+    def close(self) -> None:
+        self._held = None
+        self._inner.close()
+
+    def _hold(self) -> list[Any]:
+        """What the open window gives; nothing behind the last one."""
+        while self._held is None:
+            self._begin = self._inner.token()
+            read = [sample for _, sample in zip(range(self._window), self._inner, strict=False)]
+            held = self._arrange(read, self._number)
+            if self._done and self._done >= len(held):
+                raise DatasetError(
+                    f"{self._where}: window {self._number} has {len(held)} samples, but the state stands at "
+                    f"{self._done} of them: these are other data than those it was saved with"
+                )
+            if held or len(read) < self._window or self._patience is None:
+                self._held = held
+            else:  # all of it is left out
+                self._number += 1
+                self._patience.nothing(len(read))
+        if self._patience is not None:
+            self._patience.found()
+        return self._held
+
+    def _past(self, count: int) -> None:
+        self._done += count
+        if self._held is not None and self._done == len(self._held):
+            self._number, self._done, self._held = self._number + 1, 0, None

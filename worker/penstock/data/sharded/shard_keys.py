@@ -1,0 +1,74 @@
+"""Restore keys: text that says which sample it was, and from where to read it again.
+
+    epoch.shard.index.order.more
+
+`order` is a digest of what decides the order; `more` an encoded state (penstock.proto.state.codec) in base64, with the
+token before the sample unless that is large, and of an endless source the block, which says the sample's position.
+
+A key is part of its batch, and a batch that is made again, say by another worker after the first one died, must be the
+same to the bit. So a key depends on nothing but the sample's place: not on when a stream's state was last taken.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.sources.opaque import without_snapshots
+from penstock.proto.errors import InvalidArgumentError, StateCorruptError
+from penstock.proto.state.codec import decode_state, encode_state
+
+__all__ = ["SampleKey", "digest_of"]
+
+LARGEST = 4096
+"""Bytes of an encoded token; a larger one is left out, and the sample found by skipping from the shard's beginning."""
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    epoch: int
+    shard: int
+    index: int
+    order: str
+    at: int
+    """Index that the token stands before: the sample's own, or 0."""
+    token: Token | None
+    block: int | None
+    """Of an endless source's grid."""
+
+    @staticmethod
+    def text(epoch: int, shard: int, index: int, order: str, token: Token, block: int | None) -> str:
+        more = {} if block is None else {"block": block}
+        encoded = encode_state({"token": without_snapshots(token), **more})
+        if len(encoded) > LARGEST:
+            encoded = encode_state(more)
+        return f"{epoch}.{shard}.{index}.{order}.{base64.urlsafe_b64encode(encoded).decode()}"
+
+    @staticmethod
+    def of(text: str) -> SampleKey:
+        """Raises InvalidArgumentError for what is no key, StateCorruptError for one that is damaged."""
+        parts = text.split(".") if isinstance(text, str) else []
+        if len(parts) != 5 or not all(part.isdecimal() and len(part) < 19 for part in parts[:3]):
+            raise InvalidArgumentError(f"{text!r:.200} is no restore key of a ShardLoader")
+        epoch, shard, index = (int(part) for part in parts[:3])
+        try:
+            more: Any = decode_state(base64.b64decode(parts[4], altchars=b"-_", validate=True))
+            block = more.get("block")
+            if block is not None and (type(block) is not int or block < 1):
+                raise ValueError(f"block {block!r:.100}")
+            return SampleKey(epoch, shard, index, parts[3], index if "token" in more else 0, more.get("token"), block)
+        except (AttributeError, TypeError, ValueError, binascii.Error, StateCorruptError) as error:
+            raise StateCorruptError(f"a damaged restore key: {text!r:.200} ({error})") from error
+
+
+def digest_of(order: Mapping[str, Any]) -> str:
+    """Of all that decides which sample a shard has at an index."""
+    decisive = {name: value for name, value in order.items() if name != "tail"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())

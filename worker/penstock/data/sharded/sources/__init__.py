@@ -1,0 +1,1 @@
+"""Sources in logical shards, made of pieces, streams and files."""

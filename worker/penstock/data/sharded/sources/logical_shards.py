@@ -1,0 +1,190 @@
+"""Any set of pieces as L logical shards, which move between workers as wholes.
+
+Where all pieces are indexable, records are cut by position (indexed_pieces.py): shards are equally long to one record,
+a place is a number, and to skip is to add. Where one is not, whole pieces are dealt (sequential_pieces.py) and read
+along (opaque.py). Which of the two it is, is found here, with what both are described by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+
+from penstock.data.arguments import at_least_one
+from penstock.data.loading.streaming_loader import BLOCK
+from penstock.data.ordering.sharded_order import Order
+from penstock.data.sharded.protocol import Cursor, Place, Token
+from penstock.data.sharded.sources.indexed_pieces import Parts, RangeCursor, cut
+from penstock.data.sharded.sources.lines import LineFile, cut_files
+from penstock.data.sharded.sources.pieces import Pieces
+from penstock.data.sharded.sources.sequential_pieces import RunCursor, Runs
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["LogicalShards"]
+
+MOST_OPEN = 128
+"""A process reads all shards of a finite source in turn, so there should be room for as many pieces; and it is an
+eighth of the descriptors that a process usually has."""
+WRITTEN_OUT = 16
+"""Entries up to which a list is in a description as it is; a longer one is a digest."""
+KEPT_ORDERS = 2
+
+
+class LogicalShards:
+    """The records of some pieces in L logical shards.
+
+    A piece is indexable (`len(piece)`, `piece[i]`: a list, an array or memmap, a torch Dataset, a StreamingDataset; of
+    a pyarrow Table the rows), or it is iterable, again and again from its beginning, or a function without arguments
+    that opens such a thing. Functions are called when their piece is needed, and what they returned is closed (its
+    `close()`, if it has one) when it is not: an iterator or a generator is given as the function that makes it.
+
+    Where all pieces are indexable, an epoch's records are in one order, as StreamingLoader's are (with `shuffle` pieces
+    are permuted, and then records within blocks of pieces), and shard l of L gets positions floor(l N / L) to
+    floor((l + 1) N / L) of it. Otherwise whole pieces are dealt to shards, by counts where all are given: records
+    within a piece come as it gives them (WindowShuffled shuffles those), a place is gone on with by the iterator's own
+    `state_dict` and `load_state_dict`, if what a function returned has them, or else by reading again from the piece's
+    beginning, which is checked. To skip is to read there, but for whole pieces whose count is given.
+
+    What user code draws from `random`, `numpy.random` and `torch` depends on the seed, the epoch and the place alone: a
+    piece that is read along has these generators for itself, seeded by (seed, epoch, piece), and so has each record
+    that user code reads by number, seeded by (seed, epoch, position).
+
+    A LineFile is cut by ranges of bytes where there are fewer pieces than shards. Of other pieces that are read along
+    there may be fewer than shards, and fewer records of indexable ones; the rest is empty then.
+    """
+
+    endless = False
+
+    def __init__(
+        self,
+        pieces: Sequence[Any],
+        *,
+        shards: int,
+        counts: Sequence[int] | None = None,
+        shuffle: bool = False,
+        shuffle_block: int | None = BLOCK,
+        max_open: int = MOST_OPEN,
+        names: Sequence[str] | None = None,
+        capture_rng: bool = True,
+    ) -> None:
+        """
+        Args:
+            pieces: one at least.
+            shards: L, whatever the number of boxes and workers: choose the largest number of workers that may read at
+                a time, or more.
+            counts: records of each piece. With them functions need not be called to see how long their pieces are (the
+                first one is, to see what it opens), and the lengths of iterables are known. Each is compared with what
+                is there when its piece is read.
+            shuffle: by the source's seed, in another way in each epoch.
+            shuffle_block: records that are shuffled with each other, about, where pieces are indexable: whole pieces
+                (of a StreamingDataset its shards) whose lengths add up to it. None shuffles all with all.
+            max_open: pieces that are open at a time in a process, the least recently used going first. A process reads
+                all shards of a finite source in turn: with less than one for each, it opens and closes all the time.
+            names: of the pieces, say their files: for messages, and so that other data are seen to be others.
+            capture_rng: random generators belong to the piece, or the record, while user code reads it. False leaves
+                the process's alone, and saves 15 us a record; then the pieces must not draw from them. Lists, arrays,
+                tables and StreamingDatasets draw nothing, and do without in any case.
+
+        Raises:
+            InvalidArgumentError: what is no piece, and settings that cannot be meant.
+            DatasetError: a piece is not as long as counts says.
+        """
+        self._shards = at_least_one("shards", shards)
+        self._shuffle = bool(shuffle)
+        self._block = None if shuffle_block is None else at_least_one("shuffle_block", shuffle_block)
+        pieces, names, cuts = _cut(pieces, counts, names, self._shards)
+        self._pieces = Pieces(pieces, counts, names, at_least_one("max_open", max_open))
+        self._parts = Parts(self._pieces) if self._pieces.by_position else None
+        self._own_random = bool(capture_rng)
+        self._runs = Runs(self._pieces, self._shards, shuffle=self._shuffle, capture_rng=self._own_random)
+        self._orders: OrderedDict[int, Order] = OrderedDict()
+        by_position = self._parts is not None
+        self._described: dict[str, Any] = {
+            "kind": "LogicalShards",
+            "shards": self._shards,
+            "pieces": len(self._pieces),
+            "records": None if self._pieces.counts is None else sum(self._pieces.counts),
+            "counts": _listed(self._pieces.counts),
+            "names": _listed(self._pieces.names),
+            "data": _listed([*self._pieces.fingerprints(), *cuts]),
+            "cut": "by position" if by_position else "in whole pieces",
+            "capture_rng": self._own_random,
+            "shuffle": self._shuffle,
+            "shuffle_block": (self._block or "all") if self._shuffle and by_position else None,
+        }
+
+    @property
+    def num_shards(self) -> int:
+        return self._shards
+
+    def described(self) -> dict[str, Any]:
+        return dict(self._described)
+
+    def lengths(self, epoch: int) -> Sequence[int] | None:
+        if self._parts is None:
+            return self._runs.lengths(epoch)
+        bounds = [cut(self._parts.records, self._shards, shard) for shard in range(self._shards)]
+        return [end - begin for begin, end in bounds]
+
+    def open(self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None) -> Cursor:
+        if not 0 <= shard < self._shards:
+            raise InvalidArgumentError(f"shard {shard} of {self._shards}")
+        if self._parts is None:
+            run, seed_of = self._runs.run(shard, epoch, seed), self._runs.seeds(epoch, seed)
+            return RunCursor(self._runs, run, seed_of, token)
+        begin, end = cut(self._parts.records, self._shards, shard)
+        order = self._order(seed) if self._parts.records else None
+        ahead = 2 * min(self._block or end - begin, max(1, end - begin))
+        key = derive_seed(seed, "record") if self._own_random else None
+        return RangeCursor(self._parts, order, epoch, begin, end, ahead, token, key)
+
+    def _order(self, seed: int) -> Order:
+        key = derive_seed(seed, "LogicalShards") if self._shuffle else 0
+        order = self._orders.get(key)
+        if order is None:
+            assert self._parts is not None
+            order = Order(
+                [self._parts.sizes], [self._parts.records], seed=key, shuffle=self._shuffle, block=self._block
+            )
+            self._orders[key] = order
+            while len(self._orders) > KEPT_ORDERS:
+                self._orders.popitem(last=False)
+        return order
+
+
+def _cut(
+    pieces: Sequence[Any], counts: Sequence[int] | None, names: Sequence[str] | None, shards: int
+) -> tuple[Sequence[Any], Sequence[str] | None, list[str]]:
+    """Pieces and names with files that can be cut in ranges; and what was cut, for a description."""
+    if not isinstance(pieces, list | tuple) or not any(isinstance(piece, LineFile) for piece in pieces):
+        return pieces, names, []
+    if counts is not None:
+        raise InvalidArgumentError(
+            "counts with a LineFile: how many lines a range of it has is not known beforehand; leave counts out, or "
+            "give functions that open the files"
+        )
+    parts = cut_files(pieces, shards)
+    if names is not None and not isinstance(names, str) and len(names) == len(pieces):
+        names = [
+            name if len(own) == 1 else f"{name} [{number + 1}/{len(own)}]"
+            for name, own in zip(names, parts, strict=True)
+            for number in range(len(own))
+        ]
+    cuts = [
+        f"{len(own)} of {piece.size} bytes"
+        for piece, own in zip(pieces, parts, strict=True)
+        if isinstance(piece, LineFile)
+    ]
+    return [each for own in parts for each in own], names, cuts
+
+
+def _listed(values: Sequence[Any] | None) -> Any:
+    """The list, or if it is long how many and their digest: enough to see another one."""
+    if not values or len(values) <= WRITTEN_OUT:
+        return None if not values else list(values)
+    return f"{len(values)}, digest {xxhash.xxh3_64_hexdigest(json.dumps(list(values)).encode())}"

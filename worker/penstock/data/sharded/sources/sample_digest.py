@@ -1,0 +1,58 @@
+"""The rolling digest of the samples that an opaque stream has passed, by which a replay is checked.
+
+A stream that cannot say where it is can only be read again up to there, and it may then be another one: a file was
+written anew, a shuffle took its seed from the clock. So each sample's digest goes into a chain, a token has the chain's
+present value, and a replay must come to the same one.
+
+A sample's digest is the checksum of its encoding as a state. That covers every byte, and a document of 1,000 Python
+integers takes 22 us, where the digest of batches (penstock.proto.batch.digest) has a leaf for each integer and takes
+480; of small samples and tensors both take 2 to 6 us. What no state may hold but a batch may, such as a named tuple or
+a dataclass, has the batch's digest. A sample of anything else (an image object) counts by its number alone: that it was
+there is checked, and not what it was.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from penstock.proto.batch.digest import Cover
+from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.errors import UnsupportedLeafError, UnsupportedStateError
+from penstock.proto.state.codec import encode_state
+
+__all__ = ["BEGINNING", "Digests"]
+
+BEGINNING = 0
+"""The chain of no samples."""
+
+_WORD = struct.Struct("<Q")
+_UNKNOWN = bytes(8)
+
+
+class Digests:
+    """Goes on with chains; one for each thread."""
+
+    def __init__(self) -> None:
+        self._offprint: Offprint | None = None
+
+    def __reduce__(self) -> tuple[type[Digests], tuple[()]]:
+        return Digests, ()  # what it holds is scratch memory
+
+    def after(self, chain: int, sample: Any) -> int:
+        """The chain with one sample more; 64 bits, unsigned."""
+        return xxh3_64_intdigest(self._digest(sample), chain)
+
+    def _digest(self, sample: Any) -> bytes:
+        try:
+            return encode_state(sample)[-8:]
+        except UnsupportedStateError:
+            pass
+        if self._offprint is None:
+            self._offprint = Offprint(cover=Cover.FULL)
+        try:
+            return _WORD.pack(self._offprint.take(sample)[0])
+        except UnsupportedLeafError:
+            return _UNKNOWN

@@ -1,0 +1,186 @@
+"""Any stateful iterable of a user's as a source in logical shards: one shard is one stream.
+
+How a stream is saved and gone on with is opaque.py, whose random generators it draws from randomness.py; this is what
+a user says about it, and what becomes of it as a source. An opaque stream cannot be split, so there are as many shards
+as the user says, and no more workers than shards have something to do. Nor can it be passed over cheaply: who skips its
+samples reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.data.arguments import at_least_one
+from penstock.data.sharded.protocol import Place, Token
+from penstock.data.sharded.sources.collection import Collecting
+from penstock.data.sharded.sources.opaque import SNAPSHOT_EVERY, SNAPSHOT_S, Mark, Stream
+from penstock.data.sharded.sources.sample_digest import BEGINNING, Digests
+from penstock.proto.errors import DatasetError, InvalidArgumentError, StateCorruptError, StateMismatchError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["Savable"]
+
+
+class Savable:
+    """Streams that `make` makes, each a logical shard, saved at any sample.
+
+    `make(shard)` returns an iterable: a dataset or loader with `state_dict` and `load_state_dict` (torchdata's
+    StatefulDataLoader), the root node of a torchdata.nodes graph, a generator. It is called for each epoch, and again
+    to go on from a saved place, and must give the same samples each time, in a new object. With a state of its own a
+    stream goes on from that, and reads again what came after it; without one it is read again from its beginning.
+    Either way the samples that are read again are compared with those that were delivered.
+
+    While a stream runs, the generators of `random`, `numpy.random` and `torch` are its own, seeded by the source's
+    seed, the shard and the epoch. So a function that draws from them needs no seed of its own, and two streams that are
+    read in turn, or the same one twice in a Mixture, do not disturb or repeat each other.
+
+    What cannot be had of an opaque stream: to split it over more workers, and to go to a place without reading, beyond
+    what its own state does. In a finite epoch each worker reads all streams, and skips what is not its own; made
+    endless (Repeated), each reads its own. A stream's own threads draw from whatever generators are in place.
+    """
+
+    endless = False
+
+    def __init__(
+        self,
+        make: Callable[[int], Any],
+        *,
+        shards: int,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        snapshot_s: float = SNAPSHOT_S,
+        capture_rng: bool = True,
+        batch_rows: int | None = None,
+        collect_every: int | None = None,
+        config: Any = None,
+    ) -> None:
+        """
+        Args:
+            make: shard number -> iterable.
+            shards: how many streams there are.
+            snapshot_every, snapshot_s: samples and seconds after which a stream's state is kept again, so that no more
+                is read again on a resume. Less often where that would take more than 1% of the time.
+            capture_rng: random generators belong to the stream. False leaves the process's alone, and saves 15 us a
+                sample; then the streams must not draw from them.
+            batch_rows: the streams' samples are batches of so many rows. A cursor goes on from a place that was saved
+                with a multiple of it: the stream is read again up to the same row, and nothing compared. (A ShardLoader
+                refuses another number, for its places count samples. Where samples are rows, and the ShardLoader makes
+                the batches, any batch size may follow any other.)
+            collect_every: collect garbage only after so many samples of this process, and never what was there at the
+                start. None leaves the collector alone.
+            config: what else decides the samples (a buffer's size, a file's name), as a value of JSON. It is saved, and
+                another one is refused.
+
+        Raises InvalidArgumentError for settings that cannot be meant.
+        """
+        if not callable(make):
+            raise InvalidArgumentError(f"make is a {type(make).__name__}; it is a function: shard number -> iterable")
+        self._make = make
+        self._shards = at_least_one("shards", shards)
+        self._every = at_least_one("snapshot_every", snapshot_every)
+        if not isinstance(snapshot_s, int | float) or not snapshot_s > 0:
+            raise InvalidArgumentError(f"snapshot_s={snapshot_s!r}: it is a number of seconds, more than 0")
+        self._seconds, self._own_random = float(snapshot_s), bool(capture_rng)
+        self._rows = None if batch_rows is None else at_least_one("batch_rows", batch_rows)
+        self._collect = None if collect_every is None else at_least_one("collect_every", collect_every)
+        self._config = _json("config", config)
+        self._digests = Digests()
+
+    @property
+    def num_shards(self) -> int:
+        return self._shards
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "kind": "Savable",
+            "shards": self._shards,
+            "capture_rng": self._own_random,
+            "batch_rows": self._rows,
+            "config": self._config,
+        }
+
+    def lengths(self, epoch: int) -> Sequence[int] | None:
+        return None
+
+    def open(
+        self, shard: int, epoch: int, seed: int, token: Token | None = None, place: Place | None = None
+    ) -> _Cursor:
+        if not 0 <= shard < self._shards:
+            raise InvalidArgumentError(f"shard {shard} of {self._shards}")
+        name = f"stream {shard} of {self._shards}"
+        stream = Stream(
+            lambda: self._make(shard),
+            name,
+            digests=self._digests,
+            seed=derive_seed(seed, "Savable", shard, epoch) if self._own_random else None,
+            mark=None if token is None else self._mark(token, name),
+            snapshot_every=self._every,
+            snapshot_s=self._seconds,
+        )
+        return _Cursor(stream, name, self._rows, None if self._collect is None else Collecting(self._collect))
+
+    def _mark(self, token: Token, name: str) -> Mark:
+        """Where the token says, counted in batches of our size."""
+        mark = Mark.of(token, name)
+        rows = token.get("rows")
+        if rows == self._rows:
+            return mark
+        if type(rows) is not int or rows < 1 or self._rows is None:
+            if not (rows is None or (type(rows) is int and rows > 0)):
+                raise StateCorruptError(f"{name}: a place in it that cannot be: batches of {rows!r} rows")
+            raise StateMismatchError(f"{name}: batch_rows was {rows} and is {self._rows}; give the same, or a divisor")
+        if rows % self._rows:
+            raise StateMismatchError(
+                f"{name}: batch_rows was {rows} and is {self._rows}, which does not divide it: a place between the old "
+                "batches may lie within a new one. Give a divisor"
+            )
+        passed = mark.passed * (rows // self._rows)
+        return Mark(passed, None if passed else BEGINNING)
+
+
+class _Cursor:
+    """One stream, read along."""
+
+    def __init__(self, stream: Stream, name: str, rows: int | None, collecting: Collecting | None) -> None:
+        self._stream, self._name, self._rows, self._collecting = stream, name, rows, collecting
+
+    def __iter__(self) -> _Cursor:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            sample = next(self._stream)
+        except StopIteration:
+            self.close()
+            if self._stream.passed == 0:
+                raise DatasetError(
+                    f"{self._name}: it yields nothing. make(shard) must return a new iterable each time, and each "
+                    "stream must have a sample"
+                ) from None
+            raise
+        if self._collecting is not None:
+            self._collecting.passed()
+        return sample
+
+    def skip(self, count: int) -> int:
+        return sum(1 for _ in zip(range(count), self, strict=False))
+
+    def token(self) -> Token:
+        return {**self._stream.token(), "rows": self._rows}
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._collecting is not None:
+            self._collecting.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _json(name: str, value: Any) -> Any:
+    """As it comes back from JSON."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} is no value of JSON: {error}") from None

@@ -1,0 +1,160 @@
+"""One worker's share of a pass: its batches' samples in order, and where it stands after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.data.ordering.order_states import Progress
+from penstock.data.ordering.partition import Dealing, Turn
+from penstock.data.sharded.epoch_stream import Stream
+from penstock.data.sharded.protocol import Token
+from penstock.data.sharded.shard_cursors import Readers
+from penstock.data.sharded.shard_keys import SampleKey
+from penstock.data.sharded.shard_states import Ground, Standing
+from penstock.proto.errors import DatasetError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["Plan", "Share"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all passes of a loader have in common."""
+
+    ground: Ground
+    seed: int
+    box: int
+    """Among those that share a global batch."""
+    order: str
+    """Digest of the order, for keys."""
+    keys: bool
+    """Samples come with keys."""
+
+    def opening(self, epoch: int) -> tuple[int, int]:
+        """Epoch and seed with which the source is opened. An endless one has no epochs: its passes differ by seed."""
+        if not self.ground.source.endless:
+            return epoch, self.seed
+        return 0, derive_seed(self.seed, "pass", epoch) if epoch else self.seed
+
+    def readers(self, standing: Standing) -> Readers:
+        epoch, grid = standing.progress.epoch, standing.grid
+        key: Callable[[int, int, Token], str] | None = None
+        if self.keys:
+
+            def key(shard: int, index: int, token: Token) -> str:
+                return SampleKey.text(epoch, shard, index, self.order, token, None if grid is None else grid.block)
+
+        place = None if grid is None else grid.place
+        return Readers(self.ground.source, *self.opening(epoch), standing.marks, place=place, key=key)
+
+    def stream(self, standing: Standing, readers: Readers) -> Stream:
+        """Of a finite source."""
+        progress = standing.progress
+        return Stream(
+            self.ground.rounds(progress.epoch, standing.ended),
+            readers,
+            ended=standing.ended,
+            start=progress.start,
+            batch=progress.shape.batch,
+            box=self.box,
+            boxes=progress.shape.boxes,
+            tail=self.ground.tail,
+            every=progress.shape.workers,
+        )
+
+    def has_rows(self, standing: Standing) -> bool:
+        """Something is left of the epoch there."""
+        readers = self.readers(standing)
+        try:
+            return self.stream(standing, readers).has_rows()
+        finally:
+            readers.close()
+
+    def check_length(self, epoch: int, length: int, batch: int, boxes: int) -> None:
+        """Raises DatasetError for an epoch without a batch."""
+        if Dealing(length, 0, batch, boxes, self.ground.tail).batches == 0 or length == 0:
+            hint = (
+                "with tail='drop'; use a smaller batch, or another tail" if length else "; is the source's list empty?"
+            )
+            raise DatasetError(
+                f"epoch {epoch} of {self.ground.source.num_shards} shards: {length} samples make no batch of {batch} "
+                + hint
+            )
+
+
+class Share:
+    def __init__(self, plan: Plan, begun: Standing, turn: Turn) -> None:
+        self._plan, self._begun, self._turn = plan, begun, turn
+        self._done = begun.progress.done
+        self._readers = plan.readers(begun)
+        self._stream = None if begun.grid is not None else plan.stream(begun, self._readers)
+        self._first: tuple[int, int] | None = None
+        """Shard and index of the next batch's first row."""
+        self._between = True
+        """Between two batches; not while one is made, or when making it failed."""
+
+    def next(self, *, read: bool = True) -> list[tuple[Any, str | None]] | None:
+        """Samples and keys of the next batch, the same ones until `done` is called; None behind the last batch. An
+        epoch's last batch may be empty, see `template`.
+
+        `read`: otherwise it is passed over, and the list is empty.
+        """
+        if self._between:
+            self._readers.begin()
+            self._between = False
+        number, progress = self._turn.batch(self._done), self._begun.progress
+        if self._stream is not None:
+            rows = self._stream.rows(number, read=read)
+            if rows is None:
+                self._between = True
+                if progress.start == 0 and (length := self._stream.length) is not None:
+                    self._plan.check_length(progress.epoch, length, progress.shape.batch, progress.shape.boxes)
+                return None
+        else:
+            assert self._begun.grid is not None
+            batch, begin = progress.shape.batch, progress.start + number * progress.shape.batch
+            shards, indices = self._begun.grid.at(
+                np.arange(begin + self._plan.box, begin + batch, progress.shape.boxes)
+            )
+            rows = [(shard, index, False) for shard, index in zip(shards.tolist(), indices.tolist(), strict=True)]
+        self._first = None if not rows else rows[0][:2]
+        return [self._readers.get(shard, index, again=again) for shard, index, again in rows] if read else []
+
+    def template(self) -> Any:
+        """A sample that another box has in the next batch, of which this one has no row."""
+        return self._readers.get(*self._first_of_all(), again=True)[0]
+
+    def place(self) -> tuple[int, int, int]:
+        """Epoch, shard and index of the next batch's first row: of the sample of `template`, where it has none."""
+        shard, index = self._first or self._first_of_all()
+        return self._begun.progress.epoch, int(shard), int(index)
+
+    def _first_of_all(self) -> tuple[int, int]:
+        assert self._stream is not None
+        return self._stream.first(self._turn.batch(self._done))
+
+    def done(self) -> None:
+        """The batch was yielded, or passed over."""
+        self._done += 1
+        self._readers.done()
+        self._between = True
+
+    def standing(self) -> Standing:
+        """After the batches that are done."""
+        marks = self._readers.marks(up_to_date=self._between)
+        ended = self._stream.ended if self._stream is not None else {}
+        begun = self._begun.progress
+        progress = Progress(begun.epoch, begun.start, self._done, begun.shape, begun.first)
+        return Standing(progress, marks, ended, self._begun.grid)
+
+    @property
+    def begun_at_end(self) -> bool:
+        """Once it is over: it had nothing to yield, for all of the epoch was done before."""
+        return self._done == self._begun.progress.done
+
+    def close(self) -> None:
+        self._readers.close()

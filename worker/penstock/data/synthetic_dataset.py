@@ -1,0 +1,90 @@
+"""Samples that are made up: for trying out a model, or how fast everything behind the data is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from penstock.data.arguments import at_least_one, whole
+from penstock.proto.errors import InvalidArgumentError
+from penstock.proto.state.generators import derive_seed
+
+__all__ = ["SyntheticDataset"]
+
+HIGHEST = 128
+"""Integers are below it: they fit any dtype."""
+
+
+class SyntheticDataset(torch.utils.data.Dataset[Any]):
+    """A map-style dataset of random samples. Sample i is the same each time, in every process."""
+
+    def __init__(self, sample_spec: Any, num_samples: int, *, seed: int = 0) -> None:
+        """
+        Args:
+            sample_spec: what a sample looks like: dicts, lists and tuples of tensors, whose shapes and dtypes count and
+                not their values (`torch.empty(...)` will do), and of functions `(index, generator) -> value`, which get
+                a numpy Generator of the sample's own. Floats are standard normal, integers from 0 to 127, bools
+                either.
+
+        Raises InvalidArgumentError for a spec that has anything else, or no number of samples.
+        """
+        self._spec, self._length = sample_spec, at_least_one("num_samples", num_samples)
+        self._seed = whole("seed", seed)
+        _check(sample_spec, "sample_spec")
+
+    @property
+    def fingerprint(self) -> str:
+        """For the states of a MapLoader."""
+        return f"synthetic, seed {self._seed}: {_form(self._spec)}"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        at = whole("index", index)
+        at += self._length if at < 0 else 0
+        if not 0 <= at < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        return _made(self._spec, at, np.random.default_rng(derive_seed(self._seed, "synthetic", at)))
+
+
+def _check(spec: Any, path: str) -> None:
+    if isinstance(spec, Mapping):
+        for key, value in spec.items():
+            _check(value, f"{path}[{key!r}]")
+    elif isinstance(spec, list | tuple):
+        for number, value in enumerate(spec):
+            _check(value, f"{path}[{number}]")
+    elif not isinstance(spec, torch.Tensor) and not callable(spec):
+        raise InvalidArgumentError(
+            f"{path} is a {type(spec).__name__}: give a tensor, or a function (index, generator)"
+        )
+
+
+def _form(spec: Any) -> str:
+    if isinstance(spec, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_form(value)}" for key, value in spec.items()) + "}"
+    if isinstance(spec, list | tuple):
+        return "[" + ", ".join(_form(value) for value in spec) + "]"
+    if isinstance(spec, torch.Tensor):
+        return f"{spec.dtype} {tuple(spec.shape)}"
+    return str(getattr(spec, "__qualname__", type(spec).__qualname__))
+
+
+def _made(spec: Any, index: int, generator: np.random.Generator) -> Any:
+    if isinstance(spec, Mapping):
+        return {key: _made(value, index, generator) for key, value in spec.items()}
+    if isinstance(spec, tuple) and hasattr(spec, "_fields"):
+        return type(spec)(*(_made(value, index, generator) for value in spec))
+    if isinstance(spec, list | tuple):
+        return type(spec)(_made(value, index, generator) for value in spec)
+    if not isinstance(spec, torch.Tensor):
+        return spec(index, generator)
+    shape = tuple(spec.shape)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return torch.as_tensor(generator.standard_normal(shape, np.float32)).to(spec.dtype)
+    return torch.as_tensor(generator.integers(0, 2 if spec.dtype == torch.bool else HIGHEST, shape)).to(spec.dtype)

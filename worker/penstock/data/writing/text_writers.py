@@ -1,0 +1,144 @@
+"""Writers of tables in text form: see writers.py, and text_shards.py for what they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import numpy as np
+
+from penstock.data.formats.text_shards import SEPARATORS, TEXT_ENCODINGS
+from penstock.data.writing.writers import Out, Settings, Writer
+from penstock.proto.errors import DatasetError
+
+__all__ = ["CSVWriter", "JSONWriter", "TSVWriter", "XSVWriter"]
+
+
+class _TextWriter(Writer):
+    def __init__(
+        self,
+        out: Out,
+        columns: Mapping[str, str],
+        newline: str,
+        **settings: Unpack[Settings],
+    ) -> None:
+        for name, encoding in columns.items():
+            if encoding not in TEXT_ENCODINGS:
+                known = ", ".join(TEXT_ENCODINGS)
+                raise DatasetError(f"{out}: column {name!r}: unknown encoding {encoding!r}; there are {known}")
+        if not newline:
+            raise DatasetError(f"{out}: newline must not be empty")
+        self.newline = newline
+        super().__init__(out, columns, **settings)
+        self._header = b""
+
+    def _checked(self, name: str, value: Any) -> Any:
+        kind = TEXT_ENCODINGS[self.columns[name]]
+        if not isinstance(value, kind) or isinstance(value, bool):  # the text of a bool is no number
+            raise TypeError(f"{self.columns[name]} was expected, not {type(value).__name__}")
+        return value
+
+    def _files(self, offsets: np.ndarray[Any, Any], body: bytes) -> list[bytes]:
+        config = json.dumps(self._config(), sort_keys=True).encode()
+        begins = offsets + np.uint32(len(self._header))
+        return [self._header + body, np.uint32(len(self._samples)).tobytes() + begins.tobytes() + config]
+
+
+class JSONWriter(_TextWriter):
+    """A line of JSON a sample: column -> "str", "int" or "float"."""
+
+    format = "json"
+
+    def __init__(
+        self,
+        out: Out,
+        columns: Mapping[str, str],
+        *,
+        newline: str = "\n",
+        **settings: Unpack[Settings],
+    ) -> None:
+        super().__init__(out, columns, newline, **settings)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"columns": self.columns, "newline": self.newline}
+
+    def _encode_column(self, name: str, value: Any) -> Any:
+        return self._checked(name, value)
+
+    def _joined(self, values: dict[str, Any]) -> bytes:
+        return (json.dumps(values, sort_keys=True) + self.newline).encode()
+
+
+class XSVWriter(_TextWriter):
+    """A line of separated values a sample: column -> "str", "int" or "float". Nothing is quoted: a value that holds the
+    separator or the end of a line is refused."""
+
+    format = "xsv"
+
+    def __init__(
+        self,
+        out: Out,
+        columns: Mapping[str, str],
+        *,
+        separator: str,
+        newline: str = "\n",
+        **settings: Unpack[Settings],
+    ) -> None:
+        if not separator:
+            raise DatasetError(f"{out}: separator must not be empty")
+        self.separator = separator
+        ordered = {name: columns[name] for name in sorted(columns)}
+        for name in ordered:
+            if separator in name or newline in name:
+                raise DatasetError(f"{out}: column {name!r}: its name holds what ends a value")
+        super().__init__(out, ordered, newline, **settings)
+        self._header = (separator.join(ordered) + newline).encode()
+        self._most -= len(self._header)  # which the size limit does not count
+
+    def _settings(self) -> dict[str, Any]:
+        settings = {
+            "column_names": list(self.columns),
+            "column_encodings": list(self.columns.values()),
+            "newline": self.newline,
+        }
+        return settings if self.format in SEPARATORS else {**settings, "separator": self.separator}
+
+    def _plain(self, text: str) -> str:
+        for mark in (self.separator, self.newline):
+            if mark in text:
+                raise ValueError(f"{text!r} holds {mark!r}, which ends a value here")
+        return text
+
+    def _encode_column(self, name: str, value: Any) -> bytes:
+        return self._plain(str(self._checked(name, value))).encode()
+
+    def _joined(self, values: dict[str, bytes]) -> bytes:
+        line = self.separator.encode().join(values.values())
+        if line.split(self.separator.encode()) != list(values.values()):  # the ends of two together look like one more
+            raise DatasetError(f"{self.name}: sample {self._written}: a value ends as the separator begins: {line!r}")
+        return line + self.newline.encode()
+
+
+class _NamedXSVWriter(XSVWriter):
+    def __init__(
+        self,
+        out: Out,
+        columns: Mapping[str, str],
+        *,
+        newline: str = "\n",
+        **settings: Unpack[Settings],
+    ) -> None:
+        super().__init__(out, columns, separator=SEPARATORS[self.format], newline=newline, **settings)
+
+
+class CSVWriter(_NamedXSVWriter):
+    """XSVWriter with commas."""
+
+    format = "csv"
+
+
+class TSVWriter(_NamedXSVWriter):
+    """XSVWriter with tabulators."""
+
+    format = "tsv"

@@ -1,0 +1,1 @@
+"""Batches that user code builds where they will be sent from."""

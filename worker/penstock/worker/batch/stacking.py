@@ -1,0 +1,112 @@
+"""Stacking samples into a leased ring slot.
+
+`Builder.collate` runs torch's own recursion with other functions at its leaves. The recursion visits leaves in the
+order in which they lie in the slot, so with the sizes of all leaves it knows the place of each before it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torchs
+
+from penstock.proto.batch.assemble import CARRIERS
+from penstock.worker.batch.entry_lease import NOWHERE, Arena, Lease
+
+__all__ = ["Builder"]
+
+_dtype_of = attrgetter("dtype")
+
+
+class Builder:
+    """What `collate` and `empty` do in a runner; see building.py, where they are described."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self._known: dict[Any, Any] = {}
+        # With our leaf functions in place of torch's in `_known`: users may register more there at any time.
+        self._table: dict[Any, Any] = {}
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype | None) -> torch.Tensor | None:
+        """A tensor in the slot, or None: make it elsewhere."""
+        arena = self.lease.begin()
+        if arena is None:
+            return None
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self._cut(arena, dims, torch.get_default_dtype() if dtype is None else dtype, guess=True)
+
+    def collate(self, samples: list[Any]) -> Any:
+        """default_collate, in the slot as far as possible."""
+        arena = self.lease.begin()
+        if arena is None:
+            return torchs.default_collate(samples)  # type: ignore[no-untyped-call]
+        if torchs.default_collate_fn_map != self._known:
+            self._known = dict(torchs.default_collate_fn_map)
+            self._table = {kind: partial(self._leaf, function) for kind, function in self._known.items()}
+            if self._known.get(torch.Tensor) is torchs.collate_tensor_fn:
+                self._table[torch.Tensor] = self._stack
+        try:
+            return torchs.collate(samples, collate_fn_map=self._table)
+        finally:
+            del arena  # it had to live until here: the lease's cursor belongs to it
+
+    def _stack(self, samples: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+        """torch.stack into the slot. What that refuses or would do differently goes to torch's own function."""
+        lease = self.lease
+        dtype = samples[0].dtype
+        if (
+            set(map(type, samples)) == {torch.Tensor}
+            and set(map(_dtype_of, samples)) == {dtype}  # or out= would cast
+            and (arena := lease.begin()) is not None
+        ):
+            cursor = lease.cursor
+            out = self._cut(arena, (len(samples), *samples[0].shape), dtype)
+            if out is not None:
+                try:
+                    return torch.stack(samples, 0, out=out)  # type: ignore[arg-type]  # a tuple does as well
+                except RuntimeError:  # shapes, layouts, devices, gradients: it has an answer, or says what is wrong
+                    lease.cursor = cursor
+        return self._leaf(torchs.collate_tensor_fn, samples, collate_fn_map=collate_fn_map)
+
+    def _leaf(self, plain: Callable[..., Any], samples: Any, *, collate_fn_map: Any = None) -> Any:
+        """torch's function for a leaf, and its size for the cursor, unless something below has moved that."""
+        cursor = self.lease.cursor
+        made = plain(samples, collate_fn_map=collate_fn_map)
+        if self.lease.cursor == cursor:
+            self._skip(made)
+        return made
+
+    def _skip(self, made: Any) -> None:
+        kind = type(made)
+        if kind is torch.Tensor:
+            self.lease.skip(made.nbytes)
+        elif kind is str:
+            self.lease.skip(len(made.encode("utf-8", "surrogatepass")))
+        elif kind is bytes:
+            self.lease.skip(len(made))
+        elif kind is list or kind is tuple:
+            for one in made:
+                self._skip(one)
+        else:
+            self.lease.cursor = NOWHERE  # what a user's function made; leaves behind it go elsewhere
+
+    def _cut(
+        self, arena: Arena, dims: tuple[int, ...], dtype: torch.dtype, *, guess: bool = False
+    ) -> torch.Tensor | None:
+        """A tensor in the slot, if it fits."""
+        known = CARRIERS.get(dtype)
+        count = prod(dims)
+        if known is None or count <= 0 or min(dims, default=1) < 0:
+            return None
+        carrier, view = known
+        at = self.lease.place(arena, count * carrier.itemsize, guess=guess)
+        if at is None:
+            return None
+        made = torch.from_numpy(np.ndarray(dims, carrier, arena, at))
+        return made if view is None else made.view(view)

@@ -1,0 +1,539 @@
+"""The worker daemon: registers, asks what it should run, and makes it so. It never runs user code.
+
+Everything is level, not edge: a heartbeat's reply holds the whole set of slots that this worker should run, and the
+daemon starts what is missing and stops what is not in it. A lost, late or repeated message therefore changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.proto.errors import (
+    CoordinatorUnavailableError,
+    DeadlineError,
+    JournalError,
+    OverloadedError,
+    PenstockError,
+    SupersededError,
+)
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
+from penstock.proto.rpc.channel import VERSION, Tls, detail_of, host_id
+from penstock.proto.rpc.credentials.tickets import check_ticket
+from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
+from penstock.runtime.process.liveness_file import PulseWriter
+from penstock.worker.daemon.durable_snapshots import Share
+from penstock.worker.daemon.heartbeats import Heart
+from penstock.worker.daemon.listeners import LaneDoors, slot_of
+from penstock.worker.daemon.proofs import Findings
+from penstock.worker.daemon.slot import Slot, SlotKey, Tally, key_of
+from penstock.worker.helpers.blobs import Blobs
+from penstock.worker.helpers.helper_pool import Helpers
+from penstock.worker.loader.crossing_kinds import more_careful
+from penstock.worker.processes.child_output import unblocked_logging
+from penstock.worker.processes.child_processes import START_DEADLINE_S, Zygote, end_orphans
+from penstock.worker.processes.fork_servers import Zygotes
+from penstock.worker.processes.orphans import become_subreaper
+from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
+from penstock.worker.resources.processor_time import cores
+from penstock.worker.resources.turn_queue import TurnQueue
+
+__all__ = ["Settings", "own_name", "serve"]
+
+_log = logging.getLogger("penstock.worker")
+
+HOLD_S = 1.0
+"""Of a heartbeat's long poll until the coordinator says how long: a third of the lease, which follows the fleet."""
+RETRY_S = 0.3
+AWAY_AGAIN_S = 60.0
+"""Between two lines in the log about a coordinator that stays away."""
+AWAY = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""What passes, and says nothing against us: also a coordinator that cannot write for want of disk."""
+ATTACH_DEADLINE_S = 30.0
+SCRATCH_AT_ONCE = 2
+"""Tasks beside the streams that are done at a time on a machine with one core; else as many as there are cores."""
+TURN_S = 0.5
+"""Seconds between two signs of the event loop's that it makes progress."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a daemon is run."""
+
+    coordinator: str
+    token: str = field(repr=False)
+    slots: int
+    allow: Sequence[str]
+    listen: str = "127.0.0.1:0"
+    """For lanes from other hosts."""
+    name: str = ""
+    lifeline_pids: Sequence[int] = ()
+    """End when one of these processes is gone (embedded mode: the training job and its coordinator)."""
+    embedded: bool = False
+    runner_memory: int = 0
+    """Bytes that a runner may hold; 0 = any."""
+    starts: int = 0
+    """Runners that start at a time; 0 = as many as there are processors."""
+    start_timeout_s: float = START_DEADLINE_S
+    """Seconds that the interpreter of a run's runners may take to start."""
+    no_cage: bool = False
+    """Runners may do to other processes what their user may; else see sandbox.py."""
+    tls: Tls | None = None
+    """For the coordinator, and for lanes from other hosts."""
+    insecure: bool = False
+    """Lanes and metrics may be listened for beyond this machine without TLS."""
+    drain_s: float = 0.0
+    """Seconds that it goes on for after it was told to stop, while other workers get ready for its slots."""
+    pulse_file: str = ""
+    """Where to tell of each heartbeat: see penstock.runtime.process.liveness_file. "": nowhere."""
+    http: str = ""
+    """ "host:port" of metrics and health, see worker_metrics.py; "" = none."""
+    http_tokens: str = field(default="", repr=False)
+    """What readers of those from other machines must show, as penstock.proto.rpc.credentials.tokens has it."""
+
+
+def own_name() -> str:
+    """Of a worker that was given none."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+class Daemon:
+    """One worker process. `run()` returns when it was told to stop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.name = settings.name or own_name()
+        self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
+        self.scratches = TurnQueue(max(SCRATCH_AT_ONCE, cores()))
+        self.helpers = Helpers(self.zygote)
+        self.blobs = Blobs(self._connect)
+        self.runner_memory = settings.runner_memory
+        self.starts = TurnQueue(settings.starts or cores())
+        self._tempdirs = TempDirs()
+        self._zygotes = Zygotes(self._tempdirs, self.starts, settings.start_timeout_s, caged=not settings.no_cage)
+        self._heart = Heart(
+            self._connect,
+            lambda: self._heartbeat(0.0, bare=True),
+            lambda: self._lease_s,
+        )
+        self._session = secrets.token_hex(8)
+        self._pulse = PulseWriter(settings.pulse_file)
+        self._hold_s, self._lease_s = HOLD_S, 0.0
+        self.share = Share(every_s=1.0, bytes_per_s=4 << 20)
+        self.tally = Tally()
+        self.state_answers: Counter[str] = Counter()
+        """How answers to questions for states ended: ok, error, dropped -> how many."""
+        self.started_at = time.monotonic()
+        self.answered_at: float | None = None
+        """When the coordinator last answered; None before it did."""
+        self._slots: dict[SlotKey, Slot] = {}
+        self._unstarted: dict[SlotKey, coordinator_pb2.SlotReport] = {}
+        """What is reported of assignments that could not be begun here."""
+        self._findings: dict[tuple[str, int], Findings] = {}
+        self._answered: set[str] = set()
+        self._made = self._seen = 0
+        """The version of the reply that was made so last; the coordinator's rise over everything. And what heartbeats
+        say of it: 0 to be told everything again."""
+        self._doors = LaneDoors(self._attach, settings.tls, insecure=settings.insecure)
+        self._coordinators_clock = 0.0
+        """What it said last, less our monotonic clock then."""
+        self._dirty = asyncio.Event()
+        self._assigned = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        """Slots that are being stopped: never cancelled, so that their runners are reaped."""
+        self._draining = self._leaving = False
+        """No new slots come, for the coordinator was told to drain this worker, or for it is to end."""
+        self._stuck = 0
+        """Slots of this worker's that nobody else has a place for, as the coordinator said while it drains."""
+        self._commit_mark = b""
+        """The coordinator's journal was at least as far, as the next coordinator on it is told."""
+        self._told = asyncio.Event()
+        self.stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+
+    # ---- its life
+
+    def stop(self) -> None:
+        """End, by handing the slots over first. Told twice: at once."""
+        if self.stopping.is_set():
+            self._at_once.set()
+        self.stopping.set()
+
+    async def run(self, ready: Callable[[str], None] | None = None) -> None:
+        """Register and serve until `stopping` is set; then hand the slots on and leave nothing behind."""
+        self._doors.open(self.settings.listen)
+        stop = asyncio.ensure_future(self.stopping.wait())
+        try:
+            registering = asyncio.ensure_future(self._register(first=True))
+            await asyncio.wait([registering, stop], return_when="FIRST_COMPLETED")
+            if not registering.done():  # told to stop before there was a coordinator
+                registering.cancel()
+                return
+            registering.result()
+            _log.info("worker %s: %d slots, lanes on %s", self.name, self.settings.slots, self._doors.tcp_address)
+            if ready is not None:
+                ready(self.name)
+            self._heart.start()
+            loops = [asyncio.ensure_future(work) for work in (self._heartbeats(), self._report_changes(), self._turn())]
+            handing = asyncio.ensure_future(self._hand_over())
+            done, _ = await asyncio.wait([*loops, handing], return_when="FIRST_COMPLETED")
+            for task in [*loops, handing, stop]:
+                task.cancel()
+            for task in done:
+                task.result()
+        finally:
+            await self._leave()
+
+    async def _hand_over(self) -> None:
+        """Told to stop: goes on until each slot has another worker, while there is time and somebody to take it."""
+        await self.stopping.wait()
+        self._leaving = True
+        self._dirty.set()
+        until = time.monotonic() + self.settings.drain_s
+        at_once = asyncio.ensure_future(self._at_once.wait())
+        while self._slots and not at_once.done() and (left_s := until - time.monotonic()) > 0:
+            if self._draining and self._stuck >= len(self._slots):
+                _log.info("worker %s: nobody else has a place for its %d slots", self.name, len(self._slots))
+                break
+            self._told.clear()
+            told = asyncio.ensure_future(self._told.wait())
+            await asyncio.wait([told, at_once], timeout=left_s, return_when="FIRST_COMPLETED")
+            told.cancel()
+        at_once.cancel()
+
+    def _connect(self) -> CoordinatorClient:
+        """For threads: a client of their own."""
+        settings = self.settings
+        return CoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
+
+    async def _turn(self) -> None:
+        """Show that the event loop makes progress."""
+        while True:
+            self._heart.turned()
+            await asyncio.sleep(TURN_S)
+
+    async def _leave(self) -> None:
+        self._heart.stop()
+        with contextlib.suppress(PenstockError, TimeoutError):
+            request = coordinator_pb2.DeregisterWorkerRequest(worker=self.name, session=self._session)
+            await asyncio.wait_for(self.coordinator.deregister(request), 2.0)
+        self._doors.close()
+        for task in self._tasks:
+            task.cancel()
+        for key in list(self._slots):
+            self._stop_slot(key)
+        await asyncio.gather(*self._tasks, *self._ending, return_exceptions=True)
+        await self._zygotes.close()
+        self.blobs.close()
+        await end_orphans()
+        self._tempdirs.close()
+        await self.coordinator.close()
+
+    async def _register(self, first: bool = False) -> None:
+        request = coordinator_pb2.RegisterWorkerRequest(
+            version=VERSION,
+            worker=self.name,
+            session=self._session,
+            host_id=host_id(),
+            slots=self.settings.slots,
+            cores=cores(),
+            local_address=self._doors.local_address,
+            tcp_address=self._doors.tcp_address,
+            allow=self.settings.allow,
+            draining=self._draining,
+            commit_mark=self._commit_mark,
+        )
+        while True:
+            try:
+                reply = await self.coordinator.register(request)
+                self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+                self._heard()
+                self._made = self._seen = 0  # one that does not know us may be another, with versions of its own
+                return
+            except OverloadedError as error:
+                self._pulse.turned()
+                _log.info("the coordinator is busy: %s", error.message)
+                await asyncio.sleep(error.retry_after_s * random.uniform(1.0, 1.5))  # not all at the same time again
+            except AWAY as error:
+                if first:
+                    _log.info("waiting for the coordinator: %s", error.message)
+                    first = False
+                self._pulse.turned()
+                await asyncio.sleep(RETRY_S)
+
+    async def _heartbeats(self) -> None:
+        away_since, told = 0.0, 0.0
+        while True:
+            try:
+                reply = await self.coordinator.heartbeat(self._heartbeat(self._hold_s))
+                self._heard()
+            except AWAY as error:
+                self._pulse.turned()
+                now = asyncio.get_running_loop().time()
+                if not away_since:
+                    away_since = told = now
+                    _log.warning("the coordinator is away, lanes go on: %s", error.message)
+                elif now - told > AWAY_AGAIN_S:
+                    told = now
+                    _log.warning("the coordinator is away since %.0f s: %s", now - away_since, error.message)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if away_since:
+                _log.warning("the coordinator is back")
+                away_since = 0.0
+            if reply.register_again:
+                await self._register()
+                continue
+            self._take(reply)
+
+    async def _report_changes(self) -> None:
+        """What has changed is told at once, beside the long poll."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            try:
+                reply = await self.coordinator.heartbeat(self._heartbeat(0.0))
+            except AWAY:
+                await asyncio.sleep(RETRY_S)
+                self._dirty.set()
+                continue
+            self._heard()
+            if not reply.register_again:
+                self._take(reply)
+
+    def _heard(self) -> None:
+        """The coordinator has answered."""
+        self.answered_at = time.monotonic()
+        self._heart.heard()
+        self._pulse.heard()
+
+    def _take(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+        self._hold_s, self._lease_s = reply.beat_s or HOLD_S, reply.lease_s
+        self._coordinators_clock = reply.wall_s - time.monotonic()
+        if reply.draining != self._draining:
+            _log.info("worker %s: %s", self.name, "drains" if reply.draining else "takes slots again")
+        self._draining, self._stuck = reply.draining, reply.stuck
+        self._commit_mark = reply.commit_mark
+        if reply.snapshot_every_s:
+            self.share = Share(reply.snapshot_every_s, reply.snapshot_bytes_per_s)
+        if not reply.unchanged and reply.version >= self._made:  # else overtaken by the reply to a later heartbeat
+            self._made = self._seen = reply.version
+            self._make_it_so(reply)
+        self._told.set()
+
+    def _heartbeat(self, hold_s: float, bare: bool = False) -> coordinator_pb2.HeartbeatRequest:
+        """`bare`: nothing of the slots, which belong to the event loop."""
+        return coordinator_pb2.HeartbeatRequest(
+            worker=self.name,
+            session=self._session,
+            seen_version=self._seen,
+            hold_s=hold_s,
+            lease_s=self._lease_s,
+            leaving=self._leaving,
+            slots=[] if bare else [slot.report() for slot in self._slots.values()] + [*self._unstarted.values()],
+        )
+
+    # ---- assignments
+
+    def _make_it_so(self, reply: coordinator_pb2.HeartbeatReply) -> None:
+        wanted = {key_of(assignment): assignment for assignment in reply.assignments}
+        why = {key_of(taken): taken.why for taken in reply.taken}
+        for key in [key for key in self._slots if key not in wanted]:
+            slot = self._slots[key]
+            slot.log.info("%s: it is taken from worker %s: %s", slot.name, self.name, why.get(key, "no reason is told"))
+            self._stop_slot(key)
+        self._unstarted = {key: report for key, report in self._unstarted.items() if key in wanted}
+        for key, assignment in wanted.items():
+            if key in self._unstarted:
+                continue
+            if key in self._slots:
+                self._slots[key].assigned(assignment)
+            else:
+                self._start_slot(key, assignment)
+        self._assigned.set()
+        self._assigned = asyncio.Event()
+        self._drop_unused()
+        open_requests = {request.request for request in reply.state_requests}
+        self._answered &= open_requests
+        for request in reply.state_requests:
+            if request.request not in self._answered:
+                self._answered.add(request.request)
+                self._spawn(self._answer(request))
+
+    def _start_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
+        """Start it, or report it lost. What goes wrong with one slot is no reason to end the others."""
+        try:
+            if len(self._slots) >= self.settings.slots:
+                raise OverloadedError(f"worker {self.name} has {self.settings.slots} slots, and was given one more")
+            self._begin_slot(key, assignment)
+        except (PenstockError, OSError) as error:  # no memory or no descriptors, say
+            _log.warning("%s box %d slot %d cannot be started: %s", *key[:1], *key[2:4], error)
+            run, attempt, box, slot, generation = key
+            self._unstarted[key] = coordinator_pb2.SlotReport(
+                run=run,
+                attempt=attempt,
+                box=box,
+                slot=slot,
+                generation=generation,
+                phase=coordinator_pb2.FAILED,
+                error=detail_of(error),
+                lost=True,
+            )
+            self._dirty.set()
+
+    def _begin_slot(self, key: SlotKey, assignment: records_pb2.WorkerAssignment) -> None:
+        loader = assignment.loader
+        loader.ClearField("allow")
+        loader.allow.extend(self.settings.allow)
+        slot = self._slots[key] = Slot(self, assignment)
+        try:
+            if not self.settings.embedded:
+                check_plain(loader)
+            if not (self.settings.embedded and loader.input_fn.startswith((MAIN + ":", BY_VALUE + ":"))):
+                check_allowed(loader.input_fn, self.settings.allow)
+        except PenstockError as error:
+            slot.fail(detail_of(error), lost=False)
+            return
+        slot.start()
+
+    def _stop_slot(self, key: SlotKey) -> None:
+        self._doors.drop(key)
+        task = asyncio.ensure_future(self._slots.pop(key).stop())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    def _drop_unused(self) -> None:
+        """Let go what belongs to runs that have no slot here any more; zygotes a little later, for the next attempt."""
+        attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
+        for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
+            del self._findings[attempt]
+        self.helpers.forget(attempts)
+        needed = [slot.assignment for slot in self._slots.values()]
+        self.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
+        self._zygotes.keep_for({slot.assignment.seed for slot in self._slots.values()})
+
+    async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
+        key = (request.run, request.attempt, request.box, request.slot, request.generation)
+        slot = self._slots.get(key)
+        answered = None if slot is None else await slot.answer(request)
+        if slot is None or answered is None:
+            self.state_answers["dropped"] += 1
+            self._not_answered(request.request)
+            return
+        answer, data = answered
+        answer.session = self._session
+        try:
+            await self.coordinator.put_state(answer, data)
+            self.state_answers["error" if answer.HasField("error") else "ok"] += 1
+        except PenstockError as error:
+            self.state_answers["dropped"] += 1
+            slot.log.warning("%s: its state could not be sent: %s", slot.name, error.message)
+            self._not_answered(request.request)
+
+    def _not_answered(self, request: str) -> None:
+        """The next heartbeat asks for everything again, that request too if it is still open."""
+        self._answered.discard(request)
+        self._seen = 0
+
+    # ---- what slots need (Host)
+
+    async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
+        """The one with the run's hash seed, started if need be, and again if it died."""
+        return await self._zygotes.get(assignment)
+
+    def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings:
+        return self._findings.setdefault(_attempt_of(assignment), Findings())
+
+    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None:
+        findings = self.findings(assignment)
+        findings.rewinds = more_careful(findings.rewinds, rewinds)
+        self._tell_findings(assignment)
+
+    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None:
+        self.findings(assignment).misleads = True
+        self._tell_findings(assignment)
+
+    def _tell_findings(self, assignment: records_pb2.WorkerAssignment) -> None:
+        for slot in self._slots.values():
+            if _attempt_of(slot.assignment) == _attempt_of(assignment):
+                self._spawn(slot.learn_findings())
+
+    def slots_here(self) -> int:
+        return len(self._slots)
+
+    def slot_changed(self) -> None:
+        self._dirty.set()
+
+    # ---- lanes
+
+    async def _attach(self, sock: socket.socket, hello: lane_pb2.Hello) -> None:
+        slot = self._slots.get(slot_of(hello))
+        if slot is None:
+            raise SupersededError(
+                f"worker {self.name} does not run generation {hello.generation} of box {hello.box} slot {hello.slot} "
+                f"of {hello.run} (attempt {hello.attempt})"
+            )
+        now = self._coordinators_clock + time.monotonic()
+        check_ticket(hello.ticket, slot.assignment.lane_key, now, slot.name)
+        await slot.attach(sock, hello, ATTACH_DEADLINE_S)
+
+    # ---- for those who look (worker_metrics.py)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """That it runs now."""
+        return list(self._slots.values())
+
+    @property
+    def doors(self) -> LaneDoors:
+        """What its lanes come in by."""
+        return self._doors
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds of silence after which the coordinator takes it for dead; 0 before it was told."""
+        return self._lease_s
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _attempt_of(assignment: records_pb2.WorkerAssignment) -> tuple[str, int]:
+    return assignment.run, assignment.attempt
+
+
+async def serve(settings: Settings, ready: Callable[[str], None] | None = None) -> None:
+    """Run a daemon until SIGTERM or SIGINT, or until a process that it is to end with is gone."""
+    daemon = Daemon(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, daemon.stop)
+    for pid in settings.lifeline_pids:
+        try:
+            loop.add_reader(os.pidfd_open(pid), daemon.stopping.set)
+        except ProcessLookupError:
+            return
+    become_subreaper()  # of what is below a zygote that dies
+    with unblocked_logging(), contextlib.ExitStack() as closing:
+        if settings.http:
+            from penstock.worker.daemon.worker_metrics import open_web
+
+            web = open_web(daemon, loop)
+            closing.callback(web.close)
+            _log.info("metrics at %s/metrics", web.url)
+        await daemon.run(ready)

@@ -1,0 +1,128 @@
+"""What of a slot's restart points is durable: kept by the coordinator, for a runner that takes over elsewhere.
+
+The first is durable before any batch can be fetched, so that none is out that could not be recovered. It is where the
+attempt began, and a successor can come there as this runner did: by input_fn, and by the state that the attempt resumed
+from, which the coordinator has anyway. So a large one is kept without its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.proto.errors import CoordinatorUnavailableError, DeadlineError, JournalError, PenstockError
+from penstock.proto.v1 import coordinator_pb2
+from penstock.worker.daemon.snapshots import Kept
+
+if TYPE_CHECKING:
+    from penstock.worker.daemon.slot import Slot
+
+__all__ = ["NOT_OURS", "Durable", "Share"]
+
+NOT_OURS = (CoordinatorUnavailableError, DeadlineError, JournalError)
+"""Errors of the coordinator that pass."""
+LARGE = 1 << 20
+"""Bytes, above which the beginning of an attempt is not kept a second time."""
+AGAIN_S = 0.2
+"""Between two tries while the coordinator is away."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A slot's quota of durable snapshots in the fleet, as the coordinator says: of calls and of bytes."""
+
+    every_s: float
+    bytes_per_s: float
+
+    def pause_s(self, size: int) -> float:
+        """After a snapshot of so many bytes."""
+        return max(self.every_s, size / self.bytes_per_s)
+
+
+class Durable:
+    """The durable restart points of one slot."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self.refused = ""
+        """Why the coordinator has not kept the last snapshot."""
+
+    async def keep_up(self) -> None:
+        """Make the newest durable, as often as the coordinator lets the slot."""
+        slot = self._slot
+        await slot.ready.wait()
+        # The slots of a job start together: each begins at a moment of its own.
+        await asyncio.sleep(random.random() * slot.host.share.every_s)
+        while True:
+            size = 0
+            # Nothing that the loop may still leave by a `break`: what was made beyond it would not be on its way.
+            slot.ledger.refresh()
+            for base in self.newest(slot.ledger.delivered):
+                if not base.durable:
+                    size += len(base.data)
+                    await self.make(base)
+            await asyncio.sleep(slot.host.share.pause_s(size))
+
+    def newest(self, below: int | None = None) -> list[Kept]:
+        """What a successor needs, of fewer batches than `below`: the newest base that it may rely on."""
+        slot = self._slot
+        return [base for base in slot.store if slot.usable(base) and (below is None or base.total < below)][-1:]
+
+    async def hand_over(self) -> None:
+        """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
+        loop took, which is somewhere between what the runner has heard of and all that it has made."""
+        self._slot.ledger.refresh()
+        for base in self.newest(self._slot.ledger.delivered) + self.newest():
+            if not base.durable:
+                await self.make(base)
+
+    async def make(self, base: Kept) -> None:
+        """Make one durable, unless the coordinator refuses it."""
+        slot, told = self._slot, False
+        data = b"" if base.begins and len(base.data) > LARGE else base.data
+        header = self._header(base, len(data))
+        while True:
+            try:
+                refused = (await slot.host.coordinator.put_snapshot(header, data)).refused
+                self._count(refused, len(data))
+                break
+            except NOT_OURS as error:
+                if not told:
+                    slot.log.warning("%s: its snapshot waits: %s", slot.name, error.message)
+                told = True
+                await asyncio.sleep(AGAIN_S)
+            except PenstockError as error:
+                slot.log.warning("%s: its snapshot was not made durable: %s", slot.name, error.message)
+                break
+        base.durable = True
+
+    def _header(self, base: Kept, size: int) -> coordinator_pb2.SnapshotHeader:
+        a = self._slot.assignment
+        return coordinator_pb2.SnapshotHeader(
+            run=a.run,
+            attempt=a.attempt,
+            box=a.box,
+            slot=a.slot,
+            generation=a.generation,
+            epoch=base.epoch,
+            delivered=base.delivered,
+            total=base.total,
+            samples=base.samples,
+            size=size,
+            origin=base.origin,
+            step=base.step,
+        )
+
+    def _count(self, refused: str, size: int) -> None:
+        slot, tally = self._slot, self._slot.host.tally
+        if refused:
+            tally.snapshots_refused += 1
+        else:
+            tally.snapshots_sent += 1
+            tally.snapshot_sent_bytes += size
+        if refused and not self.refused:
+            why = "its snapshot is not kept, and a recovery replays from an older one"
+            slot.log.warning("%s: %s: %s", slot.name, why, refused)
+        self.refused = refused

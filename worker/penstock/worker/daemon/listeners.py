@@ -1,0 +1,338 @@
+"""The doors that consumers come in by: an abstract Unix socket for this host, a TCP port for others.
+
+A consumer says Hello; if it shows a ticket for the slot, its connection goes to the runner and the daemon is out of the
+way. A remote one gets a pump in between: to the runner it is a consumer like any other.
+
+Who has not said Hello is nobody yet, and must cost little: no thread, at most a handshake's and a Hello's bytes, and a
+deadline for both together. So many may wait at a time; one more, and the longest-waiting of the address that has most
+of them goes. A peer that opens connections and says nothing thus closes its own; an honest one needs milliseconds.
+
+An abstract name can be connected to by every user of the network namespace: the kernel is asked who the peer is. With
+TLS a consumer on another host is let in by its certificate before its Hello is read. One that speaks the other way,
+plain or TLS, hears so at once: both ends would wait for the other's next bytes otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import secrets
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from penstock.proto.errors import (
+    InvalidArgumentError,
+    LaneLostError,
+    PenstockError,
+    PortTakenError,
+    ProtocolError,
+    SupersededError,
+    TlsError,
+    VersionSkewError,
+)
+from penstock.proto.lane import tcp
+from penstock.proto.lane.endpoints import LANE_PROTOCOL, MAX_FRAME, check_peer
+from penstock.proto.lane.frames import CLOSE, ERROR, Frame, framed
+from penstock.proto.lane.tls_socket import PEEKED, TlsSocket, accept_tls, looks_like_tls, when_readable
+from penstock.proto.rpc.addresses import refuse_unsafe
+from penstock.proto.rpc.channel import Tls, detail_of
+from penstock.proto.rpc.tls import Renewing, dns_names, no_tls_here
+from penstock.proto.v1 import lane_pb2
+from penstock.runtime.telemetry.logs import Repeated
+from penstock.worker.daemon.sender import Pump
+
+__all__ = ["LaneDoors", "SlotOf", "slot_of"]
+
+_log = logging.getLogger("penstock.worker")
+HELLO_DEADLINE_S = 10.0
+"""For TLS and Hello together."""
+WAITING = 256
+"""Connections that may be without a Hello at a time."""
+SHOWN = 200
+"""Characters of a peer's words in an error."""
+PAUSE_S = 0.1
+"""After a connection for which there was no descriptor."""
+
+Attach = Callable[[socket.socket, lane_pb2.Hello], Awaitable[None]]
+SlotOf = tuple[str, int, int, int, int]
+"""(run, attempt, box, slot, generation)."""
+
+
+def slot_of(hello: lane_pb2.Hello) -> SlotOf:
+    """Whose batches it asks for."""
+    return hello.run, hello.attempt, hello.box, hello.slot, hello.generation
+
+
+def check_hello(hello: lane_pb2.Hello) -> None:
+    """Raises VersionSkewError for a lane protocol that is not ours."""
+    if hello.protocol != LANE_PROTOCOL:
+        raise VersionSkewError(
+            f"the lane's other end speaks lane protocol {hello.protocol}, this worker {LANE_PROTOCOL}; run the same "
+            "version of Penstock on both"
+        )
+
+
+class LaneDoors:
+    """Listens on both; `attach` gets each connection whose Hello could be read, and verifies it.
+
+    tls: what to show to consumers on other hosts; they must show a certificate too if it holds a CA.
+    insecure: allows an address that other machines can reach without TLS.
+    """
+
+    def __init__(self, attach: Attach, tls: Tls | None = None, *, insecure: bool = False) -> None:
+        self._attach = attach
+        # With only a CA this worker checks its coordinator, and has nothing to show to consumers.
+        self._files: Renewing | None = None
+        self._context: ssl.SSLContext | None = None
+        if tls is not None and tls.cert:
+            tls.check_own("worker")
+            self._files, self._context = Renewing(tls, "worker"), tls.server_context()
+        self._insecure = insecure
+        self._strangers = Repeated(_log)
+        self._sockets: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[asyncio.Task[None], str] = {}
+        """Who has not said Hello, oldest first -> from which address."""
+        self._pumps: dict[Pump, SlotOf] = {}
+        self._sent_bytes = 0
+        """Of pumps that have ended."""
+        self.local_address = ""
+        self.tcp_address = ""
+
+    def open(self, listen: str) -> None:
+        """`listen`: host:port for TCP, port 0 for any. Raises UnsafeBindError, PortTakenError, InvalidArgumentError."""
+        refuse_unsafe(listen, encrypted=self._context is not None, insecure=self._insecure)
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.local_address = f"penstock-lanes-{secrets.token_hex(8)}"
+        local.bind("\0" + self.local_address)
+        host, _, port = listen.rpartition(":")
+        tcp_door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        tcp_door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tcp_door.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            local.close()
+            tcp_door.close()
+            kind = PortTakenError if error.errno == errno.EADDRINUSE else InvalidArgumentError
+            raise kind(f"cannot listen on {listen} for lanes: {error.strerror}") from error
+        self.tcp_address = f"{host}:{tcp_door.getsockname()[1]}"
+        for listener, greet in ((local, self._greet_local), (tcp_door, self._greet_tcp)):
+            listener.listen(WAITING)
+            listener.setblocking(False)
+            self._sockets.append(listener)
+            self._spawn(self._accept(listener, greet))
+
+    def close(self) -> None:
+        """Stop listening, and the pumps with it."""
+        for task in self._tasks:
+            task.cancel()
+        for listener in self._sockets:
+            listener.close()
+        for pump in self._pumps:
+            pump.stop()
+
+    def drop(self, slot: SlotOf) -> None:
+        """End the senders of this slot: its runner ends, or has another lane.
+
+        Else a consumer whose host has vanished would keep the pump, the connection and the ring's memory until the
+        kernel gives up, and one that opens lanes again and again would have as many as it likes.
+        """
+        for pump in [pump for pump, of in self._pumps.items() if of == slot]:
+            pump.stop(0)
+            self._forget(pump)
+
+    def _forget(self, pump: Pump) -> None:
+        self._sent_bytes += pump.sent_bytes
+        del self._pumps[pump]
+
+    @property
+    def certificate_expires_at(self) -> float:
+        """Unix time; 0 = there is none to show."""
+        return self._files.expires_at if self._files is not None else 0.0
+
+    @property
+    def sent_bytes(self) -> int:
+        """That were sent to other hosts."""
+        return self._sent_bytes + sum(pump.sent_bytes for pump in self._pumps)
+
+    @property
+    def remote(self) -> int:
+        """Lanes to other hosts."""
+        return sum(pump.is_alive() for pump in self._pumps)
+
+    async def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptor is left, say: a door that gave up would stay shut for ever
+                _log.warning("a lane's connection could not be accepted: %s", error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            address = peer[0] if listener.family != socket.AF_UNIX else "this host"
+            while len(self._waiting) >= WAITING:
+                self._turn_out()
+            task = self._spawn(self._greeted(connection, address, greet))
+            self._waiting[task] = address
+            task.add_done_callback(self._no_longer_waits)
+
+    def _turn_out(self) -> None:
+        """Close the longest-waiting connection of the address that has most of them."""
+        (busiest, count), *_ = Counter(self._waiting.values()).most_common(1)
+        oldest = next(task for task, address in self._waiting.items() if address == busiest)
+        why = f"{count} connections from {busiest} wait for a lane and say nothing: one is closed"
+        self._strangers.warning(f"{busiest} says nothing", why)
+        del self._waiting[oldest]
+        oldest.cancel()
+
+    def _no_longer_waits(self, task: asyncio.Task[None]) -> None:
+        self._waiting.pop(task, None)
+
+    def _has_said_hello(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._no_longer_waits(task)
+
+    async def _greeted(
+        self, connection: socket.socket, address: str, greet: Callable[[socket.socket], Awaitable[None]]
+    ) -> None:
+        try:
+            await greet(connection)
+        except (PenstockError, OSError, TimeoutError) as error:
+            why = str(error) or "its peer said nothing in time"
+            self._strangers.warning(address, f"a lane from {address} was refused: {why}")
+            connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+
+    async def _greet_local(self, connection: socket.socket) -> None:
+        check_peer(connection)
+        connection.setblocking(False)
+        async with asyncio.timeout(HELLO_DEADLINE_S):
+            data = await asyncio.get_running_loop().sock_recv(connection, MAX_FRAME)
+        self._has_said_hello()
+        hello = _parse(data)
+        try:
+            check_hello(hello)
+            await self._attach(connection, hello)
+        except PenstockError as error:
+            if connection.fileno() >= 0:
+                connection.send(framed(_refusal(error)))
+            raise
+
+    async def _greet_tcp(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        lane = connection
+        try:
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                lane = await self._under_tls(connection)
+                hello = await _read_hello(lane)
+            self._has_said_hello()
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                check_hello(hello)
+                await self._attach(theirs, hello)
+            except BaseException:
+                ours.close()
+                theirs.close()
+                raise
+        except PenstockError as error:
+            _say(lane, tcp.sealed(_refusal(error)))
+            lane.close()
+            raise
+        except BaseException:
+            lane.close()
+            raise
+        for ended in [pump for pump in self._pumps if not pump.is_alive()]:
+            self._forget(ended)
+        self.drop(slot_of(hello))  # the runner has left an older lane for this one
+        name = f"{hello.run} box {hello.box} slot {hello.slot}"
+        try:
+            pump = Pump(lane, ours, hello, name)
+            pump.start()
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+            ours.close()
+            lane.close()
+            raise LaneLostError(f"no sender can be started for {name}: {error}") from error
+        self._pumps[pump] = slot_of(hello)
+
+    async def _under_tls(self, connection: socket.socket) -> socket.socket:
+        """The connection as lanes use it. Raises TlsError for a peer that speaks the other way."""
+        under_tls = looks_like_tls(await _first_bytes(connection))
+        if self._files is None or self._context is None:
+            if under_tls:
+                raise TlsError("a lane was begun with TLS, which this worker was not told of")
+            return connection
+        if not under_tls:
+            raise no_tls_here("this worker's lane")
+        if self._files.renew():
+            self._context = self._files.tls.server_context()
+        lane = await accept_tls(connection, self._context)
+        try:
+            _check_certificate(lane, self._files.tls)
+        except TlsError:
+            lane.close()
+            raise
+        return lane
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _check_certificate(lane: TlsSocket, tls: Tls) -> None:
+    """Raise TlsError if a consumer's certificate is for another role. `penstock doctor` may say Hello as an admin."""
+    names = dns_names(lane.getpeercert() or {})
+    if tls.ca and not tls.roles_named(names, ("client", "admin")):
+        shown = ascii(", ".join(names)[:SHOWN])
+        raise TlsError(f"a lane takes a certificate of the name {tls.expected('client')}, got one of {shown}")
+
+
+async def _first_bytes(connection: socket.socket) -> bytes:
+    """Enough of what the peer says first to tell its kind; it stays unread."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PEEKED)
+    await when_readable(connection)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    first = connection.recv(PEEKED, socket.MSG_PEEK)
+    if len(first) < PEEKED:
+        raise LaneLostError("the peer of a lane vanished before its hello")
+    return first
+
+
+async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
+    """The Hello, and not a byte more: what comes behind it is the pump's."""
+    reading = tcp.HelloReader()
+    while reading.missing:
+        try:
+            reading.add(lane.recv(reading.missing))
+        except (BlockingIOError, ssl.SSLWantReadError):
+            await when_readable(lane)
+    return reading.hello()
+
+
+def _say(lane: socket.socket, frame: bytes) -> None:
+    """To a peer that is about to be let go. Its buffer is empty, so there is room for a frame, or it is gone."""
+    try:
+        lane.setblocking(False)
+        lane.send(frame)
+    except (OSError, ValueError):
+        pass
+
+
+def _parse(data: bytes) -> lane_pb2.Hello:
+    try:
+        return lane_pb2.Hello.FromString(data)
+    except Exception as error:
+        raise ProtocolError(f"a hello that cannot be read: {error}") from error
+
+
+def _refusal(error: PenstockError) -> bytes:
+    """The one frame that a refused consumer gets; of an older generation's it says that, and no more."""
+    kind = CLOSE if isinstance(error, SupersededError) else ERROR
+    return Frame(kind, rest=detail_of(error).SerializeToString()).encode()

@@ -1,0 +1,92 @@
+"""The watch over what a runner holds, where that is limited: one that holds too much ends at a snapshot, and another
+one goes on; one that holds far too much is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from penstock.proto.v1 import coordinator_pb2
+from penstock.worker.resources.memory_use import held_by
+
+if TYPE_CHECKING:
+    from penstock.worker.daemon.slot import Slot
+
+__all__ = ["MemoryWatch"]
+
+MEMORY_S = 1.0
+"""Between two looks at a runner's memory, where it is limited."""
+MEMORY_SHARE = 0.02
+"""Of a processor that these looks may take; those at a large runner near its limit are rarer."""
+HARD_LIMIT = 2
+"""Times the limit: killed at once."""
+GAIN_S = 0.05
+"""Between two looks at whether a runner that is to be recycled has got further than where it began."""
+
+
+class MemoryWatch:
+    """Of one slot."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    async def run(self, pid: int, limit: int) -> None:
+        """A runner that holds too much ends at a snapshot, and another one goes on from there."""
+        slot = self._slot
+        took, most, begun, young = 0.0, 0, False, True
+        handing: asyncio.Task[None] | None = None
+        while slot.phase != coordinator_pb2.FAILED:
+            period = max(MEMORY_S, took / MEMORY_SHARE)
+            if handing is not None:  # which lasts while the coordinator is away, and the runner grows on meanwhile
+                await asyncio.wait((handing,), timeout=period)
+            elif begun:
+                await asyncio.sleep(period)
+            else:  # one look is right behind the first batch
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(slot.begun.wait(), period)
+            if handing is None:
+                young = not begun
+            begun = slot.begun.is_set()
+            held, took = await asyncio.to_thread(_looked_at, pid, limit)
+            most = max(most, held)
+            what = f"it held {_mib(most)} of memory, above the limit of {_mib(limit)} (penstock worker --runner-memory)"
+            far = held > HARD_LIMIT * limit
+            if far and not (young and begun):
+                # The loader, or a batch: a loss, with the batch that it was making.
+                slot.lose(f"the runner of {slot.name} was killed at batch {slot.ledger.total}, for {what}")
+            elif far or (handing is not None and handing.done()):
+                slot.recycle, slot.outgrown = True, young
+                slot.lose(f"the runner of {slot.name} was recycled at batch {slot.ledger.total}, for {what}")
+            elif handing is None and held > limit and slot.ready.is_set():
+                handing = slot.spawn(self._hand_over_what_it_gained())
+
+    async def _hand_over_what_it_gained(self) -> None:
+        """A runner that leaks and would leave its successor nothing newer than what it began from itself would have it
+        replay as much, and leak as much. Its first batch has a snapshot, which counts once the loop has taken a batch
+        more and it is proven. Where nothing is saved there is nothing to wait for."""
+        slot = self._slot
+        await slot.begun.wait()
+        while own := [
+            base for base in slot.store if not (base.origin or base.refuted) and base.place not in slot.from_before
+        ]:
+            usable = [base.total for base in own if slot.usable(base)]
+            slot.ledger.refresh()
+            if usable and usable[0] < slot.ledger.delivered:
+                break
+            if not usable and not slot.prover.hurry():
+                break
+            await asyncio.sleep(GAIN_S)
+        await slot.durable.hand_over()
+
+
+def _looked_at(pid: int, limit: int) -> tuple[int, float]:
+    """What a runner holds, and the processor's seconds that it took to know."""
+    began = time.thread_time()
+    held = held_by(pid, limit)
+    return held, time.thread_time() - began
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.0f} MiB"

@@ -1,0 +1,334 @@
+"""The proof of a slot's restart points: does one, restored in a helper process, lead to what was delivered?
+
+A loader may count after its `yield`, prefetch in the background, draw from generators that nobody saves, or count its
+fast-forward twice once it was restored; its state then names another place than that of the batches it has handed out,
+and nothing else would tell before a resume goes wrong. So a state is never believed. It is restored once, beside the
+stream, in a loader that input_fn has just made, and the next batches are compared with those that were delivered; so
+are the random generators after the first of them, from which the next epoch may draw its order. Only what was proven
+becomes durable, is saved, and is recovered from; whatever lies between is counted and replayed. A restart point is
+proven by itself and not by its kind: the next one may come from a loader that was restored.
+
+The beginning needs no proof: it is what the stream is made of. So a snapshot that leads elsewhere is no error. It is
+not used, and that is said once in a run. It is one only if the beginning, too, leads to other batches.
+
+Proofs take a share of the time, so how often there is one follows from what it costs. A loader that declares
+`exact_states` is looked at once in a run, for what it streams is somebody's too, and then believed. One without state
+methods is left alone, unless saving by replay was asked for: nobody said that it yields the same again, or that it may
+be called for a second time beside its stream. If its runner is lost, it is replayed from the beginning of its epoch,
+and what was delivered is compared then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
+from penstock.proto.rpc.channel import detail_of
+from penstock.proto.state.restartable import by_own_methods
+from penstock.worker.daemon.snapshots import Kept
+from penstock.worker.helpers.replayers import DEADLINE_S
+from penstock.worker.processes.progress_page import ENTRIES
+
+if TYPE_CHECKING:
+    from penstock.worker.daemon.slot import Slot
+    from penstock.worker.processes.progress_page import Entry
+
+__all__ = ["CHECKED_BATCHES", "Findings", "Prover"]
+
+SHARE = 0.03
+"""Of the time of one core that a daemon's proofs may take, all slots together."""
+FIRST_BATCHES = 8
+"""After which the first proof begins: a loader with a thread of its own may not have run ahead before."""
+CHECKED_BATCHES = 4
+"""Batches behind a restored restart point that are compared; where its epoch ends before, also in the next one."""
+FIRST_DEPTH = 16
+"""Batches that the first far-reaching proof compares; those before it compare as many of them as are known."""
+MOST_DEPTH = ENTRIES // 2
+LOOK_S = 0.05
+"""Between two looks for a first restart point to prove."""
+LATER_LOOK_S = 0.5
+LAPSES = 2
+"""Proofs of a restart point that may come to no verdict (a child that is late, or dies) before it is given up."""
+RARELY = 8
+"""Times as long a pause behind a proof that failed, up to this many failures."""
+
+
+@dataclass
+class Findings:
+    """What is known of a run's loader on this worker."""
+
+    rewinds: str = ""
+    """See Past.rewinds in restart_points.py."""
+    depth: int = FIRST_DEPTH
+    """Batches that the next far-reaching proof compares."""
+    near_s: float = 0.0
+    """Seconds of a core that the others took since the last one."""
+    far_s: float = 0.0
+    """The same, that the next one will take; 0 before the first."""
+    misleads: bool = False
+    """A state of it led to the right batches first and to others later: none is used any more."""
+    not_used: str = ""
+    """Why its snapshots are not used, as was said once."""
+    checked: bool = False
+    """One that declares exact_states was looked at, once."""
+    inexact: bool = False
+    """It was found wrong in that."""
+    unrepeatable: ReplayMismatchError | None = None
+    """Why a loader without methods cannot be saved: from its beginning it yields other batches."""
+
+
+class Prover:
+    """The proofs of one slot."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._failed = 0
+        """In a row."""
+        self._done = 0
+        self._hurried = asyncio.Event()
+        self._proving = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Prove one after the other, as long as the slot lives."""
+        await self._slot.ready.wait()
+        if not self._provable:
+            return
+        while self._provable:
+            candidate = self._next()
+            if candidate is None:
+                await self._pause(LATER_LOOK_S if self._done else LOOK_S)
+                continue
+            took = await self.prove(candidate)
+            crowd = max(1.0, self._slot.host.slots_here() / (os.cpu_count() or 1))
+            await self._pause(took * crowd * min(1 + self._failed, RARELY) / SHARE)
+
+    async def _pause(self, seconds: float) -> None:
+        self._hurried.clear()
+        try:
+            await asyncio.wait_for(self._hurried.wait(), seconds)
+        except TimeoutError:
+            return
+        await asyncio.sleep(LOOK_S)  # somebody waits, and asks again and again
+
+    def hurry(self) -> bool:
+        """Prove the newest now: somebody waits for it. False if that is of no use."""
+        self._hurried.set()
+        return self._provable and not self._failed
+
+    @property
+    def _provable(self) -> bool:
+        traits = self._slot.traits
+        findings = self._slot.findings
+        if not self._slot.is_savable or by_own_methods(traits) or findings.misleads:
+            return False
+        believed = traits.exact_states and not findings.inexact
+        return not (traits.not_restartable or (believed and (findings.checked or traits.advances_state)))
+
+    # ---- which one
+
+    def _next(self) -> Kept | None:
+        """The newest that is not judged yet, and whose followers are known; one that was announced goes first."""
+        slot = self._slot
+        slot.ledger.refresh()
+        store = list(slot.store)
+        beginning = self._beginning(store)
+        if beginning is not None:
+            return beginning
+        first = self._crossing(store) or self._far(store)
+        if first is not None:
+            return first
+        early = bool(store) and slot.ledger.total < store[0].total + FIRST_BATCHES and not slot.ledger.ends()
+        if early and not self._done and slot.traits.state_methods:
+            return None
+        # First what the loop has been handed: the rest may still be left by a `break`, and serves nobody yet.
+        handed = [base for base in store if base.total <= slot.ledger.delivered]
+        open_ones = self._unjudged(handed) or self._unjudged(store)
+        if self._failed and any(base.origin for base in open_ones):  # the next best, where snapshots are no good
+            open_ones = [base for base in open_ones if base.origin]
+        wanted = [base for base in open_ones if base.wanted]
+        return next(reversed(wanted or open_ones), None)
+
+    def _beginning(self, store: list[Kept]) -> Kept | None:
+        """Return where a loader without methods began, once in a run.
+
+        It needs no proof; but a loader that does not yield the same batches again cannot be saved at all, and its next
+        save says so, where otherwise only a resume would.
+        """
+        if self._slot.traits.state_methods or self._slot.findings.checked:
+            return None
+        return next((base for base in store if base.total == base.epoch == 0 and self._followers(base)), None)
+
+    def _unjudged(self, store: list[Kept]) -> list[Kept]:
+        """Those that are newer than all that are proven, and could be."""
+        newest = max((index for index, base in enumerate(store) if base.proven), default=-1)
+        return [base for base in store[newest + 1 :] if not base.refuted and self._followers(base)]
+
+    def _crossing(self, store: list[Kept]) -> Kept | None:
+        """The last snapshot before the end of an epoch, if nobody knows how the loader gets over it."""
+        slot = self._slot
+        traits = slot.traits
+        if slot.findings.rewinds or traits.is_iterator or traits.exact_states or self._failed:
+            return None
+        if not traits.state_methods:
+            return None
+        for epoch, total in slot.ledger.ends().items():
+            before = [base for base in store if base.epoch == epoch and not (base.origin or base.refuted)]
+            if before and slot.ledger.entry(total + 1) is not None and not before[-1].crossed:
+                return before[-1]
+        return None
+
+    def _far(self, store: list[Kept]) -> Kept | None:
+        """The newest with as many batches behind it as the next far-reaching proof compares, if one is due. A loader
+        may be right for as long after a restore as a buffer, a shard or an epoch lasts, and wrong then."""
+        if self._failed or not self._far_is_due:
+            return None
+        depth, known = self._slot.findings.depth, self._slot.ledger.total
+        fits = [kept for kept in store if kept.total + depth <= known and not (kept.start or kept.refuted)]
+        return fits[-1] if fits and len(self._followers(fits[-1], depth)) >= depth else None
+
+    @property
+    def _far_is_due(self) -> bool:
+        """They take half of the time that proofs may take."""
+        return self._slot.findings.near_s >= self._slot.findings.far_s
+
+    def _most(self, base: Kept) -> int:
+        """Batches that a proof of it compares at most."""
+        findings = self._slot.findings
+        if self._far_is_due and base.total + findings.depth <= self._slot.ledger.total:
+            return findings.depth
+        return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
+
+    def _followers(self, base: Kept, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
+        """Count -> [epoch, digest] of the batches right after a base, over ends of epochs too; none, if there are too
+        few of them yet."""
+        ends, epoch = self._slot.ledger.ends(), base.epoch
+        end = ends.get(epoch)
+        least, last = base.total + CHECKED_BATCHES, base.total + most
+        if end is not None and end <= last:
+            least, last = min(least, end), max(last, end + CHECKED_BATCHES)
+        found: dict[str, list[int]] = {}
+        for count in range(base.total + 1, min(last, self._slot.ledger.total) + 1):
+            while ends.get(epoch) == count - 1 and (epoch == base.epoch or epoch not in self._slot.left):
+                epoch += 1
+            entry = self._slot.ledger.entry(count)
+            if entry is None or entry.epoch != epoch or ends.get(epoch, count) < count:
+                break
+            found[str(count)] = [entry.epoch, entry.digest]
+        return found if str(least) in found and end != base.total else {}
+
+    def _entries(self, counts: range, epoch: int) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for count in counts:
+            entry: Entry | None = self._slot.ledger.entry(count)
+            if entry is None or entry.epoch != epoch:
+                break
+            found[str(count)] = [entry.epoch, entry.digest]
+        return found
+
+    # ---- the proof
+
+    async def prove_now(self, base: Kept, deadline_s: float = DEADLINE_S) -> bool:
+        """Whether it is proven, or can be by then; False too if what followed it is not known yet."""
+        if not base.proven and self._provable and self._followers(base):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):  # of which a proof that is under way takes its part
+                    await self.prove(base)
+        return base.proven
+
+    async def prove(self, base: Kept) -> float:
+        """Restore it in a helper process, and note what comes of it; returns the seconds that it took there."""
+        slot = self._slot
+        async with self._proving:
+            most = self._most(base)
+            followers = self._followers(base, most)
+            beginning = base.total == base.epoch == 0 and not slot.findings.checked
+            if base.proven and not beginning and len(followers) <= base.compared:
+                return 0.0
+            slot.findings.checked = True
+            early = self._entries(range(1, 1 + CHECKED_BATCHES), 0)
+            try:
+                done = await slot.scratch(
+                    [base.data, *self._opened(base, followers)],
+                    "prove",
+                    digests=followers,
+                    early=early,
+                    left=base.epoch in slot.left,
+                    generators=base.generators,
+                    rewinds=slot.findings.rewinds,
+                )
+            except InputFnError as error:  # the loader's own word that it cannot be restored from this
+                what = f"fails ({error.message.splitlines()[0]:.200})"
+                if beginning:
+                    slot.log.warning("%s: begun once more beside the stream, it %s", slot.name, what)
+                    return 1.0
+                self._refute(base, {"differs": base.total + 1, "what": what, "alike": True})
+                return 1.0
+            except PenstockError as error:
+                slot.log.warning("%s: a snapshot could not be proven: %s", slot.name, error)
+                base.lapses += 1
+                base.refuted = base.lapses >= LAPSES and not beginning
+                self._failed += 1
+                slot.findings.checked = self._failed >= LAPSES  # else it was not looked at yet
+                return 1.0
+            self._done += 1
+            base.crossed = True
+            fields = done.fields
+            self._count(float(fields["took"]), len(followers) >= slot.findings.depth == most)
+            if fields["same"]:
+                base.proven, base.compared = True, len(followers)
+                self._failed = 0
+                if fields["rewinds"] and fields["rewinds"] != slot.findings.rewinds:
+                    slot.host.found_rewinds(slot.assignment, fields["rewinds"])
+            else:
+                self._refute(base, fields)
+            return float(fields["took"])
+
+    def _opened(self, base: Kept, followers: dict[str, list[int]]) -> list[bytes]:
+        """What the loader that streamed was after the first batch beyond the end of the epoch, if that is kept."""
+        beyond = next(((int(count), epoch) for count, (epoch, _) in followers.items() if epoch > base.epoch), None)
+        fits = [kept for kept in self._slot.store if (kept.total, kept.epoch) == beyond and not kept.origin]
+        return [kept.data for kept in fits[-1:]]
+
+    def _count(self, took: float, far: bool) -> None:
+        findings = self._slot.findings
+        if far:
+            findings.depth, findings.near_s, findings.far_s = min(2 * findings.depth, MOST_DEPTH), 0.0, 2 * took
+        else:
+            findings.near_s += took
+
+    def _refute(self, base: Kept, fields: dict[str, object]) -> None:
+        slot = self._slot
+        base.refuted, base.proven, slot.findings.inexact = True, False, True
+        self._failed += 1
+        differs = int(str(fields["differs"]))
+        if differs > base.total + CHECKED_BATCHES and fields["alike"]:
+            slot.host.found_misleading(slot.assignment)
+        what = (
+            f"{slot.assignment.loader.input_fn}: restored from its {'epoch start' if base.origin else 'state_dict()'} "
+            f"after batch {base.total} of {slot.name}, the loader {fields['what']}: batch {differs} (step "
+            f"{slot.step_of(differs)}) is not the one that was delivered"
+        )
+        if not fields["alike"]:
+            mismatch = ReplayMismatchError(
+                f"{what}; nor does a loader that input_fn makes anew, seeded as at the start, yield the batches that "
+                "were delivered. A loader must yield the same batches when it is asked again: draw random numbers from "
+                "the seeded generators of python, numpy and torch, or from ones that you seed from "
+                "current_assignment().seed, and neither from the clock nor the system's entropy"
+            )
+            if slot.traits.state_methods:
+                slot.fail(detail_of(mismatch), lost=False)
+            else:  # nobody has asked for a state yet, and the stream itself is what it is
+                slot.findings.unrepeatable = mismatch
+        elif not slot.findings.not_used:
+            slot.findings.not_used = (
+                f"{what}. Such states are not used: this run is saved and recovered by counting batches from a place "
+                "that was proven, and replaying them, which is exact but takes longer. Does the loader count after its "
+                "`yield`, prefetch in the background, or draw random numbers in worker processes of its own? Its state "
+                "must be that of the batches it has handed out (penstock doctor tells more)"
+            )
+            slot.log.warning("%s", slot.findings.not_used)
+            slot.host.slot_changed()  # the training job says it, too

@@ -1,0 +1,347 @@
+"""The pump: a runner's ring -> TCP, for a box on another host.
+
+A thread of the daemon, one for each TCP lane. Towards the runner it is a consumer like any other; towards the lander
+it writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if
+the consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had
+produced when it died is still sent.
+
+It never waits for one side deaf to the other: one poll over both sockets, and writes that take as much as the socket
+does. What is on its way stands in `_out`, in order; many small buffers go out in one call. `_out` needs no bound of its
+own: each batch in it holds a ring slot, and the ring is the bound (compressed batches are copies, smaller than their
+slots); only announcements are counted, for a runner that floods them.
+
+The check behind a payload (penstock.proto.lane.tcp) is computed a piece at a time, right before the piece is sent: so
+the kernel copies from the processor's cache what the check has just brought there.
+
+A slot goes back to the runner when the far training loop was handed its batch, not when it was sent. So a TCP
+connection that breaks costs no computation: the pump leaves, the runner keeps what was not delivered, and the next
+lane gets it again. The acks in between (credits of the lander's ring) are the lander's own business.
+
+Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the pump stays to hear the last acks
+until the lander leaves; closing sooner would destroy what is still on its way. TCP gone: the pump leaves the runner
+without a word. Either side's close is passed on as what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from xxhash import xxh3_64
+
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError
+from penstock.proto.lane import tcp
+from penstock.proto.lane.compression import Packer, first_of
+from penstock.proto.lane.endpoints import Consumer
+from penstock.proto.lane.frames import BATCH, Ack, Frame, read_ack
+from penstock.proto.v1 import lane_pb2
+
+__all__ = ["Pump"]
+
+_log = logging.getLogger(__name__)
+
+BUFFERS_A_CALL = 128
+"""Buffers given to one sendmsg: two or three for each batch. The kernel takes up to 1,024."""
+FRAMES_A_TURN = 64
+"""Frames read from the runner before the others get their turn: more than a ring has slots."""
+PACKED_A_TURN = 1 << 20
+"""Bytes of batches to compress before the others get their turn: 2 ms."""
+MAX_BACKLOG = 1 << 16
+"""Acks that the runner has not read, in messages and numbers, above which the lander is one that floods it."""
+AT_ONCE = 512 << 10
+"""Bytes made ready for one sendmsg, and of a payload in one piece of its check: what the send buffer of a near peer
+holds. With half of it or twice of it the pump takes a tenth more at 1 and 8 MiB."""
+MAX_OUT = 512
+"""Buffers on their way out above which the runner is not read: more than ring slots alone can be."""
+
+
+class _Payload:
+    """A payload that is sent in pieces with its check behind it."""
+
+    __slots__ = ("_hasher", "_left")
+
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
+        self._left = deque(memoryview(piece) for piece in pieces)
+        self._hasher = xxh3_64()
+
+    def next(self) -> tuple[bytes | memoryview, bool]:
+        """What to send next, and whether that was all."""
+        left = self._left
+        if not left:
+            return tcp.check_of(self._hasher), True
+        first = left[0]
+        piece, rest = first[:AT_ONCE], first[AT_ONCE:]
+        if rest:
+            left[0] = rest
+        else:
+            left.popleft()
+        self._hasher.update(piece)
+        return piece, False
+
+
+class Pump(threading.Thread):
+    """Forwards one runner's lane to one TCP connection, until either side ends.
+
+    tcp: connected, its Hello read and verified; under TLS it is a TlsSocket. local: the daemon's end of the SEQPACKET
+    pair whose other end the runner attaches, with the same Hello. hello: that one. Both sockets are the pump's from
+    now on.
+    name: which worker, box and slot, for messages. on_end: called in the pump's thread when it is over.
+    """
+
+    def __init__(
+        self,
+        tcp_socket: socket.socket,
+        local: socket.socket,
+        hello: lane_pb2.Hello,
+        name: str,
+        on_end: Callable[[Pump], None] | None = None,
+    ) -> None:
+        super().__init__(name=f"penstock-pump {name}", daemon=True)
+        self.reason = ""
+        """Why it ended, once it has."""
+        tcp.tune(tcp_socket)
+        tcp.fit_send_buffer(tcp_socket)
+        tcp_socket.setblocking(False)
+        self._tcp = tcp_socket
+        self._runner = Consumer(local, f"the runner of {name}")
+        self._runner.cuts = hello.cuts
+        self._packer = _packer(tuple(hello.codecs))
+        self._on_end = on_end
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # guards _wake against being written to once it is closed
+        self._stopped = False
+        self._out: deque[bytes | memoryview | _Payload] = deque()
+        self._ready: deque[bytes | memoryview] = deque()  # the first of it, as it is given to the kernel
+        self._sent: deque[tuple[int, int, int]] = deque()  # total, ring, slot of batches not delivered yet
+        self.sent_bytes = 0
+        """Over TCP, headers and payloads as they travel."""
+        self._inbox = tcp.Inbox()
+        self._reading = True  # the runner is there
+        self._shut = False  # nothing more will be sent over TCP
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Leave both sides now; batches not delivered stay with the runner. False if it takes longer than `timeout` s.
+
+        From any thread but its own, and more than once.
+        """
+        with self._lock:
+            self._stopped = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+        if self.ident is None:  # never started
+            self._leave("stopped")
+            return True
+        self.join(timeout)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        reason = "an error of its own"
+        try:
+            reason = self._work()
+        except LaneLostError as error:
+            reason = str(error)
+        except PenstockError as error:  # a peer talked nonsense: the lane is lost, the daemon lives
+            reason = f"{type(error).__name__}: {error}"
+            _log.warning("%s: %s", self.name, reason)
+        finally:
+            self._leave(reason)
+            if self._on_end is not None:
+                self._on_end(self)
+
+    # ---- inside
+
+    def _work(self) -> str:
+        poll = select.poll()
+        tcp_fd, runner_fd = self._tcp.fileno(), self._runner.fileno()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(tcp_fd, select.POLLIN)
+        poll.register(runner_fd, select.POLLIN)
+        asked_tcp = asked_runner = select.POLLIN
+        acks_wait = more = False
+        look = True  # what came together with the Hello may be inside TLS already, where no poll can see it
+        while not self._stopped:
+            want_tcp = select.POLLIN | (select.POLLOUT if self._out or self._ready else 0)
+            if want_tcp != asked_tcp:
+                poll.modify(tcp_fd, want_tcp)
+                asked_tcp = want_tcp
+            want_runner = select.POLLIN | (select.POLLOUT if acks_wait else 0)
+            if not self._reading or len(self._out) > MAX_OUT:
+                want_runner = 0
+            if want_runner != asked_runner:
+                if want_runner:
+                    poll.register(runner_fd, want_runner)  # changes it if it is registered
+                else:
+                    poll.unregister(runner_fd)  # asking for nothing would still tell of a hang-up, again and again
+                asked_runner = want_runner
+            more = more and want_runner != 0
+            # Frames that were received in one packet and not yet taken are nothing that a poll could see.
+            events = dict(poll.poll(0 if more or look else None))
+            if (look or events.get(tcp_fd, 0) & ~select.POLLOUT) and not self._take_acks():
+                return "the lander closed the connection"
+            look = False
+            if self._runner.closed:
+                return "the consumer closed the lane"
+            if more or events.get(runner_fd, 0) & ~select.POLLOUT:
+                more = self._take_frames()
+            self._send()
+            acks_wait = not self._runner.flush()
+        return "stopped"
+
+    def _take_frames(self) -> bool:
+        """Frames of the runner, as they are; a payload that is not compressed is only looked at.
+
+        False if there are no more for now.
+        """
+        runner, out = self._runner, self._out
+        to_pack = PACKED_A_TURN
+        try:
+            for _ in range(FRAMES_A_TURN):
+                frame = runner.receive_any()
+                if frame is None:
+                    return False
+                if frame.kind == BATCH:
+                    to_pack -= self._take_batch(frame)
+                    if to_pack <= 0:
+                        return True
+                else:
+                    out.append(tcp.sealed(runner.frame_bytes))
+            return True
+        except LaneLostError as error:
+            self._reading = False
+            self.reason = str(error)
+            return False
+
+    def _take_batch(self, frame: Frame) -> int:
+        """Put a batch into `_out`. The bytes that were compressed for it."""
+        runner, out, packer = self._runner, self._out, self._packer
+        ring = runner.rings[frame.ring]
+        size = frame.nbytes + 8 * frame.size
+        start = frame.slot * ring.slot_bytes
+        payload = ring.view[start : start + size]
+        self._sent.append((frame.total, frame.ring, frame.slot))
+        packed = None if packer is None else packer.pack(payload)
+        if packer is None or packed is None:
+            out.append(tcp.sealed(runner.frame_bytes))
+            if tcp.is_checked(frame):
+                out.append(_Payload([payload]))
+            elif size:
+                out.append(payload)
+            return 0
+        wire, pieces = packed
+        out.append(tcp.sealed(frame._replace(codec=packer.codec.number, wire=wire).encode()))
+        out.append(_Payload(pieces))
+        return size
+
+    def _make_ready(self) -> None:
+        """Move what one call sends to `_ready`."""
+        out, ready = self._out, self._ready
+        size = sum(map(len, ready))
+        while out and size < AT_ONCE and len(ready) < BUFFERS_A_CALL:
+            first = out[0]
+            if isinstance(first, _Payload):
+                first, last = first.next()
+                if last:
+                    out.popleft()
+            else:
+                out.popleft()
+            ready.append(first)
+            size += len(first)
+
+    def _send(self) -> None:
+        """As much of `_out` as the socket takes now."""
+        ready = self._ready
+        while True:
+            self._make_ready()
+            if not ready:
+                break
+            try:
+                sent = self._tcp.send(ready[0]) if len(ready) == 1 else self._tcp.sendmsg(ready)
+            except BlockingIOError:
+                return
+            except OSError:
+                # The connection is gone, but acks may have come before that: `_take_acks` finds the end behind them.
+                self._out.clear()
+                ready.clear()
+                self._shut = True
+                return
+            self.sent_bytes += sent
+            while ready and sent >= len(ready[0]):
+                sent -= len(ready.popleft())
+            if sent:
+                ready[0] = memoryview(ready[0])[sent:]
+        if not self._reading and not self._shut:
+            self._shut = True
+            with contextlib.suppress(OSError):
+                self._tcp.shutdown(socket.SHUT_WR)
+
+    def _take_acks(self) -> bool:
+        """What the far consumer said, passed on; False when it is gone."""
+        inbox = self._inbox
+        try:
+            size = self._tcp.recv_into(inbox.room(1 << 16))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        inbox.add(size)
+        while (message := inbox.take()) is not None:
+            self._pass_on(read_ack(message, 0, len(message)))
+        return size > 0
+
+    def _pass_on(self, ack: Ack) -> None:
+        runner, sent = self._runner, self._sent
+        if ack.delivered:
+            released: list[int] = []
+            while sent and sent[0][0] <= ack.delivered:
+                released += sent.popleft()[1:]
+            runner.delivered(ack.delivered)
+            runner.release(released)
+        if ack.open_epochs:
+            runner.open_epochs(ack.open_epochs)
+        if ack.wanted:
+            runner.want(ack.wanted)
+        if ack.abandon_epoch:
+            # The runner takes all these slots back itself, and counts on from what was delivered.
+            sent.clear()
+            runner.abandon(ack.abandon_epoch - 1)
+        if ack.close:
+            runner.close()
+        if runner.backlog > MAX_BACKLOG:
+            raise ProtocolError(f"acks without end: the runner has {runner.backlog} of them to read")
+
+    def _leave(self, reason: str) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+        self.reason = self.reason or reason
+        self._runner.close(say_so=False)
+        self._tcp.close()
+        self._out.clear()
+        self._ready.clear()
+
+
+def _packer(codecs: Sequence[int]) -> Packer | None:
+    """For a consumer that takes these."""
+    codec = first_of(codecs)
+    if codecs and codec is None:
+        _say_that_it_is_missing(codecs)
+    return None if codec is None else Packer(codec)
+
+
+@cache  # once for each process
+def _say_that_it_is_missing(codecs: Sequence[int]) -> None:
+    known = lane_pb2.Codec.DESCRIPTOR.values_by_number
+    names = ", ".join(known[number].name.lower() if number in known else str(number) for number in codecs)
+    _log.warning(
+        "a training job asked for batches compressed with %s, which this worker does not have: they travel "
+        "uncompressed; pip install penstock[compression] here",
+        names,
+    )

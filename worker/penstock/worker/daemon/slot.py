@@ -1,0 +1,550 @@
+"""One slot on this worker: its runner, what is kept of it, and what is reported about it.
+
+A slot is one generation's: when the runner dies or the slot moves, this object ends and another begins. It never runs
+user code; what needs user code (checking a snapshot, a state between snapshots) is done by scratch children. States are
+answered in slot_states.py, restart points proven in proofs.py, the runner's memory watched in memory_watch.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.proto.errors import (
+    JournalError,
+    PenstockError,
+    SupersededError,
+    WorkerLostError,
+)
+from penstock.proto.rpc.calls import AsyncCoordinatorClient
+from penstock.proto.rpc.channel import detail_of
+from penstock.proto.state.position import PASSES_AHEAD
+from penstock.proto.state.restartable import by_own_methods
+from penstock.proto.v1 import coordinator_pb2, lane_pb2, records_pb2
+from penstock.runtime.telemetry.logs import About
+from penstock.worker.daemon.durable_snapshots import NOT_OURS, Durable, Share
+from penstock.worker.daemon.memory_watch import MemoryWatch
+from penstock.worker.daemon.proofs import Findings, Prover
+from penstock.worker.daemon.slot_states import States
+from penstock.worker.daemon.snapshots import Kept, SnapshotStore
+from penstock.worker.daemon.stall_watch import LOOKS, Stall, hang_s
+from penstock.worker.helpers.replayers import DEADLINE_S, ScratchHost, run_task, send_assignment
+from penstock.worker.processes.child_processes import Child, about_slot
+from penstock.worker.processes.control_channel import Message, counts
+from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
+from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.stack_dump import state_of
+from penstock.worker.resources.processor_time import NOTHING, used_by
+from penstock.worker.resources.rates import Rates
+from penstock.worker.resources.turn_queue import Turn, TurnQueue
+
+__all__ = ["Host", "Share", "Slot", "Tally", "key_of"]
+
+_log = logging.getLogger("penstock.worker")
+
+STOP_GRACE_S = 0.5
+"""For a runner that is asked to end, before its process group is killed."""
+MOST_TOLD = 1000
+"""Characters of what the training job is told of its loader's states."""
+LOOK_S = 0.02
+"""Seconds between two looks at whether the runner has taken a lane."""
+KILL_S = 10.0
+"""For the kernel to end a process that was killed; one that hangs in a driver or a filesystem does not."""
+_NO_ROOM = (
+    "{name}: its first snapshot cannot be kept, and without it nothing could be recovered: {why}; close the runs that "
+    "are over, or give this one a coordinator of its own"
+)
+
+SlotKey = tuple[str, int, int, int, int]
+
+
+def key_of(assignment: records_pb2.WorkerAssignment | coordinator_pb2.TakenSlot) -> SlotKey:
+    """(run, attempt, box, slot, generation)."""
+    a = assignment
+    return a.run, a.attempt, a.box, a.slot, a.generation
+
+
+@dataclass
+class Tally:
+    """What a daemon counts over all its slots, those that are gone included."""
+
+    snapshots: int = 0
+    """That runners handed over."""
+    snapshots_sent: int = 0
+    """That are durable."""
+    snapshots_refused: int = 0
+    snapshot_sent_bytes: int = 0
+    recoveries: int = 0
+    """Slots taken over from another runner."""
+    losses: int = 0
+    """Runners that were lost here."""
+
+
+class Host(ScratchHost, Protocol):
+    """What a slot needs of its daemon."""
+
+    name: str
+    coordinator: AsyncCoordinatorClient
+    runner_memory: int
+    """Bytes that a runner may hold; 0 = any."""
+    share: Share
+    tally: Tally
+    starts: TurnQueue
+
+    def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings: ...
+    def found_rewinds(self, assignment: records_pb2.WorkerAssignment, rewinds: str) -> None: ...
+    def found_misleading(self, assignment: records_pb2.WorkerAssignment) -> None: ...
+    def slots_here(self) -> int: ...
+    def slot_changed(self) -> None: ...
+
+
+class Slot:
+    """A slot's life on this worker: from `start()` to `stop()`, everything else in between."""
+
+    def __init__(self, host: Host, assignment: records_pb2.WorkerAssignment) -> None:
+        self.assignment = assignment
+        self.phase = coordinator_pb2.STARTING
+        self.error: records_pb2.ErrorDetail | None = None
+        self.lost = False
+        self.traits = records_pb2.LoaderTraits(length=-1)
+        self.ledger = Ledger.create()
+        self.name = f"{assignment.run} box {assignment.box} slot {assignment.slot}"
+        self.log = About(_log, **about_slot(assignment), worker=host.name)
+        self.host = host
+        self.store = SnapshotStore(self.usable)
+        self.prover = Prover(self)
+        self.left: dict[int, int] = {}
+        """Epoch -> the slot's total where the loop left it by `break`, as the runner has said."""
+        self.from_before: set[tuple[int, int, int, bool, int]] = set()
+        """Places of the bases that a runner before this one made."""
+        self.states = States(self)
+        self.durable = Durable(self)
+        self._child: Child | None = None
+        self._stall = Stall(since=time.monotonic())
+        self._doing = ""
+        self._stack = ""
+        self.recycle = self.outgrown = False
+        """Its runner held too much memory; before its second batch."""
+        self._making: records_pb2.Skip | None = None
+        self.unsaved: records_pb2.ErrorDetail | None = None
+        self.ready = asyncio.Event()
+        self._turn: Turn | None = None
+        self._stopping = False
+        self.attached = False
+        self._attaching: asyncio.Future[None] | None = None
+        self._handed = False
+        """The runner was handed a lane, and may not have taken it yet."""
+        self.begun = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._rates = Rates(time.monotonic())
+        self._handing_over: asyncio.Task[None] | None = None
+        self._handed_over = False
+        base = assignment.base.slots
+        self._first_total = base[assignment.slot].total if len(base) > assignment.slot else 0
+
+    # ---- its life
+
+    def start(self) -> None:
+        """Begin its life."""
+        self.host.tally.recoveries += self.assignment.recovery
+        self._life = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        """Start the runner and see it to its end."""
+        try:
+            await self._start()
+            assert self._child is not None
+            self.spawn(self.durable.keep_up())
+            self.spawn(self.prover.run())
+            self.spawn(self._watch())
+            if self.host.runner_memory:
+                self.spawn(MemoryWatch(self).run(self._child.pid, self.host.runner_memory))
+            status = await asyncio.shield(self._child.exited)
+            if not self._stopping and self.phase != coordinator_pb2.FAILED:
+                closed = descriptors_closed(status, self.name)
+                if closed is not None:
+                    self.fail(detail_of(closed), lost=False)
+                else:
+                    self.lose(how_it_ended(status, self.name, self.ledger), self._child.last_stack)
+        except asyncio.CancelledError:
+            raise
+        except PenstockError as error:
+            self.fail(detail_of(error), lost=isinstance(error, (WorkerLostError, *NOT_OURS)))
+        except Exception as error:
+            self.log.exception("%s: starting it failed", self.name)
+            self.fail(detail_of(error), lost=True)
+
+    async def _start(self) -> None:
+        host, a = self.host, self.assignment
+        for name in filter(None, (a.resume.blob, a.loader.arguments_blob)):
+            os.close(await host.blobs.descriptor(name))  # it is there when its turn comes
+        self._turn = turn = host.starts.join(urgent=a.recovery)
+        try:
+            await turn.came
+            zygote = await host.zygote(a)
+            child = self._child = await zygote.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
+        except BaseException:
+            turn.end()
+            raise
+        child.exited.add_done_callback(lambda _: turn.end())
+        self.spawn(turn.end_when_idle(child.pid))
+        await send_assignment(host.blobs, child, a)
+        begins = a.recovery and await self._fetch_bases(child)
+        if a.resume.blob and (begins or not a.recovery):
+            await child.send("resume", fds=[await host.blobs.descriptor(a.resume.blob)])
+        if begins:
+            await child.send("begins")
+        await self._tell_findings(child)
+        await child.send("go")
+
+    async def _fetch_bases(self, child: Child) -> bool:
+        """Send the runner what the coordinator keeps of the slot for its recovery, and it has not got; returns whether
+        there is one without bytes, of where the attempt began: see durable_snapshots.py."""
+        run, attempt, box, slot, generation = key_of(self.assignment)
+        kept = await self.host.coordinator.get_snapshots(
+            coordinator_pb2.GetSnapshotsRequest(run=run, attempt=attempt, box=box, slot=slot, generation=generation)
+        )
+        known = {(base.epoch, base.total) for base in self.store}
+        for header, data in kept:
+            if (header.epoch, header.total) in known or not header.size:
+                continue
+            await child.send("base", data)
+            base = Kept(
+                header.epoch,
+                header.delivered,
+                header.total,
+                header.samples,
+                header.origin,
+                header.step,
+                data,
+                durable=True,
+                inherited=True,
+                proven=True,
+            )
+            self.from_before.add(base.place)
+            self.store.add(base, 0)
+        return not all(header.size for header, _ in kept)
+
+    def assigned(self, assignment: records_pb2.WorkerAssignment) -> None:
+        """The same slot and generation, as the coordinator says now."""
+        if not assignment.hand_over:  # any more: the next successor needs what is newest then
+            self._handing_over, self._handed_over = None, False
+        elif self._handing_over is None:
+            self._handing_over = self.spawn(self._make_room_for_successor())
+
+    async def _make_room_for_successor(self) -> None:
+        await self.durable.hand_over()
+        if self._handing_over is asyncio.current_task():
+            self._handed_over = True
+            self.host.slot_changed()
+
+    async def stop(self) -> None:
+        """End it: the runner, its process group, and whatever is under way here."""
+        self._stopping = True
+        self._end_turn()
+        under_way = [*self._tasks, *([self._life] if self._life is not None else [])]
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        if self._child is not None:
+            await self._child.stop(STOP_GRACE_S)
+            try:
+                await asyncio.wait_for(asyncio.shield(self._child.exited), KILL_S)
+            except TimeoutError:
+                self.log.error("%s: process %d was killed and does not end", self.name, self._child.pid)
+        self.ledger.close()
+
+    def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
+        """It is over: for good, or (lost) for another worker to take over."""
+        if self._stopping or self.phase == coordinator_pb2.FAILED:
+            return
+        self.phase, self.error, self.lost = coordinator_pb2.FAILED, error, lost
+        self._end_turn()
+        self.host.tally.losses += lost
+        self.log.warning("%s: %.4000s", self.name, error.message)
+        if self._child is not None:
+            self._child.kill()
+        self.host.slot_changed()
+
+    def _end_turn(self) -> None:
+        """The runner's start is over, in whatever way."""
+        if self._turn is not None:
+            self._turn.end()
+
+    def lose(self, why: str, stack: str = "") -> None:
+        """The runner is gone, or to be: another is to go on. `stack`: of the moment at which it crashed."""
+        making = self.ledger.making
+        if making is not None:
+            self._making = records_pb2.Skip(epoch=making[0], total=self.ledger.total, count=making[1])
+        message = f"{why} on worker {self.host.name}"
+        detail = records_pb2.ErrorDetail(name="WorkerLostError", message=message, remote_traceback=stack)
+        if stack:
+            self.log.warning("%s: its stack when it crashed:\n%s", self.name, stack)
+        self.fail(detail, lost=True)
+
+    # ---- its health
+
+    async def _watch(self) -> None:
+        """Notice, and tell, when the runner is in one thing for long."""
+        after = hang_s(self.assignment.loader.options.timeout_s)
+        while True:
+            await asyncio.sleep(min(5.0, after / LOOKS))
+            self.ledger.refresh()
+            now, (activity, for_s) = time.monotonic(), self.ledger.activity
+            lasts = self._stall.look(now, activity, for_s, self.ledger.total)
+            if lasts < after or self._child is None or self.phase == coordinator_pb2.FAILED:
+                self._tell("", "")
+            elif not self._doing:
+                state = state_of(self._child.pid)
+                stopped = state in ("T", "t")
+                if stopped or not self._stall.idle:
+                    doing = self._stall.text(now, time.time())
+                    stack = await self._child.stack()
+                    self._tell(f"stopped by a signal (state {state}), {doing}" if stopped else doing, stack)
+
+    def _tell(self, doing: str, stack: str) -> None:
+        if doing:
+            self.log.warning("slow worker: %s on worker %s is %s\n%s", self.name, self.host.name, doing, stack)
+        if doing != self._doing:
+            self._doing, self._stack = doing, stack
+            self.host.slot_changed()
+
+    def report(self) -> coordinator_pb2.SlotReport:
+        """For the heartbeat."""
+        self.ledger.refresh()
+        if self._rates.due(now := time.monotonic()):
+            spent = used_by(self._child.pid) if self._child is not None else NOTHING
+            self._rates.look(now, self.ledger.total, self.ledger.working_s, spent)
+        run, attempt, box, slot, generation = key_of(self.assignment)
+        # Known once the first batch is out; until then nobody is to be warned.
+        place = self._turn.place if self._turn is not None else 0
+        self.traits.not_used = self.findings.not_used[:MOST_TOLD]
+        self.traits.looked_at_assignment = bool(self.ledger.looked) or not self.begun.is_set()
+        return coordinator_pb2.SlotReport(
+            run=run,
+            attempt=attempt,
+            box=box,
+            slot=slot,
+            generation=generation,
+            phase=self.phase,
+            traits=self.traits,
+            error=self.error,
+            lost=self.lost,
+            produced=self.ledger.total,
+            delivered=self.ledger.delivered,
+            batches_per_s=self._rates.batches_per_s,
+            batch_s=self._rates.batch_s,
+            batch_cpu_s=self._rates.batch_cpu_s,
+            batch_delay_s=self._rates.batch_delay_s,
+            handed_over=self._handed_over,
+            doing=self._doing,
+            stack=self._stack,
+            recycle=self.recycle,
+            outgrown=self.outgrown,
+            making=self._making,
+            start_place=place,
+            start_queue=len(self.host.starts) if place else 0,
+        )
+
+    # ---- what the runner says
+
+    def _hear(self, message: Message) -> None:
+        if self._stopping:
+            return
+        fields = message.fields
+        if message.kind == "base":
+            epoch, delivered, total, samples, step = counts(message, "epoch", "delivered", "total", "samples", "step")
+            base = Kept(epoch, delivered, total, samples, bool(fields["origin"]), step, message.payload)
+            base.proven = base.start = bool(fields["start"])
+            again = any(kept.begins and (kept.epoch, kept.total) == (epoch, total) for kept in self.store)
+            base.wanted, base.begins = bool(fields["wanted"]), bool(fields["begins"]) or again
+            self.host.tally.snapshots += 1
+            self.store.add(base, *self._oldest_wanted())
+            return  # nothing that a report tells: a heartbeat for each would cost four times the snapshot
+        if message.kind == "generators":
+            total, generators = counts(message, "total", "hash")
+            for base in self.store:
+                if base.total == total - 1:
+                    base.generators = generators
+            return
+        if message.kind == "ready":
+            self.traits.ParseFromString(message.payload)
+            self.spawn(self._become_ready())
+        elif message.kind == "unsaved":
+            self.unsaved = records_pb2.ErrorDetail(**fields["error"])
+            self.log.warning("%s: its state cannot be saved: %.4000s", self.name, self.unsaved.message)
+        elif message.kind == "begun":
+            self.begun.set()
+        elif message.kind == "left":
+            epoch, total = counts(message, "epoch", "total")
+            self.store.forget_after(epoch, total)
+            self.left[epoch] = total
+        elif message.kind == "wants_resume":
+            self.spawn(self._send_resume())
+        elif message.kind == "broken":
+            self.log.warning("%s: %.4000s", self.name, fields["error"]["message"])
+        elif message.kind == "failed":
+            self.fail(records_pb2.ErrorDetail(**fields["error"]), lost=False)
+        self.host.slot_changed()
+
+    async def _send_resume(self) -> None:
+        assert self._child is not None
+        await self._child.send("resume", fds=[await self.host.blobs.descriptor(self.assignment.resume.blob)])
+
+    async def _resume_blob(self) -> bytes:
+        return await self.host.blobs.read(self.assignment.resume.blob)
+
+    async def _become_ready(self) -> None:
+        """The first snapshot is durable before any batch can be fetched: none is out that could not be recovered."""
+        for base in list(self.store):
+            if not base.durable and base.proven:
+                await self.durable.make(base)
+            refused = self.durable.refused
+            if refused and not self.assignment.recovery:  # else an older one of the slot is there
+                self.fail(detail_of(JournalError(_NO_ROOM.format(name=self.name, why=refused))), lost=False)
+        if self.phase == coordinator_pb2.STARTING:
+            self.phase = coordinator_pb2.READY
+            self.ready.set()
+            self._end_turn()
+            self.host.slot_changed()
+
+    # ---- lanes
+
+    async def attach(self, sock: socket.socket, hello: lane_pb2.Hello, deadline_s: float) -> None:
+        """Hand a consumer's connection to the runner.
+
+        One is on its way at a time, and a newer one ends it: a consumer that opens lanes again and again would else
+        fill the runner's control socket with them, and the daemon's table of descriptors.
+
+        Raises:
+            SupersededError: a newer one came.
+        """
+        if self._attaching is not None:
+            self._attaching.cancel()
+        attaching = self._attaching = asyncio.ensure_future(self._until_attachable(deadline_s))
+        try:
+            await attaching
+        except TimeoutError:
+            sock.close()
+            return
+        except asyncio.CancelledError:
+            if self._attaching is attaching:  # it is our caller that ends
+                raise
+            raise SupersededError(f"a newer lane of {self.name} was opened") from None
+        assert self._child is not None
+        self.attached = self._handed = True
+        await self._child.send("attach", hello.SerializeToString(), [sock.detach()])
+
+    async def _until_attachable(self, deadline_s: float) -> None:
+        async with asyncio.timeout(deadline_s):  # not wait_for, which may swallow that it is cancelled
+            await self.ready.wait()
+        assert self._child is not None
+        if self.assignment.successor and not self.attached:  # its predecessor went on until now
+            with contextlib.suppress(*NOT_OURS):  # then from what was there when it began
+                async with asyncio.timeout(deadline_s):
+                    await self._fetch_bases(self._child)
+        while self._handed and self._child.reads_late:  # user code may have it for as long as it likes
+            await asyncio.sleep(LOOK_S)
+        self._handed = False
+
+    # ---- durable snapshots
+
+    def usable(self, base: Kept) -> bool:
+        """May a loader be restored from it? Only if that was proven, or needs no proof."""
+        return (
+            (base.proven and (base.start or not self.findings.misleads))
+            or not self.is_savable
+            or (self.traits.exact_states and not (base.refuted or self.findings.inexact))
+        )
+
+    @property
+    def is_savable(self) -> bool:
+        """Its loader was said to yield the same again: it has state methods, or `replay=True` was asked for. What else
+        it may be (a reader of a queue, say) must not be called for beside its stream."""
+        return self.traits.state_methods > 0 or self.assignment.loader.options.replay_without_state
+
+    @property
+    def findings(self) -> Findings:
+        """What is known of the run's loader."""
+        return self.host.findings(self.assignment)
+
+    def _oldest_wanted(self) -> tuple[int, int]:
+        """The smallest total that a state may be asked for, the slot's share of the retention window back; and the
+        first epoch: that of this batch, or as many as steps back, for the loop takes one at least in each epoch."""
+        ledger = self.ledger
+        ledger.refresh()
+        steps = self.assignment.loader.options.retention_steps
+        total = max(0, ledger.delivered - math.ceil(steps / self.assignment.num_workers_per_box) - 1)
+        entry = ledger.entry(total)
+        epoch = self.assignment.base.epoch if entry is None else entry.epoch
+        return total, max(epoch, ledger.begun - PASSES_AHEAD - steps - 1)
+
+    def step_of(self, total: int) -> int:
+        """The box's step that delivered this batch, as long as all slots live."""
+        base = self.assignment.base
+        turns = list(base.live)
+        ahead = (turns.index(self.assignment.slot) - base.cursor) % len(turns) if self.assignment.slot in turns else 0
+        return base.step + ahead + 1 + (total - self._first_total - 1) * len(turns)
+
+    @property
+    def runner(self) -> int:
+        """Process id of its runner, 0 if it has none."""
+        child = self._child
+        return 0 if child is None or child.exited.done() else child.pid
+
+    @property
+    def runner_gone(self) -> bool:
+        """Its runner has ended, in whatever way."""
+        return self._child is not None and self._child.exited.done()
+
+    def drain(self) -> None:
+        """Hear what the runner has said by now."""
+        if self._child is not None:
+            self._child.drain()
+
+    async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
+        """See States.answer. None, too, if the slot ends meanwhile."""
+        answering = asyncio.ensure_future(self.states.answer(request))
+        self._tasks.add(answering)
+        answering.add_done_callback(self._tasks.discard)
+        await asyncio.wait((answering,))
+        return None if answering.cancelled() else answering.result()
+
+    async def scratch(self, bases: list[bytes], task: str, deadline_s: float = DEADLINE_S, **fields: Any) -> Message:
+        """Have a scratch child do something with the loader; see run_task."""
+        if task == "state" and by_own_methods(self.traits) and self.assignment.resume.blob:
+            bases = [*bases, await self._resume_blob()]
+        return await run_task(self.host, self.assignment, self.name, self.ledger, bases, task, deadline_s, **fields)
+
+    async def learn_findings(self) -> None:
+        """The runner is to know what was found of its loader."""
+        if self._child is not None:
+            await self._tell_findings(self._child)
+
+    async def _tell_findings(self, child: Child) -> None:
+        if self.findings.rewinds:
+            await child.send("rewinds", rewinds=self.findings.rewinds)
+        if self.findings.misleads:
+            await child.send("misleads")
+
+    def spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(_logged(work, self))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _logged(work: Awaitable[None], slot: Slot) -> None:
+    try:
+        await work
+    except Exception:
+        slot.log.exception("%s: a background task failed", slot.name)

@@ -1,0 +1,338 @@
+"""Answering for a slot: its state at a place, from what is kept or by replay in a scratch child."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from penstock.proto.errors import DeadlineError, NotRestartableError, PenstockError, StateUnavailableError
+from penstock.proto.rpc.channel import detail_of, error_of
+from penstock.proto.v1 import coordinator_pb2
+from penstock.worker.helpers.replayers import DEADLINE_S
+from penstock.worker.processes.progress_page import ENTRIES, Entry
+
+if TYPE_CHECKING:
+    from penstock.worker.daemon.slot import Slot
+    from penstock.worker.daemon.snapshots import Kept
+
+__all__ = ["POLL_S", "States"]
+
+POLL_S = 0.005
+"""How often the ledger is read while somebody waits for a batch to be produced."""
+POLLERS = 8
+"""That many look so often; of more each looks more rarely, or hundreds of states would take the whole event loop."""
+NEXT_S = 0.5
+"""That a state waits for the batch behind it to be made, where a resume is compared with that."""
+CHEAP_S = 5.0
+"""Seconds that the runner has worked since its launch began, which a helper would do again."""
+SCRATCH_SHARE = 0.7
+"""Of the time that the asker still has, for a scratch child: its stack must reach the asker before he gives up."""
+
+
+class _Pauses:
+    """Between two looks at a ledger, of all answers that wait for a batch."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+
+    async def next(self) -> None:
+        self._waiting += 1
+        try:
+            await asyncio.sleep(POLL_S * max(1.0, self._waiting / POLLERS))
+        finally:
+            self._waiting -= 1
+
+
+_pauses = _Pauses()
+
+
+def _share(until: float) -> float:
+    return min(DEADLINE_S, max(0.1, SCRATCH_SHARE * (until - time.monotonic())))
+
+
+def _left(request: coordinator_pb2.StateRequest) -> dict[int, int]:
+    """Epoch -> the slot's total where the loop left it by `break`, as far as the coordinator knows."""
+    return {end.epoch: end.total for end in request.left}
+
+
+class States:
+    """The answers of one slot."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    async def answer(self, request: coordinator_pb2.StateRequest) -> tuple[coordinator_pb2.StateAnswer, bytes] | None:
+        """The slot's state at a place, once the place is produced; or where the pass ended before it. None if the
+        runner died meanwhile: whoever gets the slot is asked again."""
+        answer = coordinator_pb2.StateAnswer(request=request.request, worker=self._slot.host.name)
+        data = b""
+        until = time.monotonic() + request.deadline_s
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                data = await self._state(request, answer, until)
+        except PenstockError as error:  # a DeadlineError of a scratch child is a TimeoutError too
+            if self._slot.lost or self._slot.runner_gone:
+                return None
+            answer.error.CopyFrom(detail_of(error))
+        except TimeoutError:
+            self._slot.ledger.refresh()
+            doing, since = self._slot.ledger.activity
+            late = DeadlineError(
+                f"{self._slot.name} on worker {self._slot.host.name}: no state at step {request.step} within "
+                f"{request.deadline_s:.0f} s: it is at batch {self._slot.ledger.total} of {request.position.total}, "
+                f"in {doing} for {since:.1f} s"
+            )
+            answer.error.CopyFrom(detail_of(late))
+        for epoch, total in self._slot.ledger.ends().items():
+            answer.ends.add(epoch=epoch, total=total)
+        answer.digests_after = request.digests_after
+        if not answer.digests:
+            answer.digests.extend(self._digests(request, self._slot.ledger.entry))
+        answer.traits.CopyFrom(self._slot.traits)
+        answer.state_bytes = len(data)
+        return answer, data
+
+    async def _state(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> bytes:
+        epoch, delivered, total = request.epoch, request.position.delivered, request.position.total
+        await self._slot.ready.wait()
+        if request.aggregate_blob:
+            states = await self._slot.host.coordinator.get_blob(request.aggregate_blob)
+            return (await self._slot.scratch([states], "aggregate", _share(until))).payload
+        self._require_saving()
+        if not await self._produced(request, answer):
+            return b""
+        entry = self._slot.ledger.entry(total)
+        if entry is not None:
+            answer.samples_streamed, answer.digest = entry.samples, entry.digest
+        if self._slot.unsaved is not None and not self._slot.traits.state_methods == 0:
+            raise error_of(self._slot.unsaved)
+        await self._note_next(request, answer, until)
+        slot, aggregated = self._slot, self._slot.traits.state_methods == 4
+        # A loader whose states are aggregated must give one of just this place. Of others a place before will do, and
+        # the count from there; but in this epoch, else whether nothing was left between is to be found out.
+        base = (
+            slot.store.exactly(epoch, delivered, total, request.step)
+            if aggregated
+            else await self._nearest(request, until)
+        )
+        lacks = base is not None and (self._lacks(base, request) or self._lacks_next(request, answer))
+        if base is not None and base.epoch == epoch and not lacks:
+            if entry is None and base.total == total:
+                answer.samples_streamed = base.samples
+            return base.data
+        return await self._advance(request, answer, until) or await self._materialise(request, answer, until)
+
+    async def _nearest(self, request: coordinator_pb2.StateRequest, until: float) -> Kept | None:
+        """The nearest restart point before a place, of its epoch if one of that can be proven now."""
+        store, left = self._slot.store, _left(request)
+        base = store.nearest(request.epoch, request.position.total, left=left)
+        if base is not None and base.epoch == request.epoch:
+            return base
+        inside = [kept for kept in store if kept.epoch == request.epoch and kept.total <= request.position.total]
+        for candidate in (*inside[-1:], *inside[:1]):
+            if not candidate.refuted and await self._slot.prover.prove_now(candidate, _share(until)):
+                return candidate
+        return base
+
+    async def _note_next(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> None:
+        """Note the digest of the batch behind the place, with which a loader that resumes is compared. For one that
+        resumes by methods of its own it is waited for a little: nothing else shows that they do what they should."""
+        slot, total = self._slot, request.position.total
+        patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
+        while True:
+            slot.ledger.refresh()
+            over = answer.next_epoch = slot.ledger.ends().get(request.epoch) == total
+            following = slot.ledger.entry(total + 1)
+            if following is not None and following.epoch == request.epoch + over:
+                answer.next_digest = following.digest
+                return
+            waits = request.epoch in slot.ledger.ends() and slot.ledger.activity[0] == "waiting"
+            if time.monotonic() >= patience or waits:
+                return
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _by_own(self) -> bool:
+        """It resumes by methods of its own, which are proven by the batch behind the place alone."""
+        return self._slot.traits.state_methods == 4 and not self._slot.traits.exact_states
+
+    def _lacks_next(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
+        """The batch behind the place is not known here, and is needed: a helper makes it. At the end of an epoch, where
+        none may ever come, only if that is cheap, or the next launch may begin with another slot than worker 0."""
+        if not self._by_own or answer.next_digest:
+            return False
+        if not answer.next_epoch or self._slot.ledger.worked_s <= CHEAP_S:
+            return True
+        begin, workers = self._slot.assignment.base, self._slot.assignment.num_workers_per_box
+        return (begin.cursor + request.step - begin.step) % workers != 0
+
+    @property
+    def _waits_for_loop(self) -> bool:
+        """The runner took over and has not heard where the training loop goes on: its ledger is empty."""
+        return self._slot.assignment.recovery and not self._slot.attached
+
+    def _lacks(self, base: Kept, request: coordinator_pb2.StateRequest) -> bool:
+        """It is an earlier runner's, and a replay in a scratch child tells more: which batches are left out since, or
+        the digests that nobody here has noted."""
+        if not base.inherited:
+            return False
+        if self._slot.assignment.skips:
+            return True
+        start, after = self._start(request), request.digests_after
+        return self._waits_for_loop and start is not None and start.total <= after < request.position.total
+
+    def _start(self, request: coordinator_pb2.StateRequest) -> Kept | None:
+        """The base to replay from: the nearest, or one of its pass from which all digests asked for are seen."""
+        store, left = self._slot.store, _left(request)
+        base = store.nearest(request.epoch, request.position.total, left=left)
+        if base is not None and self._waits_for_loop:
+            before = store.nearest(base.epoch, request.digests_after, left=left)
+            if before is not None and before.epoch == base.epoch:
+                return before
+        return base
+
+    def _digests(self, request: coordinator_pb2.StateRequest, entry_of: Callable[[int], Entry | None]) -> list[int]:
+        """Of the batches that lead to the place; empty if one is not known here, or is of a pass that was left."""
+        total = request.position.total
+        began = total - request.position.delivered
+        digests = []
+        for count in range(request.digests_after + 1, total + 1) if total - request.digests_after <= ENTRIES else ():
+            entry = entry_of(count)
+            if entry is None or (entry.epoch == request.epoch) != (count > began):
+                return []
+            digests.append(entry.digest)
+        return digests
+
+    def _require_saving(self) -> None:
+        where = f"{self._slot.assignment.loader.input_fn} ({self._slot.name})"
+        if self._slot.traits.not_restartable:
+            raise NotRestartableError(f"{where} cannot be saved: {self._slot.traits.not_restartable}")
+        if self._slot.findings.unrepeatable is not None:
+            raise self._slot.findings.unrepeatable
+        if not self._slot.is_savable:
+            raise NotRestartableError(
+                f"{where} has no state_dict and load_state_dict, so its state cannot be saved; give it the methods of "
+                "RestartableDataLoader, or ask for saving by replay: Appliance(replay=True)"
+            )
+
+    async def _produced(self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer) -> bool:
+        """Wait until the place is reached; False, with the answer filled in, if its pass, or the one before, ended
+        elsewhere than the asker thought."""
+        epoch, total = request.epoch, request.position.total
+        began = total - request.position.delivered
+        while True:
+            self._slot.ledger.refresh()
+            ends = self._slot.ledger.ends()
+            end = ends.get(epoch - 1, began)
+            # More than the asker thought: the loop left that pass, and the runner, which was ahead, has not heard of
+            # it. If the asker is wrong instead, another slot has less, and says so. What has begun is settled.
+            unheard = end > began and self._slot.ledger.begun < epoch
+            if end != began and not unheard:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
+                return False
+            if unheard:
+                if self._slot.phase == coordinator_pb2.FAILED:
+                    raise StateUnavailableError(f"{self._slot.name}: it failed before pass {epoch}")
+                await _pauses.next()
+                continue
+            if ends.get(epoch, total) < total:
+                answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, ends[epoch]
+                return False
+            if self._waits_for_loop:
+                # And the loop may be waiting for this state. What was delivered was produced once, so it can be had by
+                # replay.
+                return True
+            if self._slot.ledger.total >= total:
+                self._slot.drain()  # its snapshots were sent before the ledger showed the batch
+                return True
+            if self._slot.phase == coordinator_pb2.FAILED:
+                raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
+            await _pauses.next()
+
+    async def _begun(self, request: coordinator_pb2.StateRequest, tried: Kept) -> None:
+        """Wait until the runner begins the pass, behind one that the loop left: it saves itself there then. `tried`:
+        from where that place was not come to. Raises StateUnavailableError if there will be no other one."""
+        slot, epoch, position = self._slot, request.epoch, request.position
+        waits = not (self._waits_for_loop or position.delivered)
+        while waits and slot.ledger.begun < epoch:
+            if slot.phase == coordinator_pb2.FAILED:
+                raise StateUnavailableError(f"{slot.name}: it failed before pass {epoch}")
+            await _pauses.next()
+        slot.drain()
+        if not waits or self._start(request) is tried:
+            raise StateUnavailableError(
+                f"{slot.name}: step {request.step} lies behind a pass that the loop left, after batch "
+                f"{position.total - position.delivered} of the worker; its runner, which has taken over, has not heard "
+                "that yet, and another state would come of it. Ask again once the loop has taken a batch more of this "
+                "worker"
+            )
+
+    async def _advance(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> bytes:
+        """The state by arithmetic from one before it in its epoch, if the loader's class can: no user code runs then.
+        b"" if it cannot be had so."""
+        slot, total = self._slot, request.position.total
+        base, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.ledger.entry(total)
+        if not slot.traits.advances_state or base is None or base.epoch != request.epoch or entry is None:
+            return b""
+        if base.total - base.delivered != total - request.position.delivered or base.step or slot.assignment.skips:
+            return b""
+        done = await slot.scratch(
+            [base.data],
+            "advance",
+            _share(until),
+            loader=slot.traits.advances_state,
+            delivered=request.position.delivered,
+            total=total,
+            samples=entry.samples,
+            digest=entry.digest,
+        )
+        return done.payload
+
+    async def _materialise(
+        self, request: coordinator_pb2.StateRequest, answer: coordinator_pb2.StateAnswer, until: float
+    ) -> bytes:
+        epoch, total = request.epoch, request.position.total
+        base = self._start(request)
+        if base is None:
+            raise StateUnavailableError(
+                f"{self._slot.name}: nothing is kept any more from which batch {total} could be reached"
+            )
+        digests = {
+            str(count): entry.digest
+            for count in range(base.total + 1, total + 1)
+            if (entry := self._slot.ledger.entry(count)) is not None
+        }
+        done = await self._slot.scratch(
+            [base.data],
+            "state",
+            _share(until),
+            epoch=epoch,
+            delivered=request.position.delivered,
+            total=total,
+            step=request.step,
+            digests=digests,
+            left={str(epoch): there for epoch, there in _left(request).items()},
+            left_from=request.left_from,
+            following=self._lacks_next(request, answer),
+        )
+        if "elsewhere" in done.fields:
+            await self._begun(request, base)
+            return await self._state(request, answer, until)
+        if done.fields["ended"]:
+            answer.ended, answer.ended_epoch, answer.ended_total = True, epoch, done.fields["total"]
+            return b""
+        answer.samples_streamed, answer.digest = done.fields["samples"], done.fields["digest"]
+        if done.fields["following"]:
+            answer.next_digest, answer.next_epoch = done.fields["following"], done.fields["over"]
+        seen = done.fields["replayed"]
+        replayed = {count: Entry(count, *at) for count, at in enumerate(seen, total + 1 - len(seen))}
+        answer.digests.extend(self._digests(request, replayed.get))
+        return done.payload

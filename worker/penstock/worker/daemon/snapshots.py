@@ -1,0 +1,126 @@
+"""What a daemon keeps of a slot's snapshots and origins: pure bookkeeping over opaque bytes.
+
+A state may be asked for at any step of the retention window, so the newest base at or before its far edge that a loader
+may be restored from stays, and everything after that as long as there is room. When room is short, every other snapshot
+goes: a state between two of them is then a longer replay, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from penstock.proto.state import position
+
+__all__ = ["Kept", "SnapshotStore"]
+
+MAX_BYTES = 64 << 20
+MAX_COUNT = 1024
+MOST = 16
+"""Times these, beyond which origins go too: they are for a child whose user code sends them without end."""
+
+
+@dataclass
+class Kept:
+    """One base. `step` is the box's step that its state speaks of, 0 if the state does not depend on it."""
+
+    epoch: int
+    delivered: int
+    total: int
+    samples: int
+    origin: bool
+    step: int
+    data: bytes
+    durable: bool = False
+    inherited: bool = False
+    """From the slot's runner before this one."""
+    proven: bool = False
+    """It leads to the batches that were delivered; needs no proof, or was proven. See proofs.py."""
+    refuted: bool = False
+    """It does not, or nobody could find out."""
+    lapses: int = 0
+    """Proofs of it that came to no verdict."""
+    generators: int = 0
+    """Hash of the random generators after the next batch, 0 if it is not known: for the proof."""
+    start: bool = False
+    """The stream of this runner comes from there."""
+    begins: bool = False
+    """The attempt began there: any runner of the slot can come there as the first one did."""
+    compared: int = 0
+    """Batches that its proof compared."""
+    crossed: bool = False
+    """It was looked at how the loader gets over the end of the epoch from here."""
+    wanted: bool = False
+    """Taken because a checkpoint at this step was announced."""
+
+    @property
+    def place(self) -> tuple[int, int, int, bool, int]:
+        """What it describes."""
+        return self.epoch, self.delivered, self.total, self.origin, self.step
+
+
+class SnapshotStore:
+    """The bases of one slot and generation, in the order they were taken."""
+
+    def __init__(self, usable: Callable[[Kept], bool] = lambda kept: kept.proven) -> None:
+        """`usable`: whether a loader may be restored from a base."""
+        self._kept: list[Kept] = []
+        self._bytes = 0
+        self._usable = usable
+
+    def __iter__(self) -> Iterator[Kept]:
+        return iter(self._kept)
+
+    def __reversed__(self) -> Iterator[Kept]:
+        return reversed(self._kept)
+
+    def add(self, base: Kept, oldest_wanted: int, oldest_epoch: int = position.MOST) -> None:
+        """Keep a base, instead of one that says the same: a runner that took over may know of batches to leave out.
+        `oldest_wanted`: the smallest total that may still be asked for; `oldest_epoch`: the first epoch. A slot without
+        batches has one total in all epochs, and makes their origins as far ahead of the loop as it may."""
+        self._keep_only([*(kept for kept in self._kept if kept.place != base.place), base])
+        before = [kept for kept in self._kept if kept.total <= oldest_wanted and kept.epoch <= oldest_epoch]
+        usable = [kept for kept in before if self._usable(kept)]
+        past = {id(kept) for kept in before} - {id(kept) for kept in (*before[-1:], *usable[-1:])}
+        self._keep_only([kept for kept in self._kept if id(kept) not in past])
+        for share, last in ((1, False), (MOST, True)):
+            if self._bytes > share * MAX_BYTES or len(self._kept) > share * MAX_COUNT:
+                inner = [kept for kept in self._kept[1:-1] if last or not (kept.origin or kept.proven)]
+                dropped = {id(kept) for kept in inner[::2]}
+                self._keep_only([kept for kept in self._kept if id(kept) not in dropped])
+
+    def forget_after(self, epoch: int, total: int) -> None:
+        """The loop left this pass after `total`: what was taken of it later, or of a pass after it, never happened."""
+        self._keep_only(
+            [kept for kept in self._kept if kept.epoch < epoch or (kept.epoch == epoch and kept.total <= total)]
+        )
+
+    def exactly(self, epoch: int, delivered: int, total: int, step: int) -> Kept | None:
+        """A base of just this place, whose state speaks of this step. Newest first: an origin of the place counts."""
+        for kept in reversed(self._kept):
+            if (kept.epoch, kept.delivered, kept.total) == (epoch, delivered, total) and kept.step in (0, step):
+                return kept
+        return None
+
+    def nearest(self, epoch: int, total: int, *, left: Mapping[int, int] = MappingProxyType({})) -> Kept | None:
+        """The base to replay from: the latest usable one at or before a place, in the latest pass.
+
+        `left`: epoch -> total where the loop left that pass. What was taken ahead of such a place is not on the way,
+        and what was taken just there only the last resort, as in `_recover` in runner.py.
+        """
+        usable = [
+            kept
+            for kept in self._kept
+            if kept.epoch <= epoch
+            and kept.total <= total
+            and self._usable(kept)
+            and kept.total - kept.delivered <= left.get(kept.epoch - 1, kept.total)
+            and all(kept.total <= there for number, there in left.items() if number >= kept.epoch)
+        ]
+        usable = [kept for kept in usable if kept.origin or kept.total != left.get(kept.epoch)] or usable
+        return max(usable, key=lambda kept: (kept.epoch, kept.total, kept.origin), default=None)
+
+    def _keep_only(self, kept: list[Kept]) -> None:
+        self._kept = kept
+        self._bytes = sum(len(base.data) for base in kept)

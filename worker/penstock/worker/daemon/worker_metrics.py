@@ -1,0 +1,147 @@
+"""What a worker daemon shows of itself over HTTP: /metrics for Prometheus, /healthz for whoever restarts it.
+
+The daemon's books belong to its event loop, so a scrape has the loop copy what is needed, and looks at /proc, which
+takes longer, on its own thread. Nothing here is kept between scrapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.proto.errors import PenstockError
+from penstock.proto.rpc.addresses import is_local
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.runtime.web.http_server import Page, WebServer
+from penstock.runtime.web.prometheus import Collector, Readings, cpu_seconds, in_loop, metrics_route
+from penstock.worker.daemon.daemon import Daemon
+from penstock.worker.daemon.slot import Tally
+from penstock.worker.resources.memory_use import family, held_by
+
+__all__ = ["health", "open_web"]
+
+MANY = 1 << 62
+"""More than any runner holds: the plain sums will do, shares of pages take the kernel long."""
+_PLAIN = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class _SlotNow:
+    place: dict[str, str | int]
+    produced: int
+    delivered: int
+    replayed: int
+    queue: int
+    busy_s: float
+    runner: int
+
+
+@dataclass(frozen=True)
+class _Now:
+    slots: list[_SlotNow]
+    phases: Counter[str]
+    answers: Counter[str]
+    tally: Tally
+    sent_bytes: int
+    lanes: int
+    answered_at: float | None
+    lease_s: float
+
+
+def _look(daemon: Daemon) -> _Now:
+    """On the daemon's event loop."""
+    slots, phases = [], Counter[str]()
+    for slot in daemon.slots:
+        slot.ledger.refresh()
+        produced, delivered, replayed = slot.ledger.counts()
+        a = slot.assignment
+        slots.append(
+            _SlotNow(
+                {"run": a.run, "box": a.box, "slot": a.slot},
+                produced,
+                delivered,
+                replayed,
+                max(0, slot.ledger.total - slot.ledger.delivered),
+                slot.ledger.working_s,
+                slot.runner,
+            )
+        )
+        phases[pb.SlotPhase.Name(slot.phase).lower()] += 1
+    return _Now(
+        slots,
+        phases,
+        Counter(daemon.state_answers),
+        daemon.tally,
+        daemon.doors.sent_bytes,
+        daemon.doors.remote,
+        daemon.answered_at,
+        daemon.lease_s,
+    )
+
+
+def _readings(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> Readings:
+    at = in_loop(loop, lambda: _look(daemon))
+    now, found = time.monotonic(), Readings("worker")
+    found.add("penstock_worker_info", 1, worker=daemon.name)
+    found.add("penstock_worker_uptime_seconds", now - daemon.started_at)
+    found.add("penstock_worker_certificate_expires_timestamp_seconds", daemon.doors.certificate_expires_at)
+    found.add("penstock_worker_capacity", daemon.settings.slots)
+    for phase in ("starting", "ready", "failed"):
+        found.add("penstock_worker_slots", at.phases[phase], phase=phase)
+    found.add("penstock_worker_heartbeat_age_seconds", -1 if at.answered_at is None else now - at.answered_at)
+    found.add("penstock_worker_lease_seconds", at.lease_s)
+    found.add("penstock_worker_sent_bytes_total", at.sent_bytes, lane="tcp")
+    found.add("penstock_worker_lanes", at.lanes, lane="tcp")
+    found.add("penstock_worker_snapshots_total", at.tally.snapshots)
+    found.add("penstock_worker_snapshots_sent_total", at.tally.snapshots_sent)
+    found.add("penstock_worker_snapshots_refused_total", at.tally.snapshots_refused)
+    found.add("penstock_worker_snapshot_sent_bytes_total", at.tally.snapshot_sent_bytes)
+    found.add("penstock_worker_recoveries_total", at.tally.recoveries)
+    found.add("penstock_worker_losses_total", at.tally.losses)
+    for status in ("ok", "error", "dropped"):
+        found.add("penstock_worker_state_answers_total", at.answers[status], status=status)
+    for slot in at.slots:
+        found.add("penstock_slot_produced_batches_total", slot.produced, **slot.place)
+        found.add("penstock_slot_delivered_batches_total", slot.delivered, **slot.place)
+        found.add("penstock_slot_replayed_batches_total", slot.replayed, **slot.place)
+        found.add("penstock_slot_queue_batches", slot.queue, **slot.place)
+        found.add("penstock_slot_busy_seconds_total", slot.busy_s, **slot.place)
+        if slot.runner:
+            found.add("penstock_runner_cpu_seconds_total", cpu_seconds(family(slot.runner)), **slot.place)
+            found.add("penstock_runner_memory_bytes", held_by(slot.runner, MANY), **slot.place)
+    return found
+
+
+def health(answered_at: float | None, lease_s: float, stopping: bool, now: float) -> tuple[int, str]:
+    """HTTP status, and why: well is a worker whose coordinator has answered it within its lease. Times are of the
+    monotonic clock."""
+    if stopping:
+        return 503, "it is ending, as it was told"
+    if answered_at is None:
+        return 503, "the coordinator has not answered yet"
+    if now - answered_at > lease_s:
+        return 503, f"the coordinator has not answered for {now - answered_at:.1f} s, its lease is {lease_s:g} s"
+    return 200, "ok"
+
+
+def open_web(daemon: Daemon, loop: asyncio.AbstractEventLoop) -> WebServer:
+    """The web server of a daemon that runs in `loop`, listening at `settings.http`.
+
+    Raises InvalidArgumentError without prometheus-client, and what WebServer raises.
+    """
+
+    def well() -> Page:
+        try:
+            found = in_loop(loop, lambda: (daemon.answered_at, daemon.lease_s, daemon.stopping.is_set()))
+        except PenstockError as error:
+            return Page(_PLAIN, f"{error.message}\n".encode(), 503)
+        status, why = health(*found, time.monotonic())
+        return Page(_PLAIN, f"{why}\n".encode(), status)
+
+    settings = daemon.settings
+    routes = {"/metrics": metrics_route(Collector(lambda: _readings(daemon, loop))), "/healthz": well}
+    # On loopback nobody has a certificate of the cluster's to show; with only a CA there is none to show to others.
+    tls = None if is_local(settings.http) or settings.tls is None or not settings.tls.cert else settings.tls
+    return WebServer(settings.http, routes, tokens=settings.http_tokens, tls=tls, insecure=settings.insecure)

@@ -1,1 +1,0 @@
-"""Where shards lie, and how they come to this machine and stay here."""

@@ -1,0 +1,92 @@
+"""Large values that slots need, a loader's arguments or the state that it resumes from: fetched once for the daemon.
+
+A value lies in a sealed memfd, and every child gets a descriptor of it. It is fetched by a thread, with a connection
+of its own, and never touched by the daemon's event loop: 300 MB that each of 32 slots had for itself were 10 GB, and
+seconds in which the daemon said nothing to the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from penstock.worker.processes.control_channel import Message, payload_of
+
+__all__ = ["Blobs"]
+
+AT_ONCE = 2
+"""Values that are fetched at a time."""
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class _Client(Protocol):
+    def get_blob_into(self, name: str, write: Callable[[bytes], None]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Blobs:
+    """
+    Args:
+        connect: makes the client that values are fetched with.
+    """
+
+    def __init__(self, connect: Callable[[], _Client]) -> None:
+        self._connect = connect
+        self._client: _Client | None = None
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="penstock-blobs")
+        self._blobs: dict[str, asyncio.Task[int]] = {}
+
+    async def descriptor(self, name: str) -> int:
+        """Return a descriptor of the value, which is the caller's to close. Raises what the coordinator answers."""
+        fetching = self._blobs.get(name)
+        if fetching is None or (fetching.done() and (fetching.cancelled() or fetching.exception() is not None)):
+            fetching = self._blobs[name] = asyncio.ensure_future(self._fetch(name))
+        return os.dup(await asyncio.shield(fetching))
+
+    async def read(self, name: str) -> bytes:
+        """Return the value itself."""
+        fd = await self.descriptor(name)
+        return await asyncio.to_thread(payload_of, Message("value", fds=[fd]))
+
+    async def _fetch(self, name: str) -> int:
+        if self._client is None:
+            self._client = self._connect()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _fetched, self._client, name)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Let go of all others: no slot needs them any more."""
+        for name in [name for name in self._blobs if name not in names]:
+            self._blobs.pop(name).add_done_callback(_let_go)
+
+    def close(self) -> None:
+        """Let go of all."""
+        self.keep(())
+        if self._client is not None:
+            self._client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _let_go(fetching: asyncio.Task[int]) -> None:
+    if not fetching.cancelled() and fetching.exception() is None:
+        os.close(fetching.result())
+
+
+def _fetched(client: _Client, name: str) -> int:
+    fd = os.memfd_create("penstock-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        client.get_blob_into(name, lambda part: _write(fd, part))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write(fd: int, part: bytes) -> None:
+    left = memoryview(part)
+    while left:
+        left = left[os.write(fd, left) :]

@@ -1,0 +1,176 @@
+"""Having a scratch child, or a helper, do one thing with a slot's loader, beside the runner that streams; the daemon's
+side of replayer.py. Whatever comes of it, the stream goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
+from penstock.proto.v1 import records_pb2
+from penstock.worker.helpers.blobs import Blobs
+from penstock.worker.helpers.helper_pool import Helper, Helpers
+from penstock.worker.processes.child_processes import Child, Zygote, about_slot
+from penstock.worker.processes.control_channel import Message
+from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
+from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.resources.turn_queue import TurnQueue
+
+__all__ = ["DEADLINE_S", "ScratchHost", "run_task", "send_assignment"]
+
+DEADLINE_S = 120.0
+ASKED_FOR = ("state", "aggregate", "advance")
+"""Tasks that a training job waits for: they come before those of ours."""
+
+
+class ScratchHost(Protocol):
+    """What it needs of the daemon."""
+
+    scratches: TurnQueue
+    """Tasks that are done at a time."""
+    helpers: Helpers
+    blobs: Blobs
+
+    async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote: ...
+
+
+async def run_task(
+    host: ScratchHost,
+    assignment: records_pb2.WorkerAssignment,
+    name: str,
+    ledger: Ledger,
+    bases: list[bytes],
+    task: str,
+    deadline_s: float = DEADLINE_S,
+    **fields: Any,
+) -> Message:
+    """The child's answer to `task`. If somebody kills the child (SIGKILL), the answer of another one.
+
+    Raises:
+        DeadlineError: it took longer; with its stack.
+        WorkerLostError: it died; with its stack, if it crashed.
+        PenstockError: what it failed with.
+    """
+    left_s = deadline_s  # of work; to wait for one's turn and for a child takes none of it
+    helpers, began = host.helpers, 0.0
+    with helpers.counted(assignment):
+        async with host.scratches.turn(urgent=task in ASKED_FOR):
+            helper = await helpers.take(assignment, ledger)
+            if helper is not None:
+                began = time.monotonic()
+                message = await _by_helper(host, helper, assignment, name, bases, task, left_s, fields)
+                if message is not None:
+                    return message
+                left_s = max(left_s - (time.monotonic() - began), 0.0)
+            message = await _by_child(host, assignment, name, ledger, bases, task, deadline_s, left_s, fields)
+            helpers.learn(assignment, message.fields.pop("modules", None))
+            if helper is not None and message.kind != "failed":
+                helpers.distrust(assignment, f"a fresh process did what it could not do: {task}")
+    if message.kind == "failed":
+        raise error_named(**message.fields["error"])
+    return message
+
+
+async def _by_helper(
+    host: ScratchHost,
+    helper: Helper,
+    assignment: records_pb2.WorkerAssignment,
+    name: str,
+    bases: list[bytes],
+    task: str,
+    left_s: float,
+    fields: dict[str, Any],
+) -> Message | None:
+    """The answer of a helper that did it well; None if a fresh child is to do it."""
+    assert helper.child is not None
+    answer, whole = helper.expect(), False
+    try:
+        await _ask(host, helper.child, assignment, bases, task, fields)
+        either: set[asyncio.Future[Any]] = {answer, helper.child.exited}
+        await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
+        if not answer.done():
+            if helper.child.exited.done():
+                return None
+            raise _late(f"the scratch child of {name}", task, left_s, await helper.stack())
+        message = answer.result()
+        host.helpers.learn(assignment, message.fields.pop("modules", None))
+        whole = message.kind == "done" and message.fields.get("same") is not False
+        return message if whole else None
+    finally:
+        if whole:
+            host.helpers.give_back(assignment, helper)
+        else:
+            helper.end()
+
+
+async def _by_child(
+    host: ScratchHost,
+    assignment: records_pb2.WorkerAssignment,
+    name: str,
+    ledger: Ledger,
+    bases: list[bytes],
+    task: str,
+    deadline_s: float,
+    left_s: float,
+    fields: dict[str, Any],
+) -> Message:
+    """The answer of a child of its own, or of another one if somebody kills it."""
+    what = f"the scratch child of {name}"
+    for last in (False, True):
+        zygote = await host.zygote(assignment)
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        child = await zygote.fork("scratch", f"{name} {task}", ledger, _first(answer), about_slot(assignment))
+        try:
+            await _ask(host, child, assignment, bases, task, fields)
+            either: set[asyncio.Future[Any]] = {answer, child.exited}
+            began = time.monotonic()
+            await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
+            left_s = max(left_s - (time.monotonic() - began), 0.0)
+            if answer.done():
+                break
+            if not child.exited.done():
+                raise _late(what, task, deadline_s, await child.stack())
+            status = child.exited.result()
+            if last or child.unwanted or status != -signal.SIGKILL:
+                how = f"{how_it_ended(status, what, None)} in its {task}; the stream goes on"
+                raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
+        finally:
+            child.kill()
+    return answer.result()
+
+
+async def _ask(
+    host: ScratchHost,
+    child: Child,
+    assignment: records_pb2.WorkerAssignment,
+    bases: list[bytes],
+    task: str,
+    fields: dict[str, Any],
+) -> None:
+    await send_assignment(host.blobs, child, assignment)
+    for base in bases:
+        await child.send("base", base)
+    await child.send(task, learn=True, **fields)
+
+
+async def send_assignment(blobs: Blobs, child: Child, assignment: records_pb2.WorkerAssignment) -> None:
+    """Tell a child what it is for; large arguments as a descriptor."""
+    name = assignment.loader.arguments_blob
+    await child.send("assign", assignment.SerializeToString(), [await blobs.descriptor(name)] if name else None)
+
+
+def _late(what: str, task: str, deadline_s: float, stack: str) -> DeadlineError:
+    return DeadlineError(
+        f"{what} did not finish its {task} in {deadline_s:.0f} s; the stream goes on", remote_traceback=stack
+    )
+
+
+def _first(answer: asyncio.Future[Message]) -> Callable[[Message], None]:
+    def hear(message: Message) -> None:
+        if not answer.done():
+            answer.set_result(message)
+
+    return hear

@@ -1,0 +1,214 @@
+"""Restart points: what a slot can be rebuilt from in a fresh process, and how one travels.
+
+There are three kinds. Only the first needs no proof (see proofs.py):
+
+    the beginning    input_fn() anew, seeded as when the slot's counts began; also a launch's start, which for a loader
+                     of four methods is that and the state that the launch resumed from, through its own methods
+    an epoch start   the generators before `iter()`, the state if there is one, the generators after
+    a snapshot       `state_dict()` after batch n and the generators of that moment
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from penstock.proto.errors import InputFnError, ReplayMismatchError, StateCorruptError
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.worker.loader.crossing_kinds import WAYS, more_careful
+
+__all__ = ["END", "UNFIT", "Base", "Launch", "Past", "Place"]
+
+UNFIT = (ReplayMismatchError, InputFnError)
+"""What says that a restart point does not lead to the batches that were delivered: another batch came, or the loader
+that was restored from it raised. The next way is tried then; an error of the last one is the user's."""
+MOST_LEFT = 1024
+"""Abandoned epochs that a restart point names. One of more cannot be replayed from the beginning."""
+
+
+class _End:
+    """The type of END."""
+
+
+END = _End()
+"""What `Source.next` returns when the pass is over."""
+
+
+@dataclass
+class Place:
+    """Where a slot stands: batches in this pass, in all, and the samples in all of those."""
+
+    epoch: int
+    delivered: int
+    total: int
+    samples: int
+
+    @property
+    def began(self) -> int:
+        """Batches in all when the pass was opened."""
+        return self.total - self.delivered
+
+    def copy(self) -> Place:
+        return Place(self.epoch, self.delivered, self.total, self.samples)
+
+    def as_list(self) -> list[int]:
+        return [self.epoch, self.delivered, self.total, self.samples]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where the launch of a loader began: its own counts are since then. Of one that was made again from the beginning
+    that is the beginning."""
+
+    step: int = 0
+    """Of the box."""
+    batches: int = 0
+    """Of the slot, in all."""
+    samples: int = 0
+    worker: int | None = None
+    """Of the box: which one a loader that is resumed by its own methods takes itself for. One that deals its batches in
+    turn begins each launch with worker 0, and the slot whose turn it is is that worker. None: another loader."""
+    enters: int | None = None
+    """It was resumed at the end of an epoch and went on with this one at once: to end those before is left to us."""
+
+    def encode(self) -> list[Any]:
+        return [self.step, self.batches, self.samples, self.worker, self.enters]
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is known at a place of the slot's way there."""
+
+    launch: Launch = Launch()
+    left: tuple[tuple[int, int], ...] = ()
+    """(epoch, total): epochs that the loop left by `break`, and the slot's last batch of each, oldest first."""
+    whole: bool = False
+    """The slot's counts began with a loader as input_fn makes it, and `left` is complete: its stream can be made again
+    from the beginning."""
+    rewinds: str = ""
+    """How the loader gets into its next epoch after it was restored within one: KEPT, FRESH or REPLAY; "" is not known
+    yet."""
+
+    def leaving(self, epoch: int, total: int) -> Past:
+        """Behind an epoch that the loop left after batch `total`."""
+        left = (*(known for known in self.left if known[0] < epoch), (epoch, total))
+        return replace(self, left=left[-MOST_LEFT:], whole=self.whole and len(left) <= MOST_LEFT)
+
+    def of(self, launch: Launch) -> Past:
+        """The same, of a loader whose counts began elsewhere."""
+        return replace(self, launch=launch)
+
+    def before(self, epoch: int) -> Past:
+        """At a place in this epoch, from one in it or in a later one."""
+        return replace(self, left=tuple(known for known in self.left if known[0] < epoch))
+
+    def knowing(self, rewinds: str) -> Past:
+        """With what another place knows of the loader: a way that was found wrong there is not taken here."""
+        return replace(self, rewinds=more_careful(self.rewinds, rewinds))
+
+    def encode(self) -> dict[str, Any]:
+        left = [list(known) for known in self.left]
+        return {"launch": self.launch.encode(), "left": left, "whole": self.whole, "rewinds": self.rewinds}
+
+    @classmethod
+    def decode(cls, value: dict[str, Any]) -> Past:
+        left = tuple((int(epoch), int(total)) for epoch, total in value["left"])
+        if value["rewinds"] not in WAYS:
+            raise ValueError(f"rewinds={value['rewinds']!r:.40}")
+        step, batches, samples, *known = value.get("launch", (0, 0, 0, None, None))
+        worker, enters = (None if each is None else int(each) for each in known)
+        launch = Launch(int(step), int(batches), int(samples), worker, enters)
+        return cls(launch, left, value["whole"] is True, value["rewinds"])
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a loader can be restored from: a snapshot, or the origin of a pass (then `rng_before` is set)."""
+
+    place: Place
+    state: Any
+    """What state_dict() returned; None for a loader without methods."""
+    rng: bytes
+    rng_before: bytes | None = None
+    digest: int = 0
+    """Of the batch that `place.total` counts; 0 if unknown."""
+    step: int = 0
+    """The box's step that the state speaks of, if state_dict() asked for it; 0 if it did not."""
+    skips: tuple[tuple[int, int, int], ...] = ()
+    """(epoch, total, count): batches that are left out, see records.proto; those known when it was taken."""
+    past: Past = Past()
+    behind: Base | None = None
+    """The restart point from which this place is come to by replay, if this is none itself."""
+
+    @property
+    def is_origin(self) -> bool:
+        """Taken where a pass begins, and not after a batch."""
+        return self.rng_before is not None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Where the slot's counts began, with a loader as input_fn makes it if `past.whole`."""
+        return self.is_origin and self.place.total == self.place.epoch == 0
+
+    def encode(self) -> bytes:
+        """As a slot's restart (docs/ARCHITECTURE.md)."""
+        if self.behind is not None:
+            origin: dict[str, Any] | None = {
+                "at": self.behind.place.as_list(),
+                "state": self.behind.state,
+                "rng_before": self.behind.rng_before,
+                "rng": self.behind.rng,
+                "digest": self.behind.digest,
+            }
+        else:
+            origin = None if self.rng_before is None else {"rng_before": self.rng_before}
+        restart: dict[str, Any] = {
+            "at": self.place.as_list(),
+            "rng": self.rng,
+            "digest": self.digest,
+            "origin": origin,
+            "past": self.past.encode(),
+        }
+        if self.skips:
+            restart["skips"] = [list(skip) for skip in self.skips]
+        value = {"user": self.state, "restart": restart}
+        launch = self.past.launch
+        if launch.worker is not None:
+            value["launch"] = {"step": launch.step, "worker": launch.worker}
+        return encode_state(value)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Base:
+        return cls.of(cast(dict[str, Any], decode_state(data)))
+
+    @classmethod
+    def taken(cls, data: bytes) -> Base:
+        """What was taken at the place itself, be it a restart point or not."""
+        value = cast(dict[str, Any], decode_state(data))
+        restart = value["restart"]
+        return cls(Place(*restart["at"]), value["user"], restart["rng"], digest=restart["digest"])
+
+    @classmethod
+    def of(cls, value: dict[str, Any]) -> Base:
+        """The restart point in the decoded form: what lies behind the place, if that is not one itself.
+
+        Raises StateCorruptError for what `encode` did not write.
+        """
+        try:
+            return cls._of(value)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateCorruptError(f"a saved state that cannot be: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _of(cls, value: dict[str, Any]) -> Base:
+        restart = value["restart"]
+        origin = restart["origin"]
+        skips = tuple((epoch, total, count) for epoch, total, count in restart.get("skips", ()))
+        past = Past.decode(restart["past"]) if "past" in restart else Past()
+        before = None if origin is None else origin["rng_before"]
+        if origin is not None and "state" in origin:
+            at, state, rng, digest = origin["at"], origin["state"], origin["rng"], origin["digest"]
+        else:
+            at, state, rng, digest = restart["at"], value["user"], restart["rng"], restart["digest"]
+        place = Place(*at)
+        return cls(place, state, rng, before, digest, skips=skips, past=past)

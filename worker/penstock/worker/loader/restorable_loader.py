@@ -1,0 +1,606 @@
+"""A user's loader, and how it is brought to any place in its stream.
+
+Everything that opens, saves, restores or replays a loader is here, and the same code runs in the runner that streams
+and in the scratch children that check and materialise states. The order of the moments matters, and was found by
+trying them all on shuffled torch DataLoaders and StatefulDataLoaders with and without worker processes:
+
+    open a pass    take RNG R0, `iter(loader)`, take `state_dict()`, take RNG R1                      -> an origin
+    from an origin load its state, set R0, `iter`, set R1, then replay n batches
+    a snapshot     `state_dict()` after batch n and the RNG of that moment, encoded before the next `next()`
+    from a snapshot load it, `iter`, then set its RNG
+
+RNG restored at any other moment gives other batches. No state is taken after StopIteration: a finished pass is
+(snapshot or origin, all of its batches). A loader that is its own iterator (a generator) is made anew by input_fn for
+each pass. A state is loaded into a loader that input_fn has just made: what a used one holds besides, nobody knows.
+
+A loader of four methods is only ever given what its `deaggregate_state_dict` returned, as the protocol says, unless it
+declares `loads_own_state`. So it starts from the beginning, or from the state that the launch resumed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+
+from penstock.proto.errors import (
+    InputFnError,
+    NotRestartableError,
+    PenstockError,
+    ReplayMismatchError,
+    StateMismatchError,
+    format_remote,
+)
+from penstock.proto.state import assignment as place_of
+from penstock.proto.state.generators import derive_seed, seed_rng
+from penstock.proto.state.restartable import (
+    DataLoaderCheckpoint,
+    by_own_methods,
+    state_methods,
+    takes_strict,
+    worker_state,
+)
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process import forks
+from penstock.worker.loader import loader_generators
+from penstock.worker.loader.crossing_kinds import KEPT
+from penstock.worker.loader.epoch_crossing import cross
+from penstock.worker.loader.restart_points import END, Base, Launch, Past, Place
+from penstock.worker.loader.skip_batch import CannotSkipError, skip_batch
+from penstock.worker.loader.synthetic import NOT_SAVED, FirstBatch
+from penstock.worker.loader.worker_info import as_main_process, offer_worker_info
+from penstock.worker.processes.control_channel import describe
+from penstock.worker.processes.user_code import load_input_fn, unpacked
+
+__all__ = ["Source"]
+
+
+class Source:
+    """The loader of one slot. Every exception of user code leaves as InputFnError with its traceback."""
+
+    def __init__(
+        self,
+        assignment: records_pb2.WorkerAssignment,
+        doing: Callable[[str], None] = lambda activity: None,
+        left_out: Callable[[int, int], None] = lambda epoch, count: None,
+    ) -> None:
+        """`doing`: told what user code is called for. `left_out`: told the pass of the next batch, and how many were
+        left out before it."""
+        self.assignment = assignment
+        self.place = Place(0, 0, 0, 0)
+        self.traits = records_pb2.LoaderTraits(length=-1)
+        self.digest = 0
+        """Of the last batch, told by whoever flattens it."""
+        self.unsaved: Exception | None = None
+        """Why the state of the pass's origin could not be taken."""
+        base, slot = assignment.base, assignment.slot
+        began = base.slots[slot].total if len(base.slots) > slot else 0
+        self.past = Past(Launch(base.step, began), whole=base.step == 0 and not assignment.resume.blob)
+        self.resume: dict[str, Any] | None = None
+        """What the launch resumed from, decoded; needed to start again from there by the loader's own methods."""
+        self.restored = False
+        """The loader was brought to the middle of its epoch by a state, and not by its batches."""
+        self.strays = False
+        """Restored at an epoch's start, it drew otherwise there than the loader that streamed: at the epoch's end the
+        generators are not what they were then."""
+        self.counts_from: Base | None = None
+        """Where the stream comes from, if later restart points are counted from there: its own states mislead."""
+        self.awaited: dict[int, int] = {}
+        """Batches in all at an epoch's end -> digest of the batch that came next when the state was saved there."""
+        self._restored_at = 0
+        self._doing = doing
+        self._left_out = left_out
+        self._skips = {(skip.epoch, skip.total): skip.count for skip in assignment.skips}
+        self._loader: Any = None
+        self._iterator: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+        """The batch that `peek` has taken."""
+        self._rng_at_peek = b""
+        self._held: tuple[Iterator[Any], list[Any], Base | None] | None = None
+        """The next epoch, which the loader is in already, while this one is yet to be ended."""
+        self._taken_for = slot
+        """As which worker of its box the loader was made."""
+        self._start: Base | None = None
+        """Where a loader starts from that is restored by its own methods only."""
+        self._unused = False
+        self._rng_before_call = b""
+        self._strict = False
+        self._fn: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        a = self.assignment
+        return f"{a.loader.input_fn} (box {a.box}, slot {a.slot})"
+
+    @property
+    def is_open(self) -> bool:
+        """A pass is under way."""
+        return self._iterator is not None
+
+    @property
+    def is_untouched(self) -> bool:
+        """It was restored and has yielded nothing since: it may not know yet that it is in the middle of an epoch, and
+        go on with that when the next one is opened."""
+        return self.restored and self.place.total == self._restored_at
+
+    @property
+    def is_ahead(self) -> bool:
+        """The loader has made a batch more than `next` has returned."""
+        return bool(self._ahead)
+
+    @property
+    def saves_state(self) -> bool:
+        return self.traits.state_methods > 0 and not self.traits.not_restartable
+
+    @property
+    def by_own_methods(self) -> bool:
+        """Its load_state_dict takes only what its deaggregate_state_dict returns."""
+        return by_own_methods(self.traits)
+
+    @property
+    def worker(self) -> int:
+        """As which worker of its box the loader is to be made."""
+        worker = self.past.launch.worker
+        return self.assignment.slot if worker is None else worker
+
+    @property
+    def start(self) -> Base | None:
+        """Where the launch began, of a loader that is restored by its own methods only."""
+        return self._start
+
+    def learn_resume(self, resume: dict[str, Any] | None) -> None:
+        """What the launch resumed from, and which batch came next if that was at an epoch's end."""
+        self.resume, a = resume, self.assignment
+        part = resume["slots"].get(a.slot) if resume is not None and a.resume.same_shape else None
+        if part is not None and part.get("next_epoch") and part["next_digest"] and self.believes(part):
+            self.awaited[a.base.slots[a.slot].total] = part["next_digest"]
+
+    def believes(self, part: dict[str, Any]) -> bool:
+        """Whether what a saved part says of its stream holds. Else an older release wrote it, or the user has edited it
+        or does not load it strictly: nothing is known of the way there, and the loader's word counts."""
+        strict = self.traits.state_methods != 4 or self.resume is None or self.resume["strict"]
+        return bool("past" in part["restart"] and strict and not part.get("changed"))
+
+    # ---- building
+
+    def build(self) -> None:
+        """Seed, tell the user's code who it is, call input_fn, and find out what came back."""
+        a = self.assignment
+        self._seed()
+        self._introduce(a.base.step + 1)
+        self._doing("input_fn")  # its module is the user's too
+        with self._user("its module"):
+            self._fn = load_input_fn(a.loader)
+        self._call()
+        loader, traits = self._loader, self.traits
+        with self._user("its loader's methods"):
+            traits.state_methods = state_methods(loader)
+            traits.takes_strict = self._strict = takes_strict(loader)
+            traits.is_iterator = hasattr(type(loader), "__next__")
+            traits.loads_own_state = getattr(loader, "loads_own_state", False) is True
+            traits.exact_states = getattr(loader, "exact_states", False) is True
+            if callable(getattr(loader, "advance_state", None)):
+                traits.advances_state = f"{type(loader).__module__}:{type(loader).__qualname__}"
+            traits.own_workers = int(getattr(loader, "num_workers", 0) or 0)
+            if traits.own_workers and getattr(loader, "persistent_workers", False):
+                traits.not_restartable = (
+                    "persistent_workers=True keeps worker processes, and what they hold, over the end of a pass, where "
+                    "no state reaches; use persistent_workers=False to save this loader"
+                )
+            try:
+                traits.length = len(loader)
+            except (TypeError, NotImplementedError):
+                traits.length = -1
+        if a.loader.options.synthetic:
+            traits.not_restartable = NOT_SAVED
+        if self.by_own_methods and self.past.launch.worker is None:
+            self.past = self.past.of(replace(self.past.launch, worker=a.slot))
+
+    def _introduce(self, step: int) -> None:
+        """Tell the user's code who it is, in a launch that begins with this step of the box."""
+        a, worker = self.assignment, self.worker
+        self._taken_for = worker
+        offer_worker_info(a)
+        place_of.set_assignment(place_of.Assignment(a.box, a.num_boxes, worker, a.num_workers_per_box, a.seed, step))
+
+    def _seed(self) -> None:
+        """As before input_fn is called: the same whenever the slot starts over; after a change of shape another way, or
+        randomness would repeat."""
+        a = self.assignment
+        reshaped = a.base.step > 0 and not a.resume.same_shape
+        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *([a.base.step] if reshaped else [])))
+
+    def _call(self) -> None:
+        assert self._fn is not None
+        with self._user("its arguments"):
+            fn, args, kwargs = unpacked(self._fn, self.assignment.loader)
+        self._rng_before_call = self.rng()
+        self._loader = None  # it may hold what there can be only one of, an open database, say
+        with self._user("input_fn", activity="input_fn"):
+            loader = fn(*args, **kwargs)
+        if loader is None or not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
+            what = "None" if loader is None else f"a {type(loader).__qualname__}, which is not iterable"
+            raise InputFnError(
+                f"{self.name} returned {what}; it must return a torch DataLoader or an iterable of batches"
+            )
+        self._loader = FirstBatch(loader) if self.assignment.loader.options.synthetic else loader
+        self._unused = True
+
+    # ---- passes
+
+    def open_pass(self, *, step: int = 0) -> Base:
+        """Open the pass `place.epoch` and take its origin, as of the box's `step`."""
+        if self._held is not None:
+            return self._open_held(step)
+        crosses = self.restored and not (self.traits.is_iterator or self.traits.exact_states)
+        kept = self.past.rewinds == KEPT and not self.is_untouched
+        opened = cross(self, step) if crosses else self.open(step=step)
+        self.restored &= kept  # any other way comes to a loader that runs all of its epoch
+        return opened
+
+    def open(self, *, step: int = 0, rng_after: bytes | None = None) -> Base:
+        """The same with the loader that is there, whatever it has been through.
+
+        `rng_after`: RNG states to go on with, on a resume.
+        """
+        before = self._begin()
+        if rng_after is not None:
+            self._restore_rng(rng_after)
+        origin = self._origin(step, before)
+        if self.by_own_methods and self._start is None:
+            self._start = replace(origin, state=None)
+        return self._behind_start(origin)
+
+    def _origin(self, step: int, before: bytes) -> Base:
+        """The epoch start of the pass that was just opened. `before`: the generators before."""
+        state, asked = None, False
+        if self.saves_state:
+            try:
+                state, asked = self.state(step)
+            except PenstockError as error:
+                self.unsaved = error  # the stream goes on; the save will say so
+        return self.marked(Base(self.place.copy(), state, self.rng(), before, self.digest, step if asked else 0))
+
+    def hold_back(self, place: Place, epoch: int, origin: Base | None = None) -> None:
+        """The pass that is open is of a later epoch than that of this place: end the one before it first. `origin`: how
+        that pass began; None if no batch of it was made yet."""
+        assert self._iterator is not None
+        self._held = self._iterator, self._ahead, origin
+        self._iterator, self._ahead = iter(()), []
+        self.place = replace(place, epoch=epoch - 1, delivered=place.delivered if epoch - 1 == place.epoch else 0)
+
+    def _open_held(self, step: int) -> Base:
+        assert self._held is not None
+        self._iterator, self._ahead, origin = self._held
+        self._held = None
+        return self._behind_start(self._origin(step, self.rng()) if origin is None else origin)
+
+    def enter(self, epoch: int) -> None:
+        """The loader, resumed at the end of an epoch, has gone on with this one at once."""
+        self.past = self.past.of(replace(self.past.launch, enters=epoch))
+        assert self._start is not None
+        self._start = replace(self._start, past=self._start.past.of(self.past.launch))
+
+    def _behind_start(self, base: Base) -> Base:
+        """The same base, come to from the start, if only that is a restart point."""
+        start = self._start or self.counts_from
+        return base if start is None or base.place == start.place else replace(base, behind=start)
+
+    def abort(self) -> None:
+        """Give up a pass that was opened and of which at most one batch was looked at, as if it had not been opened."""
+        self._iterator, self._ahead, self._held = None, [], None
+
+    def peek(self) -> Any:
+        """The next batch, or END; `next` will return it. Only for digests: the loader's state is a batch ahead."""
+        place, iterator, self._rng_at_peek = self.place.copy(), self._iterator, self.rng()
+        self._ahead = [self.next()]
+        self.place, self._iterator = place, iterator
+        return self._ahead[0]
+
+    def _begin(self) -> bytes:
+        """Start iterating; returns the RNG that a replay must set before it does the same."""
+        if not self.traits.is_iterator:
+            before = self.rng()
+        else:
+            if not self._unused:
+                self._call()
+            before = self._rng_before_call
+        self._iterate()
+        return before
+
+    def _iterate(self) -> None:
+        self._unused = False
+        with self._user("iter()", activity="iter"):
+            self._iterator = iter(self._loader)
+
+    def next(self) -> Any:
+        """The next batch, or END; the place moves on with it, but for samples, which the caller counts."""
+        assert self._iterator is not None
+        try:
+            if self._ahead:
+                batch = self._ahead.pop()
+                if batch is END:
+                    raise StopIteration
+            else:
+                batch = self._fetch()
+        except StopIteration:
+            self.leave_pass()
+            return END
+        except BaseException as error:  # sys.exit() too is the user's code, and must not look like our death
+            raise self._failed(f"batch {self.place.total + 1}", error) from error
+        self.place.delivered += 1
+        self.place.total += 1
+        return batch
+
+    def _fetch(self) -> Any:
+        assert self._iterator is not None
+        try:
+            if self._skips:
+                self._leave_out()
+            return next(self._iterator)
+        finally:
+            if forks.strayed:
+                forks.leave()
+
+    def _leave_out(self) -> None:
+        """Pass over the batches that are quarantined at this place."""
+        place = self.place
+        count = self._skips.get((place.epoch, place.total), 0)
+        try:
+            for _ in range(count):
+                skip_batch(self._loader, self._iterator)
+        except CannotSkipError as why:
+            raise InputFnError(
+                f"{self.name}: batch {place.total + 1} is quarantined, for it killed its runner each time, and cannot "
+                f'be left out as poison="skip" asks: {why}'
+            ) from None
+        self._left_out(place.epoch, count)
+
+    def learn(self, base: Base) -> None:
+        """Go on with what is known at this base, and leave out what was left out when it was taken, too."""
+        self.past = base.past.before(base.place.epoch).knowing(self.past.rewinds)
+        self.learn_skips(base)
+
+    def learn_skips(self, base: Base) -> None:
+        """Leave out what was left out when this base was taken, too."""
+        for epoch, total, count in base.skips:
+            self._skips[epoch, total] = max(count, self._skips.get((epoch, total), 0))
+
+    def learn_rewinds(self, rewinds: str) -> None:
+        """How it gets into an epoch behind one in which it was restored: see epoch_crossing.py."""
+        self.past = self.past.knowing(rewinds)
+
+    def marked(self, base: Base, *, way_on: bool = False) -> Base:
+        """The same base with what is known by now, and all that is left out. `way_on`: also which passes were left
+        from there to where the source stands, in former launches, of which this one's training loop knows nothing."""
+        skips = tuple((epoch, total, count) for (epoch, total), count in self._skips.items())
+        return replace(base, skips=skips, past=self.past if way_on else self.past.before(base.place.epoch))
+
+    def leave_pass(self) -> None:
+        """The pass is over or is given up: the next one is to be opened."""
+        self._iterator, self._ahead = None, []
+        self.place.epoch += 1
+        self.place.delivered = 0
+
+    def abandon_pass(self, total: int) -> None:
+        """The loop left the pass after batch `total`."""
+        if self._ahead and self.saves_state:  # the generators of others were seeded by whoever leaves it
+            self._restore_rng(self._rng_at_peek)
+        self.past = self.past.leaving(self.place.epoch, total)
+        self.leave_pass()
+
+    # ---- states
+
+    def state(self, step: int) -> tuple[Any, bool]:
+        """The loader's state_dict() now, as of the box's `step`; and whether it asked get_worker_state()."""
+        a, place, launch = self.assignment, self.place, self.past.launch
+        checkpoint = DataLoaderCheckpoint(
+            self.worker,
+            a.num_workers_per_box,
+            a.num_boxes,
+            a.box,
+            max(0, step - launch.step),
+            place.total - launch.batches,
+            place.samples - launch.samples,
+            lifetime_appliance_step=step,
+            lifetime_worker_step=place.total,
+            lifetime_samples_streamed=place.samples,
+        )
+
+        def save() -> tuple[Any, bool]:
+            with worker_state(checkpoint) as context:
+                return self._loader.state_dict(), context.was_read
+
+        with self._user("state_dict()", activity="state_dict"):
+            return as_main_process(save)
+
+    def snapshot(self, step: int) -> Base:
+        """A base of this place, as of the box's `step`. Encode it before the next `next()`."""
+        state, asked = self.state(step)
+        taken = self.marked(Base(self.place.copy(), state, self.rng(), None, self.digest, step if asked else 0))
+        return self._behind_start(taken)
+
+    def restore(self, base: Base) -> None:
+        """Go to the place of a base, also in the middle of a life.
+
+        Where the stream began with a new loader it is made anew, and the state not loaded: a loader that begins a pass
+        in its first next() could not say in it that it had been asked to.
+        """
+        self.learn(base)
+        self.abort()
+        as_made = base.is_beginning and self.past.whole
+        if as_made:
+            self.past = self.past.of(self._first_launch())
+        anew = not self._unused and not self.traits.is_iterator and (as_made or not self.traits.exact_states)
+        if anew or self._taken_for != self.worker:
+            self._make_anew(self.past.launch.step + 1)
+        if base.rng_before is not None:
+            self._restore_rng(base.rng_before)
+        if self.traits.is_iterator:
+            self._call()
+        if not as_made:
+            self._load_base(base)
+        # A snapshot has no RNG from before its pass; any will do, but the same one whenever it is restored, for worker
+        # processes of the loader are seeded from it.
+        if base.rng_before is None or not self.traits.is_iterator:
+            self._restore_rng(base.rng if base.rng_before is None else base.rng_before)
+        self._iterate()
+        self.strays = (
+            base.is_origin and not (as_made or self.by_own_methods) and self.past.whole and self.rng() != base.rng
+        )
+        self._restore_rng(base.rng)
+        self.place, self.digest = base.place.copy(), base.digest
+        if not as_made and self.traits.state_methods:
+            self.mark_restored()
+        else:
+            self.restored = False
+        if self.by_own_methods:
+            self._start = replace(base, state=None)
+            launch, place = self.past.launch, base.place
+            if launch.enters is not None and place.total == launch.batches:
+                self.hold_back(place, launch.enters)
+
+    def _first_launch(self) -> Launch:
+        return Launch(worker=self.assignment.slot if self.by_own_methods else None)
+
+    def _load_base(self, base: Base) -> None:
+        """Load the state of a base, as this loader can be given it."""
+        if self.by_own_methods:
+            if self.resume is None:
+                raise StateMismatchError(
+                    f"{self.name}: it has four state methods now and does not declare loads_own_state, and a state "
+                    "that its state_dict returned cannot be loaded; resume from a saved state instead"
+                )
+            self.resume_by_own_methods(self.resume["aggregated"], self.resume["strict"])
+        elif base.state is not None:
+            if self.traits.state_methods == 0:
+                raise StateMismatchError(f"{self.name} has no load_state_dict, but its state was saved by one that has")
+            self._load(base.state, True)
+
+    def mark_restored(self) -> None:
+        """A state has just brought it to where it stands."""
+        self.restored, self._restored_at = True, self.place.total
+
+    def begin(self) -> None:
+        """Be as the slot was when its counts began: input_fn anew, nothing loaded, no pass opened."""
+        self.abort()
+        self.past = replace(self.past.of(self._first_launch()), left=())
+        self._make_anew(1)
+        self.place, self.digest, self.restored, self._start = Place(0, 0, 0, 0), 0, False, None
+        self.strays = False
+
+    def renew(self, rng: bytes) -> None:
+        """Have input_fn make the loader anew, with the generators as they were captured."""
+        self._make_anew(self.past.launch.step + 1)
+        self._restore_rng(rng)
+
+    def make_as(self, worker: int) -> None:
+        """Have input_fn make the loader as this worker of the box, if it was made as another one, to be resumed."""
+        self.abort()
+        self.past = self.past.of(replace(self.past.launch, worker=worker))
+        self._start = None
+        if self._taken_for != worker or not self._unused or self._loader is None:
+            self._make_anew(self.past.launch.step + 1)
+
+    def drop(self) -> None:
+        """Let the loader go: it may hold what there can be only one of."""
+        self.abort()
+        self._loader = None
+
+    def _make_anew(self, step: int) -> None:
+        self._introduce(step)
+        self._seed()
+        self._call()
+
+    def resume_by_own_methods(self, aggregated: Any, strict: bool) -> None:
+        """A four-method loader takes its part of an aggregated state; the pass is opened after."""
+        arguments = {"strict": strict} if self._strict else {}
+        with self._user("deaggregate_state_dict()", activity="load_state_dict"):
+            own = self._loader.deaggregate_state_dict(aggregated, **arguments)
+        self._load(own, strict)
+
+    def aggregate(self, states: list[Any]) -> Any:
+        """One state of all workers' states, in order of global_worker_id."""
+        with self._user("aggregate_state_dict()"):
+            return self._loader.aggregate_state_dict(states)
+
+    def _load(self, state: Any, strict: bool) -> None:
+        arguments = {"strict": strict} if self._strict else {}
+        with self._user("load_state_dict()", activity="load_state_dict"):
+            as_main_process(lambda: self._loader.load_state_dict(state, **arguments))
+
+    def seek(
+        self, total: int, epoch: int, seen: Callable[[Any], None], open_pass: Callable[[], object] | None = None
+    ) -> bool:
+        """Replay until `total` batches, in the pass `epoch` if that is not beyond; `seen` gets each batch.
+        `open_pass` is called to open the passes on the way.
+
+        Returns False if pass `epoch` ended before; `place` then says after how many batches.
+        """
+        self._doing("replay")
+        while self.place.total < total:
+            if not self.is_open:
+                (open_pass or self.open_pass)()
+            at_epoch = self.place.epoch
+            batch = self.next()
+            if batch is not END:
+                seen(batch)
+            elif at_epoch >= epoch:
+                return False
+        return True
+
+    def reach_end(self) -> None:
+        """The pass is known to be over here: step over its end. ReplayMismatchError if it goes on."""
+        if self.is_open and self.next() is not END:
+            raise ReplayMismatchError(f"{self.name}: pass {self.place.epoch} goes on after the batch that was its last")
+
+    # ---- randomness
+
+    def rng(self) -> bytes:
+        """The states of the process's generators, and of those that the loader was given (`generator=`)."""
+        return loader_generators.captured(self._loader)
+
+    def rng_hash(self) -> int:
+        """The same as a number."""
+        return xxhash.xxh3_64_intdigest(self.rng())
+
+    def _restore_rng(self, data: bytes) -> None:
+        loader_generators.restore(self._loader, data)
+
+    def reseed(self, *path: int | str) -> None:
+        """Seed all generators by the run's seed, the slot and `path`."""
+        a = self.assignment
+        seed_rng(derive_seed(a.seed, "slot", a.box, a.slot, *path))
+        for number, generator in enumerate(loader_generators.given_to(self._loader)):
+            generator.manual_seed(derive_seed(a.seed, "generator", number, a.box, a.slot, *path))
+
+    # ---- errors
+
+    @contextmanager
+    def _user(self, what: str, activity: str | None = None) -> Iterator[None]:
+        if activity:
+            self._doing(activity)
+        try:
+            try:
+                yield
+            finally:
+                if forks.strayed:
+                    forks.leave()
+        except PenstockError:
+            raise
+        except BaseException as error:
+            raise self._failed(what, error) from error
+
+    def _failed(self, what: str, error: BaseException) -> PenstockError:
+        if isinstance(error, PenstockError):
+            return error
+        return InputFnError(f"{self.name}: {what} raised {describe(error)}", remote_traceback=format_remote(error))
+
+    def require_state(self) -> None:
+        """Raises NotRestartableError, with the reason, unless state_dict() can be called."""
+        if self.traits.not_restartable:
+            raise NotRestartableError(f"{self.name} cannot be saved: {self.traits.not_restartable}")

@@ -1,0 +1,90 @@
+"""torch's get_worker_info() in a process that runs a user's loader: a worker's place among all of the run's.
+
+Datasets that shard by it do the right thing unchanged. In the worker processes of a torch DataLoader its own answer
+stands, and does not count as a look at ours. Nor does torch's own default_collate: it asks whether to build batches in
+shared memory that it makes for each, which costs more than the batch and is of no use here.
+
+A loader with worker processes is saved in the main one, where torch answers None. Some loaders refuse to be saved
+anywhere else (litData's StreamingDataLoader); they get that answer in their state methods.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch.utils.data
+from torch.utils.data._utils import worker as torch_worker
+
+from penstock.proto.state import assignment as place_of
+from penstock.proto.state.generators import derive_seed
+from penstock.proto.v1 import records_pb2
+
+__all__ = ["as_main_process", "offer_worker_info"]
+
+T = TypeVar("T")
+
+_TORCH_COLLATE = "torch.utils.data._utils.collate"
+
+
+class _Answers:
+    """What get_worker_info() does in this process."""
+
+    offered = 0
+    """The process that answers so."""
+    seed = 0
+    infos: ClassVar[dict[int, torch_worker.WorkerInfo]] = {}
+    given = 0
+    """Answers so far that named a worker."""
+    hidden = False
+    refused = False
+    """A state method raised where a worker was named, and did not where none was."""
+
+
+def offer_worker_info(a: records_pb2.WorkerAssignment) -> None:
+    """Answer get_worker_info() in this process with the place that the loader takes itself for."""
+    _Answers.seed = derive_seed(a.seed, "torch", a.box, a.slot)
+    _Answers.infos.clear()
+    own, theirs = os.getpid(), torch_worker.get_worker_info
+    if _Answers.offered == own:
+        return
+    _Answers.offered = own
+
+    def get_worker_info() -> torch_worker.WorkerInfo | None:
+        if os.getpid() != own or _Answers.hidden or place_of.stands_aside():
+            return theirs()
+        if sys._getframe(1).f_globals.get("__name__") == _TORCH_COLLATE:
+            return None
+        _Answers.given += 1
+        place = place_of.current_assignment()
+        number = place.global_worker_id
+        if number not in _Answers.infos:
+            dataset: Any = None  # made after this, by the user
+            _Answers.infos[number] = torch_worker.WorkerInfo(
+                id=number, num_workers=place.total_num_workers, seed=_Answers.seed, dataset=dataset
+            )
+        return _Answers.infos[number]
+
+    torch_worker.get_worker_info = get_worker_info
+    torch.utils.data.get_worker_info = get_worker_info
+
+
+def as_main_process(method: Callable[[], T]) -> T:
+    """Call a state method of the loader. One that asks get_worker_info() and raises is called again as torch calls it,
+    in a main process that has no worker info; and so from then on, if that helps."""
+    if not _Answers.refused:
+        before = _Answers.given
+        try:
+            return method()
+        except Exception:
+            if _Answers.given == before:
+                raise
+    _Answers.hidden = True
+    try:
+        result = method()
+    finally:
+        _Answers.hidden = False
+    _Answers.refused = True
+    return result

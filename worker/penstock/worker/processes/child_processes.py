@@ -1,0 +1,507 @@
+"""The daemon's view of its children: zygotes, and what they fork.
+
+All of it belongs to the event loop. A child is known by a control socket, the pipe that its output goes to, and a
+pidfd, which alone says that it has ended: its sockets may stay open in the hands of what it forked, and its zygote may
+be stopped. The zygote tells the exit status; without it the end is one of unknown cause. What a child said before it
+died is always read before its death is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, WorkerLostError
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.telemetry.logs import About
+from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, Lines
+from penstock.worker.processes.control_channel import Channel, Message
+from penstock.worker.processes.orphans import Orphans
+from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.stack_dump import StackFile
+from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.user_path import interpreter
+from penstock.worker.resources.processor_time import unless_it_stands_still
+
+__all__ = ["Child", "Zygote", "about_slot", "end_orphans"]
+
+_log = logging.getLogger("penstock.worker")
+_user_log = logging.getLogger("penstock.user")
+START_DEADLINE_S = 600.0
+"""Seconds for a fresh interpreter to import torch from a cold network file system: the default of --start-timeout."""
+STANDS_STILL = 0.1
+"""Share of that deadline after which one that neither ran nor asked for a processor is given up."""
+FORK_DEADLINE_S = 15.0
+"""Seconds in which a zygote that neither runs nor asks for a processor does not answer: it is stopped, and is not asked
+again. To fork takes milliseconds, and on a busy machine its turn."""
+FORK_MOST_S = 300.0
+"""Seconds for a fork however busy the machine is."""
+STATUS_S = 0.25
+"""For the zygote to tell a child's exit status after the kernel told its end, before we look ourselves."""
+LAST_STATUS_S = 2.5
+"""For a zygote that has collected the child and not told it yet."""
+ORPHANS_LOOK_S = 0.03
+ORPHANS_LEAST_S = 1.0
+ORPHANS_S = 4.0
+"""For what a dead zygote had to end; at a daemon's end, too."""
+KILL_S = 5.0
+"""Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
+END_S = 5.0
+"""For a zygote to end what is below it, and itself."""
+_NOT_FOR_CHILDREN = (
+    "PENSTOCK_TOKEN",
+    "PENSTOCK_TOKEN_FILE",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def child_environment(seed: int) -> dict[str, str]:
+    """What runners see: no torchrun variables, no token, no CUDA, one thread, and the run's hash seed.
+
+    Set iteration order is randomness too, and only PYTHONHASHSEED, at the interpreter's start, fixes it.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_FOR_CHILDREN and not name.startswith("TORCHELASTIC_")
+    }
+    environment |= {
+        "PYTHONHASHSEED": str(random.Random(seed).randrange(1, 1 << 32)),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PENSTOCK_RUNNER": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    return environment
+
+
+def about_slot(assignment: records_pb2.WorkerAssignment) -> dict[str, str | int]:
+    """For records of the log: which slot, of which generation."""
+    a = assignment
+    return {"run": a.run, "attempt": a.attempt, "box": a.box, "slot": a.slot, "generation": a.generation}
+
+
+def _refuse_descriptors(message: Message) -> None:
+    """Children are given descriptors and send none: each one taken would be one less for the daemon."""
+    if message.fds:
+        for fd in message.fds:
+            os.close(fd)
+        raise ProtocolError(f"a message {message.kind[:40]!r} with {len(message.fds)} descriptors")
+
+
+class Child:
+    """A runner or scratch child."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        output: int,
+        name: str,
+        on_message: Callable[[Message], None],
+        on_gone: Callable[[], None],
+        about: Mapping[str, str | int] | None = None,
+    ) -> None:
+        self.name = name
+        self._logger = About(_log, **(about or {}))
+        self._user_logger = About(_user_log, **(about or {}))
+        self.pid = 0
+        self.pidfd = -1
+        loop = asyncio.get_running_loop()
+        self.forked: asyncio.Future[None] = loop.create_future()
+        self.exited: asyncio.Future[int | None] = loop.create_future()
+        """The exit code; negative for a signal, as subprocess has it; None if nobody knows."""
+        self.stacks = StackFile()
+        self.last_stack = ""
+        """Of the moment at which it crashed, once it has exited."""
+        self._channel = channel
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._sending = asyncio.Lock()
+        self._open = True
+        self.unwanted = False
+        """We have it killed."""
+        self._output = output
+        self._lines = Lines(time.monotonic())
+        os.set_blocking(output, False)
+        loop.add_reader(channel.fileno(), self.drain)
+        loop.add_reader(output, self._read_output)
+
+    async def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: object) -> None:
+        """Say something; the descriptors are closed here once sent. A child that is gone hears nothing."""
+        try:
+            async with self._sending:
+                if self._open:
+                    with contextlib.suppress(OSError):
+                        await asyncio.to_thread(self._channel.send, kind, payload, fds, **fields)
+        finally:
+            for fd in fds or ():
+                os.close(fd)
+
+    @property
+    def reads_late(self) -> bool:
+        """It has not read all that was sent to it."""
+        return self._open and self._channel.unread > 0
+
+    def drain(self) -> None:
+        """Read everything that the child has said by now. One that talks nonsense is killed: it runs user code, and
+        what it says next would be worth no more."""
+        try:
+            while self._open and (message := self._channel.receive(wait=False)) is not None:
+                _refuse_descriptors(message)
+                self._on_message(message)
+        except LaneLostError:
+            self._shut()
+        except Exception as error:
+            traceback = None if isinstance(error, PenstockError) else error
+            self._logger.warning(
+                "%s: it said what no child says, and is killed: %s", self.name, error, exc_info=traceback
+            )
+            self._shut()
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the child; its zygote then kills what it leaves behind. Harmless when it is gone."""
+        self.unwanted = True
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the child to end, then see to it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.send("stop")  # may have to wait behind something large that it does not read
+                await asyncio.shield(self.exited)
+        self.kill()
+
+    async def stack(self) -> str:
+        """The Python stack of each of its threads now, or why there is none."""
+        if self.pidfd < 0:
+            return ""
+        return await self.stacks.ask(self.pid, self.pidfd)
+
+    # ---- its end
+
+    def begun(self, pid: int, pidfd: int) -> None:
+        """The zygote forked it."""
+        self.pid, self.pidfd = pid, pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._ended)
+        if self.unwanted:
+            self.kill()
+        if not self.forked.done():
+            self.forked.set_result(None)
+
+    def _ended(self) -> None:
+        """The kernel says that it has ended."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.pidfd)
+        self.drain()
+        loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
+
+    def _gone_untold(self, until: float) -> None:
+        """Its zygote is silent: it is stopped, and the dead child still there to be looked at, or it is just busy."""
+        if self.exited.done():
+            return
+        loop = asyncio.get_running_loop()
+        unreaped, status = _status_of_zombie(self.pid)
+        if unreaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # its number is its own until it is reaped
+            self.gone(status)
+        elif loop.time() < until:
+            loop.call_later(STATUS_S, self._gone_untold, until)
+        else:
+            self.gone(None)
+
+    def gone(self, status: int | None) -> None:
+        """It has ended, with this status."""
+        if self.exited.done():
+            return
+        loop = asyncio.get_running_loop()
+        self.drain()
+        self._read_output()
+        self._shut()
+        if self._output >= 0:
+            loop.remove_reader(self._output)
+            os.close(self._output)
+            self._output = -1
+            self._log(self._lines.feed(b"", time.monotonic()))
+        if self.pidfd >= 0:
+            loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+        if not self.forked.done():
+            self.forked.set_result(None)
+        self.last_stack = self.stacks.read()
+        self.stacks.close()
+        self.exited.set_result(status)
+        self._on_gone()
+
+    def _shut(self) -> None:
+        if self._open:
+            self._open = False
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            with contextlib.suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)  # a thread may be waiting to send
+            self._channel.close()
+
+    # ---- what it prints
+
+    def _read_output(self) -> None:
+        if self._output < 0:
+            return
+        try:
+            data = os.read(self._output, READ_BYTES)
+        except BlockingIOError:
+            return
+        loop = asyncio.get_running_loop()
+        self._log(self._lines.feed(data, time.monotonic()))
+        if not data:
+            loop.remove_reader(self._output)
+        elif self._lines.too_fast:
+            loop.remove_reader(self._output)
+            loop.call_later(PAUSE_S, self._read_again)
+
+    def _read_again(self) -> None:
+        if self._output >= 0:
+            asyncio.get_running_loop().add_reader(self._output, self._read_output)
+
+    def _log(self, lines: list[str]) -> None:
+        for line in lines:
+            self._user_logger.info("[%s] %s", self.name, line)
+
+
+def _status_of_zombie(pid: int) -> tuple[bool, int | None]:
+    """Whether a dead process is still there, for nobody has reaped it; and its exit code, if the kernel shows it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (True, os.waitstatus_to_exitcode(int(fields[-1]))) if fields[0] == "Z" else (False, None)
+    except (OSError, ValueError, IndexError):
+        return False, None
+
+
+class _Own:
+    """This process's own children: whatever else is below it is an orphan."""
+
+    def __init__(self) -> None:
+        self.zygotes: set[asyncio.subprocess.Process] = set()
+        self.starting = 0
+        """Zygotes that may have been forked and are in no set yet."""
+
+
+_own = _Own()
+
+
+async def end_orphans(least_s: float = 0.0) -> None:
+    """Kill what came to this process because the zygote above it died. `least_s`: look for so long, for runners die a
+    little later than their zygote, and what is below them comes here only then."""
+    orphans, begun = Orphans(), time.monotonic()
+    while _own.starting or orphans.end([zygote.pid for zygote in _own.zygotes]) or time.monotonic() < begun + least_s:
+        if time.monotonic() > begun + ORPHANS_S:
+            return
+        await asyncio.sleep(ORPHANS_LOOK_S)
+
+
+class Zygote:
+    """One zygote process and the children it forked."""
+
+    def __init__(self, tempdirs: TempDirs) -> None:
+        self._tempdirs = tempdirs
+        self._children: dict[int, Child] = {}
+        self._next = 0
+        self._up = asyncio.get_running_loop().create_future()
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: Channel | None = None
+        self.dead = False
+        """It forks no more: it died, or did not answer."""
+        self._reaping: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    async def start(
+        self, seed: int, *, main_script: bool, caged: bool = True, deadline_s: float = START_DEADLINE_S
+    ) -> None:
+        """Start it; returns when it can fork. One that takes too long, or is not wanted any more, is killed.
+
+        Args:
+            seed: of the run.
+            main_script: for an input_fn that is defined in the trainer's script.
+            caged: whether its children are; see sandbox.py.
+            deadline_s: seconds that it may take; a tenth of it without asking for a processor.
+        """
+        try:
+            await self._start(seed, [*(["main"] if main_script else []), *(["caged"] if caged else [])])
+            still_s = STANDS_STILL * deadline_s
+            await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
+        except BaseException as error:
+            await self._give_up()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise WorkerLostError(
+                f"a runner's interpreter did not start within {deadline_s:g} s, or stood still for {still_s:g} s: it "
+                "was killed. Is the file system that Python is imported from slow? penstock worker --start-timeout"
+            ) from None
+
+    async def _give_up(self) -> None:
+        """Kill one that is not up; wait until it has ended, or cannot be killed."""
+        self.dead = True
+        self._up.cancel()
+        self._kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), KILL_S)
+        if self.lives:
+            _log.error("process %d, which was to fork runners, was killed and does not end", self.pid)
+
+    async def _start(self, seed: int, traits: list[str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channel = Channel(ours)
+        _own.starting += 1
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    *interpreter("penstock.worker.runner.fork_server", str(theirs.fileno()), str(os.getpid())),
+                    *traits,
+                    pass_fds=[theirs.fileno()],
+                    env=child_environment(seed),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    process_group=0,
+                )
+            _own.zygotes.add(self._process)
+        except BaseException:
+            self._channel.close()
+            raise
+        finally:
+            _own.starting -= 1
+        self._reaping = asyncio.ensure_future(self._reaped(self._process))
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._listen)
+
+    async def _reaped(self, process: asyncio.subprocess.Process) -> None:
+        await process.wait()
+        _own.zygotes.discard(process)
+
+    async def fork(
+        self,
+        role: str,
+        name: str,
+        ledger: Ledger,
+        on_message: Callable[[Message], None],
+        about: Mapping[str, str | int] | None = None,
+    ) -> Child:
+        """A new child, whose messages go to `on_message` in order. `about`: what its records in the log are about."""
+        if self.dead or self._channel is None:
+            raise WorkerLostError("the process that forks runners has died")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        read, write = os.pipe()
+        self._next += 1
+        number, tempdir = self._next, self._tempdirs.make()
+        child = Child(Channel(ours), read, name, on_message, lambda: self._let_go(number, tempdir), about)
+        self._children[number] = child
+        try:
+            self._channel.send(
+                "fork", fds=[theirs.fileno(), write, ledger.fd, child.stacks.fd], id=number, role=role, tempdir=tempdir
+            )
+        except OSError as error:
+            child.gone(None)
+            raise WorkerLostError("the process that forks runners has died") from error
+        finally:
+            theirs.close()
+            os.close(write)
+        try:
+            await unless_it_stands_still(asyncio.shield(child.forked), self.pid, FORK_DEADLINE_S, FORK_MOST_S)
+        except TimeoutError:
+            self.dead = True
+            child.gone(None)
+            _log.warning("the process that forks runners (%d) does not answer: another one takes its place", self.pid)
+            raise WorkerLostError(
+                f"the process that forks runners did not answer within {FORK_DEADLINE_S:g} s"
+            ) from None
+        except BaseException:
+            child.kill()  # it may be forked yet
+            raise
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process is there."""
+        return self._process is not None and self._process.returncode is None
+
+    def _let_go(self, number: int, tempdir: str) -> None:
+        self._children.pop(number, None)
+        self._tempdirs.remove(tempdir)
+        if self.dead and not self._children:
+            self.close()
+
+    def close(self) -> None:
+        """End it and all its children. It does that itself, for it knows what they left behind; if it cannot, it is
+        killed a little later."""
+        for child in list(self._children.values()):
+            child.kill()
+        if self._channel is not None and not self.dead:
+            with contextlib.suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)
+        asyncio.get_running_loop().call_later(END_S, self._kill)
+
+    def _kill(self) -> None:
+        if self._process is not None and self.lives:
+            self._process.kill()
+
+    async def wait(self) -> None:
+        """Until it has ended; after `close`."""
+        if self._process is not None:
+            await self._process.wait()
+
+    def _listen(self) -> None:
+        assert self._channel is not None
+        try:
+            while (message := self._channel.receive(wait=False)) is not None:
+                self._hear(message)
+        except (LaneLostError, PenstockError):
+            self._died()
+
+    def _hear(self, message: Message) -> None:
+        if message.kind == "up":
+            if not self._up.done():
+                self._up.set_result(None)
+            return
+        child = self._children.get(message.fields["id"])
+        if message.kind == "forked":
+            if child is not None:
+                child.begun(message.fields["pid"], message.fds[0])
+            else:  # it was given up; it finds its control socket closed and ends
+                os.close(message.fds[0])
+        elif message.kind == "exited" and child is not None:
+            child.gone(message.fields["status"])
+
+    def _died(self) -> None:
+        assert self._channel is not None
+        self.dead = True
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._channel.sock.close()
+        if not self._up.done():
+            self._up.set_exception(WorkerLostError("a runner's interpreter died at its start; see the worker's log"))
+        for child in list(self._children.values()):
+            child.kill()  # it dies with its zygote, at once
+            child.gone(-int(signal.SIGKILL))
+        self._ending = asyncio.ensure_future(end_orphans(ORPHANS_LEAST_S))

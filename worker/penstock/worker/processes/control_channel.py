@@ -1,0 +1,274 @@
+"""What a daemon and its children say to each other: JSON with a payload, over a Unix stream socket.
+
+The children run user code, so nothing that they say is unpickled, sizes are bounded, and a child that talks nonsense
+costs only itself its life. File descriptors travel in front of a message that announces them.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+import termios
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.proto.errors import LaneLostError, PenstockError, ProtocolError, UnsupportedStateError, format_remote
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process.forks import silence
+
+__all__ = [
+    "DESCRIPTORS_CLOSED",
+    "Channel",
+    "DescriptorsClosedError",
+    "Inbox",
+    "Message",
+    "assignment_of",
+    "counts",
+    "describe",
+    "payload_of",
+    "plain_detail",
+]
+
+_HEAD = struct.Struct("<IQB")  # bytes of JSON, bytes of payload, descriptors that came along
+MAX_JSON = 1 << 20
+MAX_PAYLOAD = 1 << 30
+"""Bytes. Payloads are states, and the coordinator keeps none above 900,000,000."""
+MAX_FDS = 16
+"""In one message, and waiting for theirs."""
+DESCRIPTORS_CLOSED = 77
+"""Exit status of a child whose control socket was closed under it, and which can therefore say nothing."""
+
+
+class DescriptorsClosedError(Exception):
+    """The channel's descriptor is no socket of ours any more: somebody in this process has closed it."""
+
+
+@dataclass
+class Message:
+    """One thing said. `fields` is plain JSON."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    payload: bytes = b""
+    fds: list[int] = field(default_factory=list)
+
+
+def encode_head(message: Message) -> bytes:
+    text = json.dumps({"kind": message.kind, **message.fields}).encode()
+    return _HEAD.pack(len(text), len(message.payload), len(message.fds)) + text
+
+
+class Inbox:
+    """Puts messages together from whatever pieces arrive. Feed it bytes and descriptors, take messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+
+    def feed(self, data: bytes, fds: list[int]) -> None:
+        """Raises ProtocolError, and closes them, for descriptors that no message can have announced."""
+        self._buffer += data
+        self._fds += fds
+        if len(self._fds) > MAX_FDS:
+            count = len(self._fds)
+            self.close()
+            raise ProtocolError(f"{count} descriptors at once")
+
+    def close(self) -> None:
+        """Close the descriptors that no message has taken."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def take(self) -> Message | None:
+        """The next whole message, if there is one."""
+        buffer = self._buffer
+        if len(buffer) < _HEAD.size:
+            return None
+        text, payload, fds = _HEAD.unpack_from(buffer)
+        if text > MAX_JSON or payload > MAX_PAYLOAD or fds > MAX_FDS:
+            raise ProtocolError(f"a control message of {text} + {payload} bytes with {fds} descriptors")
+        end = _HEAD.size + text + payload
+        if len(buffer) < end:
+            return None
+        try:
+            fields = json.loads(bytes(buffer[_HEAD.size : _HEAD.size + text]))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a control message that cannot be read: {error}") from error
+        kind = fields.pop("kind", None) if type(fields) is dict else None
+        if type(kind) is not str:
+            raise ProtocolError("a control message that does not say what it is")
+        if len(self._fds) < fds:
+            raise ProtocolError(
+                f"{fds - len(self._fds)} descriptors of a control message were lost: this process may open no more "
+                "(RLIMIT_NOFILE); user code has too many files open, or has lowered the limit"
+            )
+        message = Message(kind, fields, bytes(buffer[_HEAD.size + text : end]), self._fds[:fds])
+        del self._fds[:fds]
+        del buffer[:end]
+        return message
+
+
+class Channel:
+    """One end of a blocking socket: sends block, receives wait or not as asked."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self.sock = sock
+        self._inbox = Inbox()
+        self._inode = os.fstat(sock.fileno()).st_ino
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def forked(self) -> None:
+        """See penstock.runtime.process.forks."""
+        if self._is_own(self.sock.fileno()):
+            silence(self.sock.fileno())
+
+    def _check_own(self) -> None:
+        """Raises DescriptorsClosedError if this side was closed by someone else in this process."""
+        fd = self.sock.fileno()
+        if fd >= 0 and not self._is_own(fd):
+            raise DescriptorsClosedError(f"descriptor {fd} was closed")
+
+    def _is_own(self, fd: int) -> bool:
+        try:
+            return os.fstat(fd).st_ino == self._inode
+        except OSError:
+            return False
+
+    def send(self, kind: str, payload: bytes = b"", fds: list[int] | None = None, **fields: Any) -> None:
+        """Raises UnsupportedStateError for a payload that the other side would not take, LaneLostError when that is
+        gone."""
+        if len(payload) > MAX_PAYLOAD:
+            raise UnsupportedStateError(
+                f"a state of {len(payload)} bytes is above the {MAX_PAYLOAD} that can be kept; leave out of "
+                "state_dict() what the loader can build anew"
+            )
+        try:
+            self._send(Message(kind, fields, payload, fds or []))
+        except OSError as error:
+            self._check_own()
+            if isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise LaneLostError("the other end of the control socket is gone") from error
+            raise
+
+    def _send(self, message: Message) -> None:
+        payload, head = message.payload, encode_head(message)
+        if message.fds:
+            sent = socket.send_fds(self.sock, [head, payload], message.fds)
+        else:
+            sent = self.sock.sendmsg([head, payload])
+        if sent < len(head):
+            self.sock.sendall(head[sent:])
+        if sent < len(head) + len(payload):
+            self.sock.sendall(memoryview(payload)[max(0, sent - len(head)) :])
+
+    @property
+    def unread(self) -> int:
+        """Bytes of memory that hold what was sent and the other side has not read."""
+        size = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(size, sys.byteorder)
+
+    def hung_up(self) -> bool:
+        """Whether the other side is gone; nothing is taken."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close the socket, and the descriptors that came for no message."""
+        self.sock.close()
+        self._inbox.close()
+
+    def receive(self, wait: bool = True) -> Message | None:
+        """The next message; None if none is there and `wait` is off. LaneLostError when the other side is gone."""
+        while (message := self._inbox.take()) is None:
+            try:
+                data, fds = _receive(self.sock, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                self._check_own()
+                raise LaneLostError(f"the other end of the control socket is gone: {error}") from error
+            if not data:
+                for fd in fds:
+                    os.close(fd)
+                self._check_own()
+                raise LaneLostError("the other end of the control socket is gone")
+            self._inbox.feed(data, fds)
+        return message
+
+
+def payload_of(message: Message) -> bytes:
+    """What a message to a child brings: its payload, or what is in the memory whose descriptor came along."""
+    if not message.fds:
+        return message.payload
+    (fd,) = message.fds
+    try:
+        # Not read: others have the same open file, and its offset.
+        with mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as memory:
+            return memory[:]
+    finally:
+        os.close(fd)
+
+
+def assignment_of(message: Message) -> records_pb2.WorkerAssignment:
+    """The assignment that a child is sent. Large arguments come as a descriptor beside it."""
+    assignment = records_pb2.WorkerAssignment.FromString(message.payload)
+    if message.fds:
+        assignment.loader.arguments = payload_of(message)
+    return assignment
+
+
+def counts(message: Message, *names: str) -> list[int]:
+    """Fields of a message that are counts. Raises ProtocolError for what is none."""
+    found = [message.fields.get(name) for name in names]
+    if not all(type(value) is int and 0 <= value < 1 << 64 for value in found):
+        raise ProtocolError(f"a message {message.kind[:40]!r} with {dict(zip(names, found, strict=True))!r:.200}")
+    return found  # type: ignore[return-value]
+
+
+def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int]]:
+    """Like socket.recv_fds, which in Python 3.11 drops its flags."""
+    fds = array.array("i")
+    data, ancillary, _, _ = sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), flags)
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+    return data, list(fds)
+
+
+def plain_detail(error: Exception) -> dict[str, str]:
+    """An error as it travels in a message; the fields of ErrorDetail, bounded and valid UTF-8."""
+    if isinstance(error, PenstockError):
+        name, message, remote = type(error).__name__, error.message, error.remote_traceback
+    else:
+        name, message, remote = "PenstockError", describe(error), format_remote(error)
+    return {"name": name, "message": _bounded(message, 8 << 10), "remote_traceback": _bounded(remote, 12 << 10)}
+
+
+def describe(error: BaseException) -> str:
+    """ "Type: text" of any exception, also one that cannot say itself."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "<its text cannot be had: __str__ raised>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _bounded(text: str, keep: int) -> str:
+    """Head and tail of a text, which may hold anything that a user's exception says."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= keep:
+        return text
+    return f"{text[: keep // 2]}\n... {len(text) - keep} characters left out ...\n{text[-keep // 2 :]}"

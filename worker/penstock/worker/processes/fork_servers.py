@@ -1,0 +1,92 @@
+"""The daemon's zygotes: one for each hash seed that its slots need, started when needed, kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from penstock.proto.v1 import records_pb2
+from penstock.worker.processes.child_processes import Zygote
+from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.resources.turn_queue import TurnQueue
+
+__all__ = ["Zygotes"]
+
+IDLE_S = 60.0
+"""Seconds that a zygote is kept for after its last slot: to start one takes seconds."""
+IDLE_MOST = 2
+"""Idle ones that are kept, the newest: of a trainer that is started again, its loaders for training and for evaluation.
+"""
+
+
+class Zygotes:
+    """
+    Args:
+        tempdirs: for the directories of their children.
+        starts: has room for one start less while a zygote that was killed does not end.
+        deadline_s: seconds that one may take to start; see Zygote.start.
+        caged: whether runners are; see sandbox.py.
+    """
+
+    def __init__(self, tempdirs: TempDirs, starts: TurnQueue, deadline_s: float, *, caged: bool) -> None:
+        self._tempdirs = tempdirs
+        self._starts = starts
+        self._deadline_s = deadline_s
+        self._caged = caged
+        self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
+        self._retiring: dict[int, asyncio.TimerHandle] = {}
+        self._given_up: set[asyncio.Task[Zygote]] = set()
+
+    async def get(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
+        """Return the one with the run's hash seed, started if need be, and again if it died."""
+        seed = assignment.seed
+        starting = self._zygotes.get(seed)
+        if starting is None or (starting.done() and (not _is_up(starting) or starting.result().dead)):
+            starting = self._zygotes[seed] = asyncio.ensure_future(self._started(assignment))
+        return await asyncio.shield(starting)
+
+    async def _started(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
+        zygote = Zygote(self._tempdirs)
+        try:
+            main_script = bool(assignment.loader.main_path)
+            await zygote.start(assignment.seed, main_script=main_script, caged=self._caged, deadline_s=self._deadline_s)
+        finally:
+            if zygote.dead and zygote.lives:
+                self._starts.lend_until(zygote.wait())
+        return zygote
+
+    def keep_for(self, seeds: Collection[int]) -> None:
+        """Retire those that no slot with one of these seeds needs, a little later: the next attempt may need them."""
+        for seed in self._zygotes:
+            if seed in seeds and seed in self._retiring:
+                self._retiring.pop(seed).cancel()
+            elif seed not in seeds and seed not in self._retiring:
+                self._retiring[seed] = asyncio.get_running_loop().call_later(IDLE_S, self._retire, seed)
+        for seed in list(self._retiring)[:-IDLE_MOST]:
+            self._retiring[seed].cancel()
+            self._retire(seed)
+
+    def _retire(self, seed: int) -> None:
+        self._retiring.pop(seed, None)
+        starting = self._zygotes.pop(seed)
+        if not starting.done():
+            starting.cancel()
+            self._given_up.add(starting)
+            starting.add_done_callback(self._given_up.discard)
+        elif _is_up(starting):
+            starting.result().close()
+
+    async def close(self) -> None:
+        """End all of them; returns when they have ended, or cannot be killed."""
+        for timer in self._retiring.values():
+            timer.cancel()
+        there = [starting.result() for starting in self._zygotes.values() if _is_up(starting)]
+        for seed in list(self._zygotes):
+            self._retire(seed)
+        await asyncio.gather(*self._given_up, return_exceptions=True)
+        for zygote in there:
+            await zygote.wait()
+
+
+def _is_up(starting: asyncio.Task[Zygote]) -> bool:
+    return starting.done() and not starting.cancelled() and starting.exception() is None

@@ -1,0 +1,236 @@
+"""A runner's ledger: shared memory in which it notes each batch, and which its daemon reads without asking.
+
+The runner has no thread of ours and may be inside user code for minutes, or dead; what it had produced, what it was
+doing and since when can be read here all the same. One writer, any number of readers; an entry is written before the
+head that makes it visible.
+
+The runner's user code can write here what it likes, so a reader takes any number for what it is, and no more. What it
+must not be able to do is to make the memory smaller: that would kill the reader with SIGBUS, so it is sealed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+from penstock.runtime.process.forks import silence, unshare
+
+__all__ = ["ENTRIES", "Entry", "Ledger"]
+
+ENTRIES = 4096
+"""Batches whose digests are kept, the newest."""
+EARLY = 256
+"""Batches that are kept besides, the first: for the check of the early snapshots, however fast the runner is."""
+ENDS = 1024
+"""Ends of passes that are kept, the newest."""
+_HEAD = struct.Struct("<QQQQQQdQd")  # total, epoch, delivered, ends, activity, looked, since, samples, worked_s
+_ENTRY = struct.Struct("<QQQQ")  # total, epoch, digest, samples
+_END = struct.Struct("<QQ")  # epoch, total
+_HERE = struct.Struct("<QQ")  # the pass that is under way, and batches left out since the last one
+_HERE_AT = 1024
+_COUNTS = struct.Struct("<QQQQ")  # total at the first place + 1, at the last one; made between them; replayed
+_COUNTS_AT = 2048
+_ENDS_AT = 4096
+_ENTRIES_AT = _ENDS_AT + ENDS * _END.size
+_EARLY_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
+_SIZE = _EARLY_AT + EARLY * _ENTRY.size
+
+IDLE = ("starting", "waiting", "sending")
+"""Activities that are no work on a batch: where a slot begins, and waits for the loop or for room in the ring."""
+ACTIVITIES = ("starting", "input_fn", "iter", "next", "state_dict", "load_state_dict", "waiting", "sending", "replay")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One batch: its count over the run, its pass, its digest, and the samples up to and with it."""
+
+    total: int
+    epoch: int
+    digest: int
+    samples: int
+
+
+class Ledger:
+    """Made by the daemon (`Ledger.create`), opened by the runner from the inherited descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, _SIZE)
+        self.total = self.epoch = self.delivered = self._ends = self._activity = self.looked = self.samples = 0
+        self._since = 0.0
+        self.worked_s = 0.0
+        """Seconds spent on batches so far, up to when the runner last turned to something else."""
+        self._recorded = 0
+        self._first: int | None = None
+        self._last = self._made = self._replayed = 0
+        self._told = 0, 0, 0
+
+    @classmethod
+    def create(cls) -> Ledger:
+        fd = os.memfd_create("penstock-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, _SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(fd)
+
+    def forked(self) -> None:
+        """See penstock.runtime.process.forks."""
+        unshare(self._map, self.fd)
+        silence(self.fd)
+
+    def close(self) -> None:
+        """Unmap and close."""
+        self._map.close()
+        os.close(self.fd)
+
+    # ---- the runner writes
+
+    def place(self, total: int, epoch: int, samples: int) -> None:
+        """Where the runner starts, or goes back to, for the loop left a pass; nothing before it is known here."""
+        if self._first is None:
+            self._first = self._last = total
+        else:
+            self._made += self.total - self._last
+            self._last = total
+        self._write_counts()
+        self.total, self.epoch, self.samples = total, epoch, samples
+        self._write_head()
+
+    def replayed(self) -> None:
+        """A batch was made again, that is no news to anybody."""
+        self._replayed += 1
+        self._write_counts()
+
+    def _write_counts(self) -> None:
+        first = 0 if self._first is None else self._first + 1
+        _COUNTS.pack_into(self._map, _COUNTS_AT, first, self._last, self._made, self._replayed)
+
+    def record(self, total: int, epoch: int, digest: int, samples: int, delivered: int) -> None:
+        """A batch goes out."""
+        self.note(total, epoch, digest, samples)
+        self.total, self.epoch, self.samples, self.delivered = total, epoch, samples, delivered
+        self._write_head()
+
+    def note(self, total: int, epoch: int, digest: int, samples: int) -> None:
+        """A batch was made: one that goes out, or once went out and is replayed."""
+        _ENTRY.pack_into(self._map, _ENTRIES_AT + total % ENTRIES * _ENTRY.size, total, epoch, digest, samples)
+        if self._recorded < EARLY:
+            _ENTRY.pack_into(self._map, _EARLY_AT + total % EARLY * _ENTRY.size, total, epoch, digest, samples)
+            self._recorded += 1
+
+    def end(self, epoch: int, total: int) -> None:
+        """A pass ended after its batch `total`."""
+        _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, epoch, total)
+        self._ends += 1
+        self._write_head()
+
+    def cut(self, epoch: int, total: int) -> None:
+        """The loop left a pass after its batch `total`: that is its end, and of later passes nothing is known."""
+        kept = [(e, t) for e, t in self.ends().items() if e < epoch]
+        self._ends = 0
+        for end in [*kept, (epoch, total)]:
+            _END.pack_into(self._map, _ENDS_AT + self._ends % ENDS * _END.size, *end)
+            self._ends += 1
+        self._write_head()
+
+    def doing(self, activity: str, delivered: int) -> None:
+        """What the runner turns to now."""
+        now = time.monotonic()
+        if ACTIVITIES[self._activity] not in IDLE:
+            self.worked_s += now - self._since
+        self._activity, self._since, self.delivered = ACTIVITIES.index(activity), now, delivered
+        self._write_head()
+
+    def here(self, epoch: int, skipped: int) -> None:
+        """The next batch is of this pass; `skipped` were left out since the last one."""
+        _HERE.pack_into(self._map, _HERE_AT, epoch, skipped)
+
+    def saw_look(self) -> None:
+        """The input asked for its assignment."""
+        self.looked = 1
+        self._write_head()
+
+    def _write_head(self) -> None:
+        _HEAD.pack_into(
+            self._map,
+            0,
+            self.total,
+            self.epoch,
+            self.delivered,
+            self._ends,
+            self._activity,
+            self.looked,
+            self._since,
+            self.samples,
+            self.worked_s,
+        )
+
+    # ---- the daemon reads
+
+    def counts(self) -> tuple[int, int, int]:
+        """Batches that this runner has made, those of them that the loop was handed, and those replayed, as of the last
+        `refresh`. Each only rises: where the runner goes back just now, what was told is told again."""
+        first, last, made, replayed = _COUNTS.unpack_from(self._map, _COUNTS_AT)
+        # Before the runner has its place, what the loop was handed is its predecessor's.
+        found = (made + self.total - last, self.delivered - (first - 1), replayed) if first else (0, 0, replayed)
+        produced, delivered, replayed = map(max, found, self._told)
+        self._told = produced, delivered, replayed
+        return self._told
+
+    def refresh(self) -> None:
+        """Read the head: total, epoch, delivered, looked, samples, worked_s."""
+        (
+            self.total,
+            self.epoch,
+            self.delivered,
+            self._ends,
+            self._activity,
+            self.looked,
+            self._since,
+            self.samples,
+            self.worked_s,
+        ) = _HEAD.unpack_from(self._map)
+
+    @property
+    def activity(self) -> tuple[str, float]:
+        """What the runner does, and for how many seconds."""
+        return ACTIVITIES[self._activity % len(ACTIVITIES)], max(0.0, time.monotonic() - self._since)
+
+    @property
+    def working_s(self) -> float:
+        """`worked_s` up to now."""
+        activity, for_s = self.activity
+        return self.worked_s + (0.0 if activity in IDLE else for_s)
+
+    @property
+    def making(self) -> tuple[int, int] | None:
+        """(pass, batches left out before it) of the batch that the runner makes now; None if it makes none."""
+        if ACTIVITIES[self._activity % len(ACTIVITIES)] != "next":
+            return None
+        epoch, skipped = _HERE.unpack_from(self._map, _HERE_AT)
+        return epoch, skipped
+
+    @property
+    def begun(self) -> int:
+        """The newest pass that the runner has begun."""
+        return int(_HERE.unpack_from(self._map, _HERE_AT)[0])
+
+    def entry(self, total: int) -> Entry | None:
+        """The batch with this count, if it is still kept."""
+        for start, count in ((_ENTRIES_AT, ENTRIES), (_EARLY_AT, EARLY)):
+            entry = Entry(*_ENTRY.unpack_from(self._map, start + total % count * _ENTRY.size))
+            if entry.total == total and total:
+                return entry
+        return None
+
+    def ends(self) -> dict[int, int]:
+        """epoch -> total at its end, for the passes still kept."""
+        count = self._ends
+        found = [
+            _END.unpack_from(self._map, _ENDS_AT + index % ENDS * _END.size)
+            for index in range(max(0, count - ENDS), count)
+        ]
+        return dict(found)

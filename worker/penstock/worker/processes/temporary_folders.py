@@ -1,0 +1,52 @@
+"""A directory for each child's sockets and files of multiprocessing, which is removed with the child.
+
+multiprocessing makes a directory in the system's temporary one and removes it at a normal exit. A child that is killed
+has none, so thousands of such directories would stay. A daemon therefore gives each child one in its own folder; what a
+killed daemon leaves, the next one removes (see `own_folders`). Only multiprocessing's own: where user code keeps its
+temporary files is its own affair.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+from penstock.runtime.files.private_folders import OwnFolder
+
+__all__ = ["TempDirs"]
+
+_log = logging.getLogger("penstock.worker")
+
+
+class TempDirs:
+    """The directories of one daemon's children."""
+
+    def __init__(self) -> None:
+        self._folder: OwnFolder | None = None
+        self._count = 0
+        try:
+            self._folder = OwnFolder()
+        except OSError as error:
+            _log.warning("children have no directory of their own for multiprocessing: %s", error)
+
+    def make(self) -> str:
+        """A new one; "" if there can be none, and multiprocessing makes its own."""
+        if self._folder is None:
+            return ""
+        self._count += 1
+        path = self._folder.path / str(self._count)
+        try:
+            path.mkdir(mode=0o700)
+        except OSError:
+            return ""
+        return str(path)
+
+    def remove(self, path: str) -> None:
+        """Its child is dead."""
+        if path:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """All children are dead."""
+        if self._folder is not None:
+            self._folder.close()

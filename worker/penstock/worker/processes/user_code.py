@@ -1,0 +1,176 @@
+"""Finding a user's input_fn by name, and nothing else: code is named, never shipped.
+
+A worker's operator lists the module prefixes that it may run. In embedded mode, where worker and trainer are the same
+user on the same machine, the training script itself may hold the input_fn: it is then loaded under the name
+`penstock_main`, so that its main guard does not fire.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.proto.errors import InputFnError, InputFnNotAllowedError, InputFnNotFoundError, format_remote
+from penstock.proto.state.allowed_modules import module_of, under
+from penstock.proto.v1 import records_pb2
+from penstock.worker.processes.control_channel import describe
+from penstock.worker.processes.user_path import why_not_searched
+
+__all__ = ["BY_VALUE", "MAIN", "check_allowed", "check_plain", "load_class", "load_input_fn", "unpacked"]
+
+MAIN = "penstock_main"
+BY_VALUE = "penstock_by_value"
+ANOTHER_VERSION = "is the worker running another version of it?"
+UNDER_GUARD = 'define it above `if __name__ == "__main__":`, for workers run the script without what is under that'
+"""The module in the names of those that have no module to be imported from: they come with their arguments."""
+
+
+def check_allowed(name: str, allow: Sequence[str]) -> None:
+    """Raises InputFnNotAllowedError unless the module of "module:qualname" lies under one of the prefixes."""
+    _check_module(f"input_fn {name!r} is in", module_of(name), allow)
+
+
+def _check_module(what: str, module: str, allow: Sequence[str]) -> None:
+    if under(module, allow):
+        return
+    allowed = ", ".join(allow) if allow else "none"
+    raise InputFnNotAllowedError(
+        f"{what} module {module!r}, which this worker may not run (allowed prefixes: {allowed}); start the worker with "
+        f"--allow {module.partition('.')[0]}"
+    )
+
+
+def check_plain(spec: records_pb2.LoaderSpec) -> None:
+    """Raises InputFnNotAllowedError for a spec that says where to look for code: only the embedded mode may, where both
+    ends are one user's. Elsewhere it would be a way around the list of prefixes."""
+    if spec.main_path or spec.sys_path:
+        raise InputFnNotAllowedError(
+            f"input_fn {spec.input_fn!r} comes with a search path or a script of the training process, which only an "
+            "embedded worker takes: install its module where this worker can import it"
+        )
+
+
+def load_input_fn(spec: records_pb2.LoaderSpec) -> Callable[..., Any]:
+    """The callable behind the spec.
+
+    Raises:
+        InputFnNotFoundError: no such module or name here.
+        InputFnNotAllowedError: the name stands in a module that may be run, for a thing that is defined in another one
+            which may not: whatever an allowed module has imported could be called otherwise, `os.system` say.
+        InputFnError: the module raised while it was imported.
+    """
+    module_name, _, qualname = spec.input_fn.partition(":")
+    if module_name == BY_VALUE:
+        return _comes_with_arguments
+    if spec.sys_path:
+        sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
+    try:
+        module = _load_main(spec.main_path) if module_name == MAIN else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise InputFnNotFoundError(
+                f"input_fn {spec.input_fn!r}: no module named {missing!r} on this worker; install it there, or start "
+                f"the worker where it can be imported (PYTHONPATH or working directory; now: {_working_directory()})"
+            ) from error
+        raise _import_failed(spec, error) from error
+    except BaseException as error:
+        raise _import_failed(spec, error) from error
+    target: Any = module
+    for part in qualname.split("."):
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            raise InputFnNotFoundError(
+                f"input_fn {spec.input_fn!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
+                f"{qualname!r}; {UNDER_GUARD if module_name == MAIN else ANOTHER_VERSION}"
+            ) from None
+    if not callable(target):
+        raise InputFnNotFoundError(
+            f"input_fn {spec.input_fn!r} is a {type(target).__qualname__}, which cannot be called"
+        )
+    if spec.allow and module_name != MAIN:
+        _check_module(f"input_fn {spec.input_fn!r} is defined in", _defined_in(target), spec.allow)
+    return target  # type: ignore[no-any-return]
+
+
+def _comes_with_arguments(*args: Any, **kwargs: Any) -> Any:
+    raise InputFnNotFoundError("input_fn has no name to import, and its value is not here")
+
+
+def unpacked(
+    fn: Callable[..., Any], spec: records_pb2.LoaderSpec
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The input_fn and its arguments, made anew: by its name, with the values of the safe envelope; or by value.
+
+    Raises InputFnNotAllowedError for those by value from anybody but this worker's own training process. Only that
+    sends its search path, which `check_plain` refuses from others.
+    """
+    from penstock.proto.state.codec import decode_state  # imports torch, which the daemon does without
+
+    arguments: Any = decode_state(spec.arguments) if spec.arguments else {}
+    if "by_value" not in arguments:
+        return fn, arguments.get("args", ()), arguments.get("kwargs", {})
+    if not spec.sys_path:
+        raise InputFnNotAllowedError(
+            f"input_fn {spec.input_fn!r} or its arguments come by value, as a pickle, which only an embedded worker "
+            "takes: give the function a name in a module that this worker can import, and it plain values"
+        )
+    sys.path[:] = [*spec.sys_path, *(path for path in sys.path if path not in spec.sys_path)]
+    if spec.main_path:
+        _load_main(spec.main_path)
+    from penstock.proto.state.by_value import load  # cloudpickle, which few loaders need
+
+    given, args, kwargs = load(arguments["by_value"], lambda: _load_main(spec.main_path))
+    return fn if given is None else given, args, kwargs
+
+
+def _working_directory() -> str:
+    return why_not_searched() or os.getcwd()
+
+
+def load_class(name: str, spec: records_pb2.LoaderSpec) -> Any:
+    """The class "module:qualname" of a loader that the spec's input_fn returned on this worker, or of ours.
+
+    Raises as load_input_fn does, for a module that may not be run also where input_fn has imported it.
+    """
+    if not module_of(name).startswith("penstock.") and spec.allow:
+        check_allowed(name, spec.allow)
+    return load_input_fn(records_pb2.LoaderSpec(input_fn=name, main_path=spec.main_path, sys_path=spec.sys_path))
+
+
+def _defined_in(target: Any) -> str:
+    """The module that a callable was written in."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    owner = target if hasattr(target, "__qualname__") else type(target)
+    return str(getattr(owner, "__module__", None))
+
+
+def _import_failed(spec: records_pb2.LoaderSpec, error: BaseException) -> InputFnError:
+    return InputFnError(
+        f"input_fn {spec.input_fn!r}: importing its module raised {describe(error)}",
+        remote_traceback=format_remote(error),
+    )
+
+
+def _load_main(path: str) -> types.ModuleType:
+    """The training script as a module of another name: its functions are there, its main guard does not fire."""
+    if MAIN in sys.modules:
+        return sys.modules[MAIN]
+    module = types.ModuleType(MAIN)
+    module.__file__ = path
+    sys.modules[MAIN] = module
+    try:
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[MAIN]
+        raise
+    return module

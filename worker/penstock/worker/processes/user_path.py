@@ -1,0 +1,44 @@
+"""Starts the interpreters that run user code, and says where they look for it: the working directory, behind all else.
+
+With plain `python -c` the working directory comes first: a torch.py that lies there would stand in for torch. Here
+Python's own modules and what is installed come first. A working directory that other users can write to is not searched
+at all, for whoever puts a missing module there would run as this user.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from penstock.runtime.files.plain_files import is_ours
+
+__all__ = ["add_working_directory", "interpreter", "why_not_searched"]
+
+
+def interpreter(module: str, *arguments: str) -> list[str]:
+    """The command of a fresh interpreter that calls `main` of a module of ours.
+
+    Not by -m: the module's package would be imported twice, once as __main__.
+    """
+    start = f"from {__name__} import add_working_directory; add_working_directory(); from {module} import main; main()"
+    return [sys.executable, "-P", "-c", start, *arguments]
+
+
+def add_working_directory() -> None:
+    """Search it last, unless others can write to it."""
+    if not why_not_searched():
+        sys.path.append(os.getcwd())
+
+
+def why_not_searched() -> str:
+    """What is wrong with the working directory; "" for nothing."""
+    try:
+        folder = os.getcwd()
+        if is_ours(os.stat(folder)):
+            return ""
+    except OSError as error:
+        return f"the working directory cannot be read: {error.strerror}"
+    return (
+        f"the working directory {folder} is not searched, for other users can write to it: start the worker in a "
+        "folder of its own, or name the folder in PYTHONPATH"
+    )

@@ -1,0 +1,1 @@
+"""The processor time and the memory that processes use."""

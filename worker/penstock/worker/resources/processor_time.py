@@ -1,0 +1,105 @@
+"""The processor time of other processes: what they had, and what they waited for while others had it.
+
+Linux counts both for each thread, in nanoseconds (/proc/PID/schedstat). A process that neither runs nor waits for a
+processor is stopped, or waits for a disk or a peer; one that is slow because the machine is busy shows in the second
+number. So a deadline that counts the time in which a process stood still is right on an idle machine and on one with a
+load of 140.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.runtime.web.prometheus import cpu_seconds
+from penstock.worker.resources.memory_use import family
+
+__all__ = ["NOTHING", "Demand", "Use", "cores", "unless_it_stands_still", "used_by"]
+
+LOOK_S = 0.25
+"""Seconds between two looks at a process that is waited for."""
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def cores(quota: Path = _CGROUP_QUOTA) -> int:
+    """Return the number of processors that this process may use: those that it may run on, or as many as its
+    container was given, if that is less."""
+    usable = len(os.sched_getaffinity(0))
+    try:
+        allowed, period = quota.read_text().split()
+        return max(1, min(usable, -(-int(allowed) // int(period))))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return usable
+
+
+def _counted(pid: int) -> tuple[float, float] | None:
+    """Seconds that the process's main thread ran, and that it waited for a processor; None where nobody counts."""
+    try:
+        ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(ran) * 1e-9, int(waited) * 1e-9
+
+
+@dataclass(frozen=True)
+class Use:
+    """Processor time since a process was started."""
+
+    cpu_s: float
+    """Seconds that it and its descendants had, all threads together."""
+    delay_s: float
+    """Seconds that its main thread waited for a processor."""
+
+
+NOTHING = Use(0.0, 0.0)
+
+
+def used_by(pid: int) -> Use:
+    """Return what a process has used of the processors; `NOTHING` if it is gone."""
+    counted = _counted(pid)
+    return Use(cpu_seconds(family(pid)), counted[1] if counted is not None else 0.0)
+
+
+@dataclass
+class Demand:
+    """How much of a processor a process asks for."""
+
+    pid: int
+    _at: float = 0.0
+    _wanted: float = 0.0
+
+    def look(self, now: float) -> float:
+        """Return the share of the time since the last look in which it ran or waited for a processor; 1.0 for the first
+        look, and where nobody counts."""
+        counted = _counted(self.pid)
+        if counted is None:
+            return 1.0
+        wanted, before, since = sum(counted), self._wanted, self._at
+        self._wanted, self._at = wanted, now
+        return (wanted - before) / (now - since) if since and now > since else 1.0
+
+
+async def unless_it_stands_still(done: Awaitable[object], pid: int, still_s: float, most_s: float) -> None:
+    """Wait for `done`, which process `pid` is to bring about.
+
+    Raises:
+        TimeoutError: the process neither ran nor asked for a processor for `still_s` seconds, or `most_s` seconds are
+            over.
+    """
+    waiting = asyncio.ensure_future(done)
+    began = moved = time.monotonic()
+    seen = _counted(pid)
+    try:
+        while not (await asyncio.wait([waiting], timeout=LOOK_S))[0]:
+            now, counted = time.monotonic(), _counted(pid)
+            if counted != seen:
+                seen, moved = counted, now
+            if now - moved >= still_s or now - began >= most_s:
+                raise TimeoutError
+        waiting.result()
+    finally:
+        waiting.cancel()

@@ -1,0 +1,131 @@
+"""A queue for what costs a processor seconds: a few go at a time, the others know their place.
+
+To start a runner takes an interpreter, torch and the user's imports, so fifty that start at once on two cores are each
+fifty times slower, and run into deadlines that one after the other they would keep. As many start at a time as there
+are processors; tasks beside the stream (replayers.py) have a queue of their own, of the same kind.
+
+A start that does not use a processor keeps nobody waiting: an input_fn that reads an index for minutes, or that waits
+for the other slots of its run, gives its turn up as soon as it stands still, and after `TURN_S` in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable
+
+from penstock.worker.resources.processor_time import LOOK_S, Demand
+
+__all__ = ["Turn", "TurnQueue"]
+
+TURN_S = 10.0
+"""Seconds after its fork in which a runner that is busy keeps its turn."""
+IDLE_SHARE = 0.3
+"""Share of a processor below which a start stands still."""
+IDLE_LOOKS = 2
+"""Looks in a row that find it so."""
+
+
+class Turn:
+    """In the queue, then under way, then over. Made by `TurnQueue.join`."""
+
+    def __init__(self, queue: TurnQueue) -> None:
+        self._queue = queue
+        self.over = asyncio.Event()
+        self.came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once it is under way."""
+
+    @property
+    def place(self) -> int:
+        """Its place in the queue, from 1; 0 if it is not in the queue any more."""
+        return self._queue.place(self)
+
+    async def end_when_idle(self, pid: int) -> None:
+        """End it when the runner `pid` stands still, or has had its time."""
+        demand, idle, until = Demand(pid), 0, time.monotonic() + TURN_S
+        while idle < IDLE_LOOKS and time.monotonic() < until and not self.over.is_set():
+            idle = idle + 1 if demand.look(time.monotonic()) < IDLE_SHARE else 0
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.over.wait(), LOOK_S)
+        self.end()
+
+    def end(self) -> None:
+        """It is over, in whatever way, and the next one's turn has come. Harmless when said again."""
+        if not self.over.is_set():
+            self.over.set()
+            self._queue.leave(self)
+
+
+class TurnQueue:
+    """
+    Args:
+        at_once: turns that are under way at a time.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once
+        self._under_way = 0
+        self._urgent: dict[Turn, None] = {}
+        self._others: dict[Turn, None] = {}
+        self._places: dict[Turn, int] = {}
+        """Of those that wait; empty until somebody asks."""
+        self._lent: set[asyncio.Future[None]] = set()
+
+    def __len__(self) -> int:
+        """Turns that wait."""
+        return len(self._urgent) + len(self._others)
+
+    def place(self, turn: Turn) -> int:
+        """See Turn.place."""
+        if len(self._places) != len(self):
+            self._places = {waiting: number for number, waiting in enumerate([*self._urgent, *self._others], 1)}
+        return self._places.get(turn, 0)
+
+    def join(self, *, urgent: bool = False) -> Turn:
+        """Return a turn at the end of the queue, or of the urgent ones, which come first. Who joins must `end` it."""
+        turn = Turn(self)
+        (self._urgent if urgent else self._others)[turn] = None
+        self._next()
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """See Turn.end."""
+        waiting = self._urgent if turn in self._urgent else self._others
+        if turn in waiting:
+            del waiting[turn]
+            turn.came.cancel()
+        else:
+            self._under_way -= 1
+        self._next()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, *, urgent: bool) -> AsyncIterator[None]:
+        """Wait for a turn, which is over with the block."""
+        turn = self.join(urgent=urgent)
+        try:
+            await turn.came
+            yield
+        finally:
+            turn.end()
+
+    def lend_until(self, ended: Awaitable[None]) -> None:
+        """Have one less under way until `ended`: a start that failed still takes its part of the machine."""
+        self._under_way += 1
+        lent = asyncio.ensure_future(ended)
+        self._lent.add(lent)
+        lent.add_done_callback(self._taken_back)
+
+    def _taken_back(self, lent: asyncio.Future[None]) -> None:
+        self._lent.discard(lent)
+        self._under_way -= 1
+        self._next()
+
+    def _next(self) -> None:
+        while (waiting := self._urgent or self._others) and self._under_way < self.at_once:
+            turn = next(iter(waiting))
+            del waiting[turn]
+            self._under_way += 1
+            if not turn.came.done():  # else whoever waited was cancelled, and is about to end it
+                turn.came.set_result(None)
+        self._places = {}

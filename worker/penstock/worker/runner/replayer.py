@@ -1,0 +1,279 @@
+"""The child that restores a loader beside the one that streams, does one thing with it, and is gone.
+
+- `prove`: restore a base and compare the next batches with those that were delivered: see proofs.py.
+- `state`: replay from the nearest proven base to a place, and take the loader's state there.
+- `advance`: move a state on by arithmetic, for loaders that can (`advance_state`): no input_fn runs, no batch is made.
+- `aggregate`: make one state of all workers' states, for a training job that cannot build the loader itself.
+
+It sits in memory of its own, so whatever the user's code does here, the stream goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+from penstock.proto.batch.digest import cover_of
+from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.errors import InputFnError, LaneLostError, ReplayMismatchError
+from penstock.proto.state.codec import decode_state, encode_state
+from penstock.proto.v1 import records_pb2
+from penstock.runtime.process import forks
+from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY, WAYS
+from penstock.worker.loader.epoch_crossing import leave
+from penstock.worker.loader.restart_points import END, UNFIT, Base, Place
+from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.processes.control_channel import Channel, Message, assignment_of, plain_detail
+from penstock.worker.processes.progress_page import ENTRIES
+from penstock.worker.processes.user_code import MAIN, load_class
+
+__all__ = ["run_scratch"]
+
+_log = logging.getLogger("penstock.worker")
+
+MOST_MODULES = 8192
+"""Names of modules that are told."""
+
+
+class _Answer(Protocol):
+    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None: ...
+
+
+class _Told:
+    """An answer that tells, too, which modules were imported for it: for helpers (helper_process.py)."""
+
+    def __init__(self, channel: Channel, known: set[str]) -> None:
+        self._channel, self._known = channel, known
+
+    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+        modules = [name for name in list(sys.modules) if name not in self._known and name != MAIN][:MOST_MODULES]
+        self._channel.send(kind, payload, modules=modules, **fields)
+
+
+def run_scratch(channel: Channel) -> None:
+    """One task: messages `assign`, `base` ..., then the task; the answer is `done` or `failed`."""
+    forks.host_user_code()
+    forks.keep(channel)
+    known = set(sys.modules)
+    with contextlib.suppress(LaneLostError):
+        assignment = assignment_of(cast(Message, channel.receive()))
+        values: list[bytes] = []
+        began = time.process_time()
+        try:
+            while (message := cast(Message, channel.receive())).kind == "base":
+                values.append(message.payload)
+            answer: _Answer = _Told(channel, known) if message.fields.get("learn") else channel
+            if message.kind == "advance":
+                answer.send("done", _advanced(Base.decode(values[0]), assignment, message.fields))
+                return
+            source = Source(assignment)
+            source.build()
+            offprint = Offprint(cover=cover_of(assignment.loader.options))
+            if message.kind == "aggregate":
+                states = cast(list[Any], decode_state(values[0]))
+                answer.send("done", encode_state(source.aggregate(states)))
+                return
+            if message.kind == "prove":
+                bases = [Base.decode(value) for value in values]
+                told = _prove(source, bases[0], message.fields, offprint, *bases[1:])
+                answer.send("done", took=time.process_time() - began, **told)
+                return
+            if len(values) > 1:
+                source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
+            _state(source, Base.decode(values[0]), message.fields, offprint, answer)
+        except LaneLostError:
+            raise
+        except Exception as error:
+            channel.send("failed", error=plain_detail(error))
+
+
+def _prove(
+    source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, opened: Base | None = None
+) -> dict[str, Any]:
+    """Whether the base leads to what was delivered, and if not, which batch differs.
+
+    `digests`: total -> [epoch, digest] of the batches behind it. Where they lie beyond the end of its epoch: also in
+    which way the loader gets there, see epoch_crossing.py; `rewinds`: in which it does as far as is known. `opened`: a
+    snapshot of the loader that streamed, after the first batch there. `generators`: see _compare. `early`: the same as
+    `digests`, of the slot's first batches, or none. If the base does not lead to its batches, whether a loader from the
+    beginning makes those at least.
+    """
+    delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
+    source.restore(base)
+    differs, what = _compare(source, delivered, offprint, base.place.epoch, fields["generators"])
+    beyond = {total: entry for total, entry in delivered.items() if entry[0] > base.place.epoch}
+    if not what and beyond and not fields["left"] and source.next() is not END:
+        differs, what = source.place.total, "goes on after the last batch of its pass"
+    if what:
+        early = {int(total): (epoch, digest) for total, (epoch, digest) in fields["early"].items()}
+        alike = True
+        if early and source.past.whole:
+            source.begin()
+            source.open_pass()
+            alike = not _compare(source, early, offprint, 0)[1]
+        return {"same": False, "differs": differs, "what": what, "alike": alike}
+    if beyond and fields["left"]:
+        source.abandon_pass(source.place.total)
+    rewinds = ""
+    if beyond and source.restored:
+        rewinds = _way_over(source, beyond, offprint, fields["rewinds"] or KEPT, opened)
+    return {"same": True, "rewinds": rewinds}
+
+
+def _way_over(
+    source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint, known: str, opened: Base | None
+) -> str:
+    """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
+    leads there still, else in a more careful one."""
+    end, place = source.rng(), source.place.copy()
+    for way in WAYS[WAYS.index(known) : WAYS.index(REPLAY)]:
+        source.place = place.copy()
+        try:
+            if way == FRESH:
+                source.renew(end)
+            if _leads_on(source, beyond, offprint, opened):
+                return way
+        except InputFnError as error:  # one that cannot begin again where it was restored
+            _log.info("%s: it does not get over the end of its epoch: %s", source.name, error.message)
+        source.abort()
+    return REPLAY
+
+
+def _leads_on(source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint, opened: Base | None) -> bool:
+    """Whether the source, between two epochs, goes on with these batches. With the first of them it must also be what
+    the loader that streamed was: the epoch after may come of what it is, and not of what it has yielded."""
+    for epoch in sorted({epoch for epoch, _ in beyond.values()}):
+        while source.place.epoch < epoch:
+            if not source.is_open:
+                source.open()
+            if source.next() is not END:
+                return False
+        source.open()
+        if _compare(source, beyond, offprint, epoch, opened=opened)[1]:
+            return False
+    return True
+
+
+def _compare(
+    source: Source,
+    delivered: dict[int, tuple[int, int]],
+    offprint: Offprint,
+    epoch: int,
+    generators: int = 0,
+    opened: Base | None = None,
+) -> tuple[int, str]:
+    """Which of the batches that come in this epoch is not as delivered, and what comes instead; or "". `generators`:
+    hash of the generators after the first of them, 0 if it is not known. `opened`: what the loader was after one."""
+    while (expected := delivered.get(source.place.total + 1)) is not None and expected[0] == epoch:
+        batch = source.next()
+        if batch is END:
+            return source.place.total + 1, "yields nothing more"
+        digest, samples = offprint.take(batch)
+        source.place.samples += samples
+        if digest != expected[1]:
+            return source.place.total, "yields another batch"
+        if generators and source.rng_hash() != generators:
+            return source.place.total, "draws other random numbers"
+        if opened is not None and source.place.total == opened.place.total and not _is_as(source, opened):
+            return source.place.total, "is in another state"
+        generators = 0
+    return 0, ""
+
+
+def _is_as(source: Source, base: Base) -> bool:
+    """The loader says of itself what it said then, and so do the random generators."""
+    state = source.state(base.step or base.place.total)[0]
+    return source.rng() == base.rng and encode_state(state) == encode_state(base.state)
+
+
+def _advanced(base: Base, assignment: records_pb2.WorkerAssignment, fields: dict[str, Any]) -> bytes:
+    """The state after the base that the loader's class says, `batches` further in the epoch."""
+    loader = load_class(fields["loader"], assignment.loader)
+    place = Place(base.place.epoch, fields["delivered"], fields["total"], fields["samples"])
+    state = loader.advance_state(base.state, place.total - base.place.total)
+    return replace(base, place=place, state=state, digest=fields["digest"], rng_before=None, step=0).encode()
+
+
+def _all_over(source: Source, epoch: int) -> bool:
+    """Nothing comes before pass `epoch`. Else the loop left a pass, of which nobody here knows, and who resumed from
+    the state of this place would go on with what it left."""
+    while source.place.epoch < epoch:
+        if not source.is_open:
+            source.open_pass()
+        if source.next() is not END:
+            return False
+    return True
+
+
+def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, channel: _Answer) -> None:
+    """Replay from the base to `total` in pass `epoch`, and save there, as of the box's `step`; from the beginning if
+    the base does not lead there."""
+    try:
+        source.restore(base)
+        told, data = _replayed(source, base, base.place.epoch, fields, offprint)
+    except UNFIT as mismatch:
+        if base.is_beginning or not base.past.whole:
+            raise
+        _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
+        past = source.past = base.past
+        source.begin()
+        told, data = _replayed(source, replace(source.open_pass(), past=past), base.place.epoch, fields, offprint)
+    channel.send("done", data, **told)
+
+
+def _replayed(
+    source: Source, base: Base, told_until: int, fields: dict[str, Any], offprint: Offprint
+) -> tuple[dict[str, Any], bytes]:
+    """What is told of the way from a base, where the source stands, and the state that was taken there. `told_until`:
+    the epoch before which the base's past names all that were left."""
+    delivered = {int(total): digest for total, digest in fields["digests"].items()}
+    replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
+
+    def seen(batch: Any) -> None:
+        source.digest, samples = offprint.take(batch)
+        source.place.samples += samples
+        replayed.append((source.place.epoch, source.digest, source.place.samples))
+        expected = delivered.get(source.place.total)
+        if expected is not None and expected != source.digest:
+            raise ReplayMismatchError(
+                f"{source.name}: replayed from its state after batch {base.place.total}, it yields another batch "
+                f"{source.place.total} than was delivered; its state cannot be saved"
+            )
+
+    epoch, total = fields["epoch"], fields["total"]
+    way = dict(base.past.left) | {int(known): at for known, at in fields["left"].items()}
+    left = {known: at for known, at in way.items() if base.place.epoch <= known < epoch}
+    for known in sorted(left):
+        if not (source.seek(left[known], known, seen) and _all_over(source, known)):
+            return {"elsewhere": True}, b""
+        leave(source, known, left[known])
+    opened = source.open_pass(step=fields["step"]) if left else None
+    if not source.seek(total, epoch, seen):
+        return {"ended": True, "epoch": epoch, "total": source.place.total}, b""
+    place = source.place.copy()
+    unheard = told_until < fields["left_from"] <= epoch
+    if unheard or (place.epoch == epoch and place.delivered != fields["delivered"]):
+        return {"elsewhere": True}, b""
+    user, rng = None, b""
+    if source.traits.state_methods == 4:  # which is aggregated; for others what is saved is the base and the count
+        source.require_state()
+        if source.unsaved is not None:
+            raise source.unsaved
+        user = opened.state if opened is not None and opened.place == place else source.state(fields["step"])[0]
+        rng = source.rng()
+    data = source.marked(Base(place, user, rng, digest=source.digest, behind=base)).encode()
+    if place.epoch < epoch and not _all_over(source, epoch):
+        return {"elsewhere": True}, b""
+    there = {"samples": place.samples, "digest": source.digest, "replayed": list(replayed)}
+    following = 0
+    if fields.get("following") and place.epoch == epoch:
+        if source.peek() is END:
+            source.next()
+            source.open_pass()
+        following = 0 if (batch := source.next()) is END else offprint.take(batch)[0]
+    return {"ended": False, "following": following, "over": source.place.epoch > epoch, **there}, data

@@ -1,0 +1,607 @@
+"""The child that runs one slot: the user's loader in its main thread, and nothing beside it.
+
+    next(loader) -> flatten into a ring slot -> digest, ledger -> snapshot, if one is due -> descriptor to the consumer
+
+It has no thread of ours, for user code may fork here, and no gRPC. Between two batches it looks at its two sockets, the
+lane's and the daemon's, when there is reason to: the ring is half taken, a batch was slow, or there is nothing else to
+do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from penstock.proto.batch.digest import Cover, cover_of, layout, region_digest, rows_digest, rows_in
+from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
+from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.errors import (
+    LaneLostError,
+    ReplayMismatchError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+from penstock.proto.lane.endpoints import Producer, Slab
+from penstock.proto.lane.frames import KNOWN_STRUCTURES, LONG_SHAPES
+from penstock.proto.lane.ring import ring_bytes
+from penstock.proto.state import assignment as place_of
+from penstock.proto.state.codec import decode_state
+from penstock.proto.state.snapshot_cadence import Cadence
+from penstock.proto.v1 import lane_pb2, records_pb2
+from penstock.runtime.process import forks
+from penstock.worker.batch.building import lend
+from penstock.worker.batch.entry_lease import Lease
+from penstock.worker.batch.stacking import Builder
+from penstock.worker.loader.epoch_crossing import catch_up, travel
+from penstock.worker.loader.restart_points import END, UNFIT, Base
+from penstock.worker.loader.restorable_loader import Source
+from penstock.worker.loader.start import start
+from penstock.worker.processes.control_channel import (
+    Channel,
+    DescriptorsClosedError,
+    Message,
+    assignment_of,
+    payload_of,
+    plain_detail,
+)
+from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.runner.local_restart_points import Known, OwnBases
+
+__all__ = ["run_slot"]
+
+_log = logging.getLogger("penstock.worker")
+
+SLOW_BATCH_S = 0.001
+"""A batch that took longer is followed by a look at the sockets; it costs 2 us."""
+LONGEST_DEAF_S = 0.1
+"""Between two looks when neither of the others calls for one."""
+KEPT_LEFT = 64
+"""Passes left that it remembers; each has at least an origin of its own."""
+
+
+class _StopError(Exception):
+    """The daemon wants this slot to end."""
+
+
+def run_slot(channel: Channel, ledger: Ledger) -> None:
+    """The life of a runner, from its assignment to its end."""
+    message = cast(Message, channel.receive())
+    assignment = assignment_of(message)
+    runner = _Runner(assignment, channel, ledger)
+    forks.host_user_code()
+    for own in (channel, ledger, runner.producer):
+        forks.keep(own)
+    try:
+        runner.prepare()
+        runner.stream()
+    except (_StopError, LaneLostError):
+        pass
+    finally:
+        with contextlib.suppress(OSError):  # user code may have closed its descriptors
+            runner.producer.close()
+
+
+@dataclass
+class _Start:
+    """What the daemon sent to start from, besides the assignment."""
+
+    resume: dict[str, Any] | None
+    bases: list[Base]
+    begins: bool = False
+    """Another runner's beginning is not among them: to be made again."""
+
+
+class _Runner:
+    def __init__(self, assignment: records_pb2.WorkerAssignment, channel: Channel, ledger: Ledger) -> None:
+        options = assignment.loader.options
+        self.assignment = assignment
+        self.producer = Producer(options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box))
+        self.source = Source(assignment, self._doing, ledger.here)
+        self._channel = channel
+        self._ledger = ledger
+        self._flattener = Flattener(strict=options.strict_structure)
+        self._cover = cover_of(assignment.loader.options)
+        self._lease = Lease(self.producer, self._wait_in_user_code)
+        self._interrupt: Exception | None = None  # what came up while user code waited for a slot
+        lend(Builder(self._lease))
+        self._numbers: OrderedDict[int, tuple[int, Structure]] = OrderedDict()
+        self._structures = 0
+        self._cadence = Cadence()
+        self._own = OwnBases()
+        self._start_data = b""
+        """Where the stream comes from, encoded."""
+        self._counts = False
+        """States of the loader mislead: restart points are counted from the start."""
+        self._left: dict[int, int] = {}
+        """Pass -> the slot's batches when the loop left it."""
+        self._hello: lane_pb2.Hello | None = None
+        self._bases: list[Base] = []
+        """That came after the start: of a successor, whose predecessor has gone on meanwhile."""
+        self._looked = False
+        self._begun = False
+        self._generators_at = 0
+        """The batch after which the generators are told: the one behind the newest base, for its proof."""
+        self._last_look = 0.0
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+        self._polled = (-1, 0)  # the consumer's socket and what is asked of it
+        base = assignment.base
+        turns = list(base.live) or list(range(assignment.num_workers_per_box))
+        ahead = (turns.index(assignment.slot) - base.cursor) % len(turns) if assignment.slot in turns else 0
+        own = base.slots[assignment.slot].total if len(base.slots) > assignment.slot else 0
+        self._first_total, self._first_step, self._stride = own, base.step + ahead + 1, len(turns)
+
+    # ---- starting
+
+    def prepare(self) -> None:
+        """Build the loader and bring it to where the slot starts; any failure is told to the daemon and ends us."""
+        source = self.source
+        self._doing("starting")
+        try:
+            sent = self._receive_start()
+            source.build()
+            if sent.begins or not self.assignment.recovery:
+                start(source, sent.resume, partial(self._keep, begins=True), self._seek)
+            self._say_ready()
+            if self.assignment.recovery:
+                if self.assignment.resume.blob and source.by_own_methods and not sent.begins:
+                    source.learn_resume(self._await_resume())
+                own = [Base.decode(self._start_data)] if sent.begins else []
+                self._recover(own + sent.bases)
+        except (_StopError, LaneLostError, DescriptorsClosedError):
+            raise
+        except Exception as error:
+            self._channel.send("failed", error=plain_detail(error))
+            raise _StopError from error
+        if place_of.looked_at():
+            self._ledger.saw_look()
+        self._ledger.place(source.place.total, source.place.epoch, source.place.samples)
+
+    def _receive_start(self) -> _Start:
+        sent = _Start(None, [])
+        while (message := cast(Message, self._channel.receive())).kind != "go":
+            if message.kind == "resume":
+                sent.resume = cast(dict[str, Any], decode_state(payload_of(message)))
+            elif message.kind == "base":
+                sent.bases.append(Base.decode(message.payload))
+            elif message.kind == "rewinds":
+                self.source.learn_rewinds(message.fields["rewinds"])
+            elif message.kind == "misleads":
+                self._counts = True
+            elif message.kind == "begins":
+                sent.begins = True
+            elif message.kind == "stop":
+                raise _StopError
+        return sent
+
+    def _recover(self, bases: list[Base]) -> None:
+        """Another runner had this slot: go to the batch after the last one delivered, and prove the way right."""
+        self._doing("waiting")
+        while self._hello is None:
+            self._serve(None)
+        hello, bases = self._hello, bases + self._bases
+        delivered, epoch = hello.next_total - 1, hello.epoch
+        left = self._left = {pass_left.epoch: pass_left.total for pass_left in hello.left}
+        usable = [base for base in bases if base.place.epoch <= epoch and base.place.total <= delivered]
+        # What was taken of a pass beyond the place where the loop left it is not on the way.
+        usable = [base for base in usable if base.place.total <= left.get(base.place.epoch, base.place.total)]
+        # And a pass that was opened ahead of the loop began behind that place.
+        usable = [base for base in usable if base.place.began <= left.get(base.place.epoch - 1, base.place.began)]
+        # Nor is a snapshot of just that place, if there is another: a loader that was loaded and has yielded nothing
+        # may not know that it is in the middle of a pass, and would go on with it when the next one is opened.
+        usable = [base for base in usable if base.is_origin or base.place.total != left.get(base.place.epoch)] or usable
+        # Strictly before the last delivered batch if there is one, so that at least that one is compared.
+        before = [base for base in usable if base.place.total < delivered] or usable
+        if not before:
+            raise ReplayMismatchError(f"{self.source.name}: no snapshot lies before batch {delivered + 1} of the slot")
+        # Each was proven, but over a few batches; what is kept besides lies further back.
+        ways = sorted(before, key=lambda base: (base.place.epoch, base.place.total), reverse=True)
+        base = self._first_fit(ways, delivered, epoch, hello.last_digest)
+        self._keep(base, origin=base.rng_before is not None, start=True)
+        catch_up(self.source, epoch)
+
+    def _first_fit(self, ways: list[Base], total: int, epoch: int, digest: int) -> Base:
+        """Go to the place from the first of these that leads there, else from the beginning; returns that one."""
+        past, failure = ways[0].past, None
+        for base in ways if not (self._counts and past.whole) else ways[:0]:
+            try:
+                self._replay(base, total, epoch, digest)
+                return base
+            except UNFIT as mismatch:
+                _log.warning("%s; it is replayed from an older place instead", mismatch.message)
+                failure = mismatch
+        if failure is not None and (not past.whole or ways[-1].is_beginning):
+            raise failure
+        self.source.past = past
+        self.source.begin()
+        beginning = self.source.open_pass()
+        self._travel(dict(past.left) | self._left, total, epoch, digest)
+        return beginning
+
+    def _await_resume(self) -> dict[str, Any]:
+        """What the launch resumed from, which the daemon has fetched only for those that need it again."""
+        self._channel.send("wants_resume")
+        while (message := cast(Message, self._channel.receive())).kind != "resume":
+            self._heed(message)
+        return cast(dict[str, Any], decode_state(payload_of(message)))
+
+    def _open_pass(self) -> None:
+        """Open the next pass, and keep its origin."""
+        source = self.source
+        self._keep(source.open_pass(step=self._step_of(source.place.total)))
+
+    def _replay(self, base: Base, total: int, epoch: int, digest: int) -> None:
+        """Go to the place after batch `total`, the way that the loop went."""
+        self.source.restore(base)
+        self._travel(dict(base.past.left) | self._left, total, epoch, digest)
+
+    def _travel(self, left: dict[int, int], total: int, epoch: int, digest: int) -> None:
+
+        def seek(to: int, within: int) -> None:
+            self._seek(to, within, digest if (to, within) == (total, epoch) else 0)
+
+        travel(self.source, left, total, epoch, seek)
+
+    def _seek(self, total: int, epoch: int, digest: int) -> None:
+        source, offprint = self.source, Offprint(self._flattener, cover=self._cover)
+
+        def seen(batch: Any) -> None:
+            source.digest, samples = offprint.take(batch)
+            place = source.place
+            place.samples += samples
+            known = self._ledger.entry(place.total) if self._begun else None
+            if known is not None and known.epoch == place.epoch and known.digest != source.digest:
+                raise ReplayMismatchError(
+                    f"{source.name}: brought back into pass {place.epoch}, it yields another batch {place.total} of "
+                    "the slot than before; the loader does not reproduce its batches"
+                )
+            self._ledger.note(place.total, place.epoch, source.digest, place.samples)
+            self._ledger.replayed()
+            self._poll_now()
+
+        before = source.place.total
+        if not source.seek(total, epoch, seen, self._open_pass):
+            raise ReplayMismatchError(
+                f"{source.name}: pass {epoch} ended after batch {source.place.total} of the slot, but batch {total} "
+                "had been delivered: its data are not what they were"
+            )
+        if before < total and digest and source.digest != digest:
+            raise ReplayMismatchError(
+                f"{source.name}: replayed from its last snapshot, batch {total} of the slot differs from the one that "
+                "was delivered; the loader does not reproduce its batches"
+            )
+
+    def _say_ready(self) -> None:
+        self._channel.send("ready", self.source.traits.SerializeToString())
+
+    # ---- streaming
+
+    def stream(self) -> None:
+        """Pass after pass, as far as the consumer opens them. Does not return before it is told to stop."""
+        source = self.source
+        try:
+            while True:
+                if self.producer.abandoned:
+                    self._go_back()
+                if not source.is_open:
+                    self._await_epoch()
+                    self._open_pass()
+                self._stream_pass()
+        except (_StopError, LaneLostError, DescriptorsClosedError):
+            raise
+        except Exception as error:
+            self.producer.fail(source.place.epoch, source.place.total, records_pb2.ErrorDetail(**plain_detail(error)))
+            self._channel.send("broken", error=plain_detail(error))
+        self._doing("waiting")
+        while True:
+            self._serve(None)
+
+    def _await_epoch(self) -> None:
+        while self.producer.abandoned:  # a pass that had already ended here
+            self._go_back()
+        while self.producer.open_epochs < self.source.place.epoch:
+            self._doing("waiting")
+            self._serve(None)
+            while self.producer.abandoned:
+                self._go_back()
+
+    def _stream_pass(self) -> None:
+        source, producer, ledger, flatten = self.source, self.producer, self._ledger, self._flattener.flatten
+        place = source.place
+        clock, cover = time.monotonic, self._cover
+        self._doing("next")
+        ledger.here(place.epoch, 0)
+        while True:
+            started = clock()
+            batch = self._next()
+            if producer.abandoned:  # heard of while user code waited for a slot: nothing more of this pass may be sent
+                del batch
+                self._go_back()
+                return
+            if batch is END:
+                self._lease.release()
+                ended = place.epoch - 1
+                producer.end(ended, place.total)
+                ledger.end(ended, place.total)
+                return
+            flat = flatten(batch)
+            del batch
+            slab = self._reserve(flat)
+            if slab is None:
+                del flat
+                self._go_back()
+                return
+            ring, offset = slab.ring, slab.offset
+            flat.write_to(ring.address + offset)
+            structure, nbytes, shapes = flat.structure, flat.nbytes, flat.shapes
+            seed, dims = layout(structure.key, nbytes, shapes)
+            if cover == Cover.ROWS:
+                digest = source.digest = rows_digest(structure, shapes, ring.view, offset, nbytes)
+            else:
+                digest = source.digest = region_digest(seed, ring.view, offset, nbytes, cover == Cover.FULL)
+            place.samples += rows_in(structure, shapes)
+            known = self._numbers.get(id(structure))
+            number = self._learn(structure) if known is None else known[0]
+            del flat
+            total = place.total
+            now = clock()
+            if total == self._generators_at:
+                self._channel.send("generators", total=total, hash=source.rng_hash())
+            if total in producer.wanted or place.delivered == 1 or self._cadence.due(now):
+                self._snapshot()
+                self._doing("next")
+            if not self._looked and place_of.looked_at():
+                self._looked = True
+                ledger.saw_look()
+            ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
+            producer.publish(slab, total, place.epoch, number, nbytes, dims, digest, cover=cover)
+            if not self._begun:
+                self._begun = True
+                self._channel.send("begun")
+            if (
+                (producer.free_slots * 2 <= producer.ring_slots and not producer.blocked)
+                or now - started > SLOW_BATCH_S
+                or now - self._last_look > LONGEST_DEAF_S
+            ):
+                self._last_look = now
+                self._poll_now()
+                if producer.abandoned:
+                    self._go_back()
+                    return
+
+    def _next(self) -> Any:
+        """The next batch or END; the user's code may build it in a ring slot."""
+        self._lease.offered = True
+        try:
+            return self.source.next()
+        finally:
+            self._lease.offered = False
+            if self._interrupt is not None:
+                raise self._interrupt
+
+    def _learn(self, structure: Structure) -> int:
+        """A number for a structure. It stays alive in the table, so its id is its own."""
+        self._structures += 1
+        self._numbers[id(structure)] = self._structures, structure
+        if len(self._numbers) > KNOWN_STRUCTURES:
+            self._numbers.popitem(last=False)
+        self.producer.know_structure(self._structures, structure.to_bytes())
+        return self._structures
+
+    def _reserve(self, flat: FlatBatch) -> Slab | None:
+        """A ring slot; waits for one. None if the loop left this pass meanwhile."""
+        producer = self.producer
+        need = flat.nbytes + (8 * len(flat.shapes) if len(flat.shapes) > LONG_SHAPES else 0)
+        slab = self._lease.take(flat, need) or producer.reserve(need)
+        if slab is not None:
+            return slab
+        self._doing("sending")
+        while slab is None:
+            self._serve(None)
+            if producer.abandoned:
+                return None
+            slab = producer.reserve(need)
+        self._doing("next")
+        return slab
+
+    def _wait_in_user_code(self) -> bool:
+        """The same wait, for a batch that is yet to be built. What ends it is raised when user code has returned, for
+        that might catch it; False until then, and if the loop left this pass meanwhile."""
+        if self._interrupt is None and not self.producer.abandoned:
+            self._doing("sending")
+            try:
+                self._serve(None)
+            except Exception as error:
+                self._interrupt = error
+            self._doing("next")
+        return self._interrupt is None and not self.producer.abandoned
+
+    # ---- snapshots
+
+    def _snapshot(self) -> None:
+        """Save the loader after this batch. One that cannot be saved goes on streaming; the save will say so."""
+        source, producer = self.source, self.producer
+        total = source.place.total
+        steps = producer.wanted.pop(total, None)
+        if not source.saves_state or self._cadence.stopped:
+            self._cadence.stopped = True
+            return
+        with self._cadence.timed():
+            for step in steps or [self._step_of(total)]:
+                try:
+                    base = source.snapshot(step)
+                    data = base.encode()
+                except Exception as error:
+                    self._cadence.stopped = True
+                    self._channel.send("unsaved", error=plain_detail(error))
+                    return
+                self._send_base(base, data, origin=False, start=self._is_counted(base), wanted=steps is not None)
+                if not base.step:
+                    break  # its state_dict() did not ask for the step: it is the same for all of them
+        for stale in [known for known in producer.wanted if known <= producer.delivered]:
+            del producer.wanted[stale]
+
+    def _is_counted(self, base: Base) -> bool:
+        """It is come to from the start, and needs no proof."""
+        return self._counts and base.behind is not None
+
+    def _step_of(self, total: int) -> int:
+        """The box's step that delivers this batch, as long as all slots live."""
+        return self._first_step + (total - self._first_total - 1) * self._stride
+
+    def _keep(self, base: Base, start: bool = False, *, origin: bool = True, begins: bool = False) -> None:
+        """`start`: the slot starts from it, so that what is delivered comes from there and it needs no proof. `begins`:
+        so did the attempt."""
+        error = self.source.unsaved
+        if error is None:
+            try:
+                data = self.source.marked(base, way_on=start).encode()
+                if start:
+                    self._start_data = data
+                    self.source.counts_from = Base.decode(data) if self._counts else None
+                self._send_base(
+                    base, data, origin=origin, start=start or self._is_counted(base), begins=begins and start
+                )
+                return
+            except UnsupportedStateError as refused:
+                error = refused
+        self._cadence.stopped = True
+        self._channel.send("unsaved", error=plain_detail(error))
+
+    def _send_base(self, base: Base, data: bytes, *, origin: bool, **said: bool) -> None:
+        """`said`: what else there is to say of it; see Kept in snapshots.py."""
+        place, told = base.place, cast(dict[str, Any], {"start": False, "wanted": False, "begins": False} | said)
+        self._own.add(Known(place.epoch, place.total, data), origin=origin)
+        self._generators_at = place.total + 1
+        self._channel.send(
+            "base",
+            data,
+            epoch=place.epoch,
+            delivered=place.delivered,
+            total=place.total,
+            samples=place.samples,
+            origin=origin,
+            step=base.step,
+            **told,
+        )
+
+    def _go_back(self) -> None:
+        """The loop left a pass. Go to where it left it, for what we ran ahead has moved the loader and its randomness
+        on, and close the pass there: what follows must not depend on how far ahead we were."""
+        source, producer = self.source, self.producer
+        epoch, delivered = producer.abandoned.popleft(), producer.delivered
+        place = source.place
+        if epoch > place.epoch:
+            return
+        if not source.saves_state:
+            self._leave_unsaved(epoch, delivered)
+        else:
+            if (place.epoch, place.total) != (epoch, delivered) or source.is_ahead:
+                self._return_to(epoch, delivered)
+            catch_up(source, epoch)
+            if not source.is_open:  # left before it was opened here, by a loop that was quick to leave two passes
+                self._open_pass()
+        source.abandon_pass(delivered)
+        self._left[epoch] = delivered
+        if len(self._left) > KEPT_LEFT:
+            del self._left[min(self._left)]
+        self._lease.release()
+        self._own.forget_after(epoch)
+        self._ledger.cut(epoch, delivered)
+        self._ledger.place(delivered, epoch, source.place.samples)
+        self._channel.send("left", epoch=epoch, total=delivered)
+
+    def _return_to(self, epoch: int, total: int) -> None:
+        """Restore the loader to the place after batch `total` in a pass that we ran ahead of."""
+        source = self.source
+        known = self._own.ways_to(epoch, total, self._left, exact=source.traits.exact_states)
+        delivered = self._ledger.entry(total)
+        digest = delivered.digest if delivered is not None else 0
+        failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
+        past = source.past
+        doubted = not known.inside and not self._begins_at(known.origins[-1:], total, epoch)
+        for base in known.in_order(epoch, origins_doubted=doubted):
+            try:
+                self._replay(Base.decode(base.data), total, epoch, digest)
+                return
+            except UNFIT as mismatch:
+                failure = StateMismatchError(mismatch.message)
+        if not past.whole:
+            raise failure
+        source.past = past
+        source.begin()
+        self._travel(dict(past.left) | self._left, total, epoch, digest)
+
+    def _begins_at(self, origins: list[Known], total: int, epoch: int) -> bool:
+        """False if the loader, restored from the origin of a pass of which nothing was taken, does not go on with the
+        batch that came next there: no other batch would show that it is elsewhere."""
+        ahead = self._ledger.entry(total + 1)
+        if not origins or origins[-1].total != total or ahead is None or ahead.epoch != epoch:
+            return True
+        if self.source.traits.own_workers:  # which each try would start anew
+            return True
+        try:
+            self._replay(Base.decode(origins[-1].data), total + 1, epoch, ahead.digest)
+        except UNFIT:
+            return False
+        return True
+
+    def _leave_unsaved(self, epoch: int, total: int) -> None:
+        """The same for a loader without states, which cannot be taken back; what it read ahead (of a queue, say) it has
+        read. But its randomness from here on is a function of the place, too."""
+        source, delivered = self.source, self._ledger.entry(total)
+        source.reseed("left", epoch, total)
+        source.place.epoch, source.place.total = epoch, total
+        if delivered is not None:
+            source.place.samples = delivered.samples
+
+    # ---- the two sockets
+
+    def _serve(self, timeout_s: float | None) -> None:
+        """Wait for the daemon or the consumer, and do what they say."""
+        producer, poll = self.producer, self._poll
+        producer.flush()
+        consumer = producer.fileno(), select.POLLIN | (select.POLLOUT if producer.blocked else 0)
+        if consumer != self._polled:
+            if self._polled[0] >= 0:
+                poll.unregister(self._polled[0])
+            if consumer[0] >= 0:
+                poll.register(*consumer)
+            self._polled = consumer
+        for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000):
+            if fd == self._channel.fileno():
+                self._listen()
+            else:
+                producer.flush()
+                producer.take_acks()
+
+    def _poll_now(self) -> None:
+        self._serve(0)
+
+    def _listen(self) -> None:
+        while (message := self._channel.receive(wait=False)) is not None:
+            self._heed(message)
+
+    def _heed(self, message: Message) -> None:
+        if message.kind == "stop":
+            raise _StopError
+        if message.kind == "rewinds":
+            self.source.learn_rewinds(message.fields["rewinds"])
+        elif message.kind == "misleads":
+            self._counts, self.source.counts_from = True, Base.decode(self._start_data)
+        elif message.kind == "base":
+            self._bases.append(Base.decode(message.payload))
+        elif message.kind == "attach":
+            hello = lane_pb2.Hello.FromString(message.payload)
+            self._hello = hello
+            self.producer.attach(socket.socket(fileno=message.fds[0]), hello)
+
+    def _doing(self, activity: str) -> None:
+        self._ledger.doing(activity, self.producer.delivered)
