@@ -43,7 +43,7 @@ PUBLIC = ("penstock.client", "penstock.client.checkpoint", "penstock.worker", "p
 nitpick_ignore_regex = [
     # Of other projects, or private: named in signatures, and not documented here.
     (r"py:.*", r"(?!penstock\.).*"),
-    (r"py:.*", r"penstock\.(?!client\.\w+$|client\.checkpoint\.\w+$|worker\.\w+$|worker\.datasets\.\w+$).*"),
+    (r"py:.*", r"penstock\.(?!client\.\w+$|client\.checkpoint\.\w+$|worker\.\w+$|data\.\w+$).*"),
 ]
 
 html_theme = "furo"

@@ -20,7 +20,7 @@ API = {
     "penstock.client.integrations.lightning": "client.md",
     "penstock.client.integrations.transformers": "client.md",
     "penstock.worker": "worker.md",
-    "penstock.data": "worker-datasets.md",
+    "penstock.data": "data.md",
 }
 _ROW = re.compile(r"^\| `(\w+)`(?: \(`(\w+)`\))? \| [^|]+ \| `(\w+)` \| (\d+) \| [^|]+ \|$", re.MULTILINE)
 

@@ -19,6 +19,7 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 ROOTS = ("appliance", "client", "deploy", "proto", "worker")
+PACKAGES = (*ROOTS, "data", "runtime")
 
 
 @dataclass
@@ -86,12 +87,12 @@ def test_the_sdist_has_what_it_takes_to_build_and_test(installed: Installed) -> 
     assert not [name for name in names if made_here & set(name.split("/"))]
 
 
-def test_the_wheel_has_the_five_packages_and_nothing_else(installed: Installed) -> None:
+def test_the_wheel_has_the_packages_and_nothing_else(installed: Installed) -> None:
     inside = {name for name in installed.wheel if ".dist-info/" not in name}
-    assert {name.split("/")[1] for name in inside} == set(ROOTS)
+    assert {name.split("/")[1] for name in inside} == set(PACKAGES)
     assert {name.split("/")[0] for name in inside} == {"penstock"}
     assert "penstock/__init__.py" not in inside
-    assert {f"penstock/{root}/py.typed" for root in ROOTS} <= inside
+    assert {f"penstock/{package}/py.typed" for package in PACKAGES} <= inside
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed.wheel)
     of_the_tree = {
         path.relative_to(REPO / root).as_posix() for root in ROOTS for path in (REPO / root / "penstock").rglob("*.py")
@@ -109,7 +110,7 @@ print(json.dumps([version("penstock"), list(penstock.__path__), homes]))
 
 
 def test_it_is_what_is_imported_and_run(installed: Installed) -> None:
-    version, path, homes = json.loads(installed.run(str(installed.python), "-c", WHERE, *ROOTS))
+    version, path, homes = json.loads(installed.run(str(installed.python), "-c", WHERE, *PACKAGES))
     assert path == [str(installed.site / "penstock")]
     assert all(Path(home).is_relative_to(installed.site) for home in homes.values()), homes
     command = str(installed.python.with_name("penstock"))

@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.deploy.forking_interpreter import Interpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
+from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.processes.control_channel import Message
-from penstock.worker.processes.exit_causes import how_it_ended
 
 __all__ = ["Answer", "Ward"]
 
@@ -66,5 +66,5 @@ class Ward(Interpreter):
         if said and said.done.kind == "failed":
             raise error_named(**said.done.fields["error"])
         if not said or said.done.kind != "done":
-            raise WorkerLostError(how_it_ended(status, f"{what}: the process that ran it", None))
+            raise WorkerLostError(f"{what}: the process that ran it {describe_exit(status)}")
         return said

@@ -14,9 +14,9 @@ from typing import Any
 
 from penstock.deploy.forking_interpreter import Interpreter, kill_group, show_stack
 from penstock.proto.errors import DeadlineError, LaneLostError, PenstockError, WorkerLostError, error_named
+from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.processes.child_processes import START_DEADLINE_S
 from penstock.worker.processes.control_channel import Channel, Message
-from penstock.worker.processes.exit_causes import how_it_ended
 
 __all__ = ["Crew", "Forker", "Task", "digests_of"]
 
@@ -135,7 +135,7 @@ class Crew:
         fd = os.pidfd_open(self._pids[slot])
         try:
             if select.select([fd], [], [], EXIT_S)[0]:
-                how = how_it_ended(self._forker.reap(self._pids[slot]), name, None)
+                how = f"{name} {describe_exit(self._forker.reap(self._pids[slot]))}"
         finally:
             os.close(fd)
         return WorkerLostError(f"{how}, after batch {self._at[slot]} of the worker or later")

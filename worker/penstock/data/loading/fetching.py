@@ -30,7 +30,7 @@ from torch import _C
 from penstock.data.loading.map_reading import MapReader
 from penstock.data.ordering.epoch_plan import Plan, Walk
 from penstock.proto.errors import DatasetError, InvalidArgumentError
-from penstock.worker.processes.exit_causes import how_it_ended
+from penstock.runtime.process.exit_status import describe_exit
 
 __all__ = ["Ahead", "in_processes", "in_threads"]
 
@@ -162,7 +162,7 @@ def _explained(error: Exception, workers: list[Any], name: str) -> Exception:
     if isinstance(error, RuntimeError):
         status = _status(workers, DIES_S if isinstance(error, _CutShort) else 0.0)
         if status is not None:
-            return RuntimeError(how_it_ended(status, f"a process that reads {name}", None))
+            return RuntimeError(f"a process that reads {name} {describe_exit(status)}")
     error.__context__ = None
     return error.with_traceback(None)
 

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 from penstock.proto.errors import DeadlineError, WorkerLostError, error_named
 from penstock.proto.v1 import records_pb2
+from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import Helper, Helpers
 from penstock.worker.processes.child_processes import Child, Zygote, about_slot
 from penstock.worker.processes.control_channel import Message
-from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
+from penstock.worker.processes.exit_causes import descriptors_closed
 from penstock.worker.processes.progress_page import Ledger
 from penstock.worker.resources.turn_queue import TurnQueue
 
@@ -135,7 +136,7 @@ async def _by_child(
                 raise _late(what, task, deadline_s, await child.stack())
             status = child.exited.result()
             if last or child.unwanted or status != -signal.SIGKILL:
-                how = f"{how_it_ended(status, what, None)} in its {task}; the stream goes on"
+                how = f"{what} {describe_exit(status)} in its {task}; the stream goes on"
                 raise descriptors_closed(status, what) or WorkerLostError(how, remote_traceback=child.last_stack)
         finally:
             child.kill()
