@@ -158,7 +158,7 @@ def test_forget_leaves_nothing(world: World) -> None:
     ("fields", "error", "words"),
     [
         ({"box": 2, "num_boxes": 2}, BoxOutOfRangeError, "with num_boxes=2 the boxes are 0 to 1"),
-        ({"num_boxes": 70_000, "num_workers_per_box": 1}, InvalidArgumentError, "more than 65536 workers"),
+        ({"num_boxes": 70_000, "num_workers_per_box": 1}, InvalidArgumentError, "more than 16384 workers"),
         ({"resume": records_pb2.Resume(blob="none")}, InvalidArgumentError, "no blob none to resume from"),
         ({"loader": records_pb2.LoaderSpec(arguments_blob="x")}, InvalidArgumentError, "no blob x to make the loader"),
         ({"base": Position.start(3, step=4).to_proto()}, InvalidArgumentError, "has 3 slots, the box has 2"),
@@ -179,8 +179,10 @@ def test_openings_that_cannot_be_meant(
 
 def test_an_opening_is_as_large_as_the_loop_can_take(world: World) -> None:
     """Six of 65,536 workers stopped a coordinator for minutes, and arguments of 4 MB were in no budget."""
-    with pytest.raises(InvalidArgumentError, match="num_workers_per_box must be at most 1024, got 1025"):
-        world.open(num_workers_per_box=1025)
+    with pytest.raises(InvalidArgumentError, match="slots must be at most 4096 for one worker, got 4097"):
+        world.worker("huge", 4097)
+    with pytest.raises(InvalidArgumentError, match="num_workers_per_box must be at most 256, got 257"):
+        world.open(num_workers_per_box=257)
     large = records_pb2.LoaderSpec(arguments=b"x" * 300_000)
     with pytest.raises(InvalidArgumentError, match=r"at most 262144 bytes, got 3000\d\d: send large arguments with"):
         world.open(loader=large)

@@ -102,7 +102,7 @@ def of_positions(boxes: int, **options: Any) -> dict[str, Any]:
     [
         ({"batch_size": 2}, (0, 1), "--boxes 0: it must be at least 1"),
         ({"batch_size": 2}, (1, -1), "--workers -1: it must be at least 1"),
-        ({"batch_size": 2}, (10_000, 10), "these are 100000 workers, and a run has 65536 at most"),
+        ({"batch_size": 2}, (10_000, 10), "these are 100000 workers, and a run has 16384 at most"),
         ({"global_batch_size": 5}, (6, 1), "global batches of 5 rows, and each of 6 boxes needs at least one"),
     ],
 )

@@ -7,7 +7,7 @@ one, and when, is in state_machine.py.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from penstock.appliance.core import box_history
@@ -68,6 +68,10 @@ class Books:
         """Slots that have a successor."""
         self.waiting: dict[SlotKey, Slot] = {}
         """Slots of live boxes that no worker has, in the order in which they began to wait."""
+        self._to_place: deque[SlotKey] = deque()
+        """Of `waiting`, those that `place_waiting` has not looked at yet in its present round."""
+        self._stuck: set[str] = set()
+        """Each input_fn that no worker with room may run, as found in this round."""
         self.touched: set[tuple[str, int, int]] = set()
         """(run, attempt, box) whose slots or progress changed: their part of state queries is to be planned again."""
         self.tickets_expire = 0
@@ -253,16 +257,21 @@ class Books:
         attempt.state, attempt.why = state, why
         self.events.add(f"attempt {state.value}", why, run=attempt.run, attempt=attempt.number)
         run.current = None
+        left: set[str] = set()
         for box in attempt.boxes.values():
             self.slots_held[box.credential] -= len(box.slots)
             for slot in box.slots:
                 self.dismiss(slot)
-                self._detach(slot)
+                if slot.worker:
+                    left.add(self._take(slot))
                 self.waiting.pop(slot.key, None)
                 run.generation = max(run.generation, slot.generation, slot.reserved)
             self.save_box(attempt, box)
             self.save_track(attempt, box)
             self.bump_box(attempt, box)
+        for name in sorted(left):
+            if name in self.workers:
+                self.bump_worker(self.workers[name])
         clients = {box.number: box.client for box in attempt.boxes.values()}
         run.past[attempt.number] = Past(attempt.number, attempt.key, state, why, clients)
         for table in ("slots", "skips", "cuts", "reserved"):
@@ -316,16 +325,23 @@ class Books:
         place = {name: value for name, value in slot.key._asdict().items() if name != "run"}
         self.events.add(kind, text, run=slot.key.run, worker=worker, generation=slot.generation, **place)
 
-    def _detach(self, slot: Slot) -> bool:
-        """Takes the slot from its worker's set; false if it had none."""
-        if not slot.worker:
-            return False
-        worker = self.workers.get(slot.worker)
-        if worker is not None and slot.key in worker.slots:
+    def _take(self, slot: Slot) -> str:
+        """Take the slot from the worker that has it, whose name this returns, and whose version is to be raised."""
+        name = slot.worker
+        worker = self.workers.get(name)
+        if worker is not None:
             worker.slots.discard(slot.key)
-            self.bump_worker(worker)
         slot.worker = slot.session = ""
         self.placed -= 1
+        return name
+
+    def _detach(self, slot: Slot) -> bool:
+        """Take the slot from its worker; false if it had none."""
+        if not slot.worker:
+            return False
+        worker = self.workers.get(self._take(slot))
+        if worker is not None:
+            self.bump_worker(worker)
         return True
 
     def move(self, slot: Slot, note: str, loss_at: float | None, making: records_pb2.Skip | None = None) -> None:
@@ -403,15 +419,24 @@ class Books:
             self._tell("slot recovered", text, slot, slot.worker)
 
     def place_waiting(self) -> None:
-        """Gives waiting slots to workers that have room."""
-        if self.room.is_full:
-            return
-        stuck: set[str] = set()
-        """What no worker with room may run: one slot's answer is that of all with the same input_fn."""
-        for slot in list(self.waiting.values()):
+        """Give waiting slots to workers that have room, in the order in which they began to wait. One call looks at
+        `slots_at_once` of them, the next one at those behind: to place 16,384 in one go would keep others waiting."""
+        begun = False  # a round, by this call
+        for _ in range(self.limits.slots_at_once):
+            if self.room.is_full:
+                self._to_place.clear()
+            elif not self._to_place and not begun:
+                begun = True
+                self._to_place.extend(self.waiting)
+                self._stuck.clear()
+            if not self._to_place:
+                return
+            slot = self.waiting.get(self._to_place.popleft())
+            if slot is None:  # it has ended meanwhile
+                continue
             attempt, box = self.box_of(slot)
             opened, input_fn = box.opening, box.opening.loader.input_fn
-            if input_fn in stuck:
+            if input_fn in self._stuck:
                 continue
             far = box.unreachable_since(self.events.now - self.limits.unreachable_s) if box.unreachable else set()
             worker = self.room.choose(slot, opened.host_id, input_fn, far)
@@ -420,7 +445,7 @@ class Books:
                 worker = self.room.choose(slot, opened.host_id, input_fn, far)
                 worker = worker or self.room.choose(slot, opened.host_id, input_fn)
             if worker is None:
-                stuck.add(input_fn)
+                self._stuck.add(input_fn)
                 continue
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
@@ -431,12 +456,14 @@ class Books:
             self.save_slot(slot)
             self.bump_worker(worker)
             self.bump_box(attempt, box)
-            if self.room.is_full:
-                return
 
     def drop_silent(self, now: float, patience_s: float = 0.0) -> None:
-        """Workers whose lease ended so long ago are gone."""
+        """Drop workers whose lease ended so long ago: as many as hold `slots_at_once`, the others at the next look."""
+        moved = 0
         for worker in [worker for worker in self.workers.values() if worker.lease_until + patience_s <= now]:
+            if moved >= self.limits.slots_at_once:
+                break
+            moved += len(worker.slots)
             del self.workers[worker.name]
             note = f"worker {worker.name} was not heard of for {now - worker.seen_at:.1f} s"
             if not worker.left:

@@ -271,6 +271,11 @@ class Registry:
         now, books = self._clock(), self.books
         if not request.worker or not request.session or request.slots < 1:
             raise InvalidArgumentError("a worker needs a name, a session and at least one slot")
+        if request.slots > self.limits.worker_slots_max:
+            raise InvalidArgumentError(
+                f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
+                "several workers"
+            )
         books.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
@@ -473,8 +478,9 @@ class Registry:
             slot.gauge.saved_at = self._clock()
         self.slot_of_generation(key, header.generation)
 
-    def blob_stored(self, name: str, size: int) -> None:
-        self.books.ledger.add_blob(name, size, self._clock())
+    def blob_stored(self, name: str, size: int, credential: str = "") -> None:
+        """`credential`: the token that it came with."""
+        self.books.ledger.add_blob(name, size, self._clock(), credential)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -544,17 +550,22 @@ class Registry:
         books.drop_silent(now, patience_s(books.strain, books.worker_pace().lease_s))
         books.count_fleet(now)
         overdue = now - patience_s(books.strain, books.box_pace().lease_s)
+        vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
         books.live_boxes = 0
         for attempt in books.open_attempts():
             for box in attempt.boxes.values():
                 named |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
+                if vacated >= limits.slots_at_once:
+                    continue
                 if box.place is Place.LIVE and box.lease_until <= overdue:
+                    vacated += len(box.slots)
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
                     books.vacate(attempt, box, Place.GONE, note)
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
+                    vacated += len(box.slots)
                     books.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
             live = sum(box.place is Place.LIVE for box in attempt.boxes.values())
             books.live_boxes += live
@@ -588,12 +599,16 @@ class Registry:
         if now < self._found_by or not books.waiting:
             return
         asked: dict[str, str] = {}
+        failed = 0
         for box in [box for attempt in books.open_attempts() for box in attempt.boxes.values()]:
             input_fn = box.opening.loader.input_fn
             if input_fn not in asked:
                 asked[input_fn] = nobody_may(input_fn, books.workers.values())
             for slot in box.slots if asked[input_fn] else ():
                 if slot.key in books.waiting and not slot.restarts:
+                    failed += 1
+                    if failed > self.limits.slots_at_once:
+                        return
                     del books.waiting[slot.key]
                     books.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
 

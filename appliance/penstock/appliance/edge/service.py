@@ -28,7 +28,7 @@ from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.core.state_queries import ROOM
 from penstock.appliance.edge.coordinator_metrics import Vitals
 from penstock.appliance.edge.rate_limits import Admission, address_of
-from penstock.appliance.edge.transfers import Paced, Transfer
+from penstock.appliance.edge.transfers import Paced, Transfer, ended_when_slow
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.request_checks import check_counts, check_name
@@ -37,17 +37,18 @@ from penstock.appliance.states.recent_queries import Fetches
 from penstock.appliance.states.state_query import BoxState, Gathering
 from penstock.appliance.states.state_stream import Turns, packed, parts
 from penstock.appliance.storage.group_commit import Syncing
-from penstock.appliance.storage.snapshot_index import Drop, DropBlob, Kept
+from penstock.appliance.storage.snapshot_index import Drop, DropBlob
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.appliance.storage.snapshot_writer import Inflow, Writer
 from penstock.proto.errors import (
     DeadlineError,
     InvalidArgumentError,
     JournalError,
+    OverloadedError,
     ProtocolError,
     StateUnavailableError,
 )
-from penstock.proto.rpc.auth_interceptor import credential
+from penstock.proto.rpc.auth_interceptor import alone, credential
 from penstock.proto.rpc.calls import blob_name, pieces
 from penstock.proto.rpc.channel import CHUNK, detail_of, error_of
 from penstock.proto.state.state_json import state_as_json
@@ -61,12 +62,19 @@ _Result = TypeVar("_Result")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class Wait(asyncio.Event):
+    """Somebody who waits for a topic."""
+
+    over = False
+    """Others have come for the same, and this one is answered as it is."""
+
+
 class Signals:
     """Wakes whoever waits for a topic, in the order in which they came: a set's order would differ in each process, and
     a simulated history could not be played again."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Topic, dict[asyncio.Event, None]] = {}
+        self._waiting: dict[Topic, dict[Wait, None]] = {}
 
     def changed(self, topic: Topic) -> None:
         for event in self._waiting.get(topic, ()):
@@ -77,9 +85,15 @@ class Signals:
             self.changed(topic)
 
     @contextlib.contextmanager
-    def on(self, topic: Topic) -> Iterator[asyncio.Event]:
-        event = asyncio.Event()
+    def on(self, topic: Topic, most: int | None = None) -> Iterator[Wait]:
+        """`most`: so many may wait for the topic; one more, and it is over for the one that has waited longest."""
+        event = Wait()
         events = self._waiting.setdefault(topic, {})
+        if most is not None and len(events) >= most:
+            oldest = next(iter(events))
+            del events[oldest]
+            oldest.over = True
+            oldest.set()
         events[event] = None
         try:
             yield event
@@ -123,6 +137,9 @@ class Service(CoordinatorServicer):
         self._journal = Syncing(registry.books.journal)
         self._disk = Writer(store)
         self._snapshots_in, self._blobs_in = Inflow(limits.transfers_max), Inflow(limits.transfers_max)
+        self._reads = Inflow(limits.reads_max)
+        self._queries: Counter[str] = Counter()
+        """State queries under way, by the token of the asker."""
         self._turns = Turns()
         self._drops: list[Drop] = []
         self._beating: Counter[tuple[str, str]] = Counter()
@@ -204,8 +221,8 @@ class Service(CoordinatorServicer):
         until = loop.time() + hold_s
         if hold_s <= 0 or version() != seen:
             return
-        with self._signals.on(topic) as event:
-            while version() == seen and not self._closing and loop.time() < until:
+        with self._signals.on(topic, self._limits.watches_max) as event:
+            while version() == seen and not self._closing and not event.over and loop.time() < until:
                 event.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
@@ -239,7 +256,7 @@ class Service(CoordinatorServicer):
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
         gathering: Gathering | None = None
-        with self._fetches.noted(request) as noted:
+        with self._asking(credential()), self._fetches.noted(request) as noted:
             closed = self._closed.find(request) if self._is_over(request) else None
             if closed is not None:
                 noted.attempt, noted.step = closed.attempt, closed.step
@@ -271,6 +288,19 @@ class Service(CoordinatorServicer):
             finally:
                 if gathering is not None:  # an asker from then on, even if that could not be written
                     self._registry.end_state(gathering, sent)
+
+    @contextlib.contextmanager
+    def _asking(self, asker: str) -> Iterator[None]:
+        """While a state query of this token is open. Raises OverloadedError if it has too many."""
+        if self._queries[asker] >= self._limits.queries_of_token_max:
+            raise OverloadedError(f"{self._queries[asker]} state queries of one token are open, which is the limit")
+        self._queries[asker] += 1
+        try:
+            yield
+        finally:
+            self._queries[asker] -= 1
+            if not self._queries[asker]:
+                del self._queries[asker]
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
         """It asks for a state of a run that has ended."""
@@ -369,7 +399,7 @@ class Service(CoordinatorServicer):
             if refused := self._ledger.why_refused(key, header.size):
                 return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
             transfer = Transfer("PutSnapshot", header.size)
-            async with self._snapshots_in.taken(header.size):
+            async with self._snapshots_in.taken(header.size, credential()):
                 if refused := self._ledger.why_refused(key, header.size):  # by now
                     return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
                 with self._ledger.expecting(header.size):
@@ -386,14 +416,14 @@ class Service(CoordinatorServicer):
         async with self._journal.synced():
             self._registry.slot_to_recover(key, request.generation)
         for kept in self._ledger.snapshots(key):
-            found = await self._disk.run(self._store.snapshot, key, kept)
-            if found is None:
-                continue  # dropped since: a newer one that serves as well follows
-            header, data = found
-            yield pb.SnapshotPart(header=header)
-            for piece in pieces(data):
-                await self._turns.next()
-                yield pb.SnapshotPart(data=piece)
+            async with self._reads.taken(kept.size, credential()):
+                found = await self._disk.run(self._store.snapshot, key, kept)
+                if found is None:
+                    continue  # dropped since: a newer one that serves as well follows
+                header, data = found
+                yield pb.SnapshotPart(header=header)
+                async for piece in self._read("GetSnapshots", data):
+                    yield pb.SnapshotPart(data=piece)
 
     async def PutState(self, parts: AsyncIterator[pb.AnswerPart], context: _Context) -> pb.PutStateReply:
         coming = Paced("PutState", parts, self._limits)
@@ -444,14 +474,14 @@ class Service(CoordinatorServicer):
         name, size = first.blob, first.size
         if not self._ledger.has_blob(name):
             self._check_blob(first)
-            async with self._blobs_in.taken(size):
+            async with self._blobs_in.taken(size, credential()):
                 if not self._ledger.has_blob(name):  # another box has sent it meanwhile
                     await self._take_blob(first, coming)
-        self._registry.blob_stored(name, size)
+        self._registry.blob_stored(name, size, credential())
         return pb.PutBlobReply(blob=name)
 
     def _check_blob(self, first: pb.BlobPart) -> None:
-        refused = self._ledger.why_blob_refused(first.size)
+        refused = self._ledger.why_blob_refused(first.size, "" if alone() else credential())
         if refused:
             raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
 
@@ -469,27 +499,36 @@ class Service(CoordinatorServicer):
             await self._disk.run(self._store.put_blob, name, data)
 
     async def GetBlob(self, request: pb.GetBlobRequest, context: _Context) -> AsyncIterator[pb.BlobPart]:
-        data = await self._disk.run(self._store.blob, request.blob)
-        if data is None:
-            raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
-        for piece in pieces(data):
-            await self._turns.next()
-            yield pb.BlobPart(data=piece)
+        async with self._reads.taken(self._ledger.blob_size(request.blob), credential()):
+            data = await self._disk.run(self._store.blob, request.blob)
+            if data is None:
+                raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
+            async for piece in self._read("GetBlob", data):
+                yield pb.BlobPart(data=piece)
+
+    async def _read(self, what: str, data: bytes) -> AsyncIterator[bytes]:
+        """The pieces of a value for one who reads it, and takes them fast enough."""
+        with ended_when_slow(what, self._limits) as reader:
+            for piece in pieces(data):
+                await self._turns.next()
+                yield piece
+                reader.took(len(piece))
 
     async def FetchHistory(self, request: pb.FetchHistoryRequest, context: _Context) -> AsyncIterator[pb.HistoryPart]:
         if request.HasField("snapshot"):
             at = request.snapshot
             check_counts(attempt=at.attempt, epoch=at.epoch, total=at.total)
             key = SlotKey(at.run, at.attempt, at.box, at.slot)
-            found = await self._disk.run(self._store.snapshot, key, Kept(at.total, at.epoch, 0))
-            if found is None:
-                raise StateUnavailableError(
-                    f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} is not kept "
-                    "any more: a newer one has taken its place; ask again"
-                )
-            for piece in pieces(found[1]):
-                await self._turns.next()
-                yield pb.HistoryPart(data=piece)
+            kept = self._ledger.find(key, at.total, at.epoch)
+            async with self._reads.taken(kept.size, credential()):
+                found = await self._disk.run(self._store.snapshot, key, kept)
+                if found is None:
+                    raise StateUnavailableError(
+                        f"the snapshot after batch {at.total} of box {at.box} slot {at.slot} of run {at.run} is not "
+                        "kept any more: a newer one has taken its place; ask again"
+                    )
+                async for piece in self._read("FetchHistory", found[1]):
+                    yield pb.HistoryPart(data=piece)
             return
         books = self._registry.books
         journal, track = books.journal.path, books.track(request.run, request.box)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from penstock.appliance.model.limits import Limits
 from penstock.proto.errors import DeadlineError, ProtocolError
 
-__all__ = ["Paced", "Transfer"]
+__all__ = ["Paced", "Reader", "Transfer", "ended_when_slow"]
+
+
+log = logging.getLogger(__name__)
 
 
 class _HasData(Protocol):
@@ -77,3 +82,46 @@ class Transfer:
         if self._data.tell() != self._size:
             raise ProtocolError(f"{self._what}: {self._size} bytes declared, {self._data.tell()} came")
         return self._data.getvalue()
+
+
+class Reader:
+    """One who is sent a value: what it has taken, and since when."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._begun = asyncio.get_running_loop().time()
+        self._taken = 0
+        self.timer: asyncio.TimerHandle
+        """The next look at it."""
+
+    def took(self, size: int) -> None:
+        self._taken += size
+
+    def left_s(self) -> float:
+        """Seconds until it is slower than a reader may be."""
+        passed = asyncio.get_running_loop().time() - self._begun
+        return self._limits.part_s + self._taken / self._limits.least_bytes_per_s - passed
+
+
+@contextmanager
+def ended_when_slow(what: str, limits: Limits) -> Iterator[Reader]:
+    """End the call that is being answered if its reader does not keep up the rate of senders: the value is in memory
+    until then, and others wait for the room. The handler may be anywhere in gRPC, where no timeout of ours reaches, so
+    its task is cancelled. The caller learns it when it reads on, or by its own deadline.
+    """
+    task, loop, reader = asyncio.current_task(), asyncio.get_running_loop(), Reader(limits)
+    assert task is not None
+
+    def look() -> None:
+        left_s = reader.left_s()
+        if left_s > 0:
+            reader.timer = loop.call_later(left_s, look)
+        else:
+            log.warning("%s is ended: its reader takes less than %d bytes a second", what, limits.least_bytes_per_s)
+            task.cancel()
+
+    reader.timer = loop.call_later(limits.part_s, look)
+    try:
+        yield reader
+    finally:
+        reader.timer.cancel()

@@ -105,6 +105,10 @@ class Limits:
     byte in 10 s kept every job from its start."""
     blob_share: float = 0.9
     """Blobs may fill this share of the budget: without a snapshot nothing can start."""
+    blob_token_share: float = 0.6
+    """Blobs that came with one token may fill this share of the budget, where tokens are told apart."""
+    reads_max: int = 128 * MIB
+    """Bytes of snapshots and blobs in memory on their way to readers: half for small ones."""
     blob_idle_s: float = 3600.0
     """A blob that no open attempt names is dropped so long after it came: boxes send it before they open."""
     snapshot_bytes_per_s: float = 32 * MIB
@@ -145,16 +149,25 @@ class Limits:
     """Workers that are there at a time."""
     admissions: Admissions = field(default_factory=lambda: Admissions())
     """How fast workers may register and runs be opened."""
-    slots_max: int = 65_536
-    """Boxes times workers of a run, and of all runs that one token has open: a mistyped number should be an error, not
-    a coordinator without memory."""
-    slots_open_max: int = 131_072
+    slots_max: int = 16_384
+    """Boxes times workers of a run, and of all runs that one token has open: a mistyped number should be an error, and
+    an attempt that ends or is superseded ends in one go, some 50 ms for so many."""
+    slots_open_max: int = 65_536
     """Of all runs that are open. Each takes some 5 KB."""
-    box_slots_max: int = 1024
+    box_slots_max: int = 256
     """Workers of a box: to open it, and to tell its view, takes 20 us for each, in which heartbeats wait."""
+    worker_slots_max: int = 4096
+    """Slots of a worker: to tell it all of them takes 20 us for each."""
+    slots_at_once: int = 1024
+    """Slots that are placed, lost or failed in one go, before other calls have their turn: some 20 ms."""
     opening_max: int = 256 * KIB
     """Bytes of an opening, which is kept in memory and in the journal. Large arguments go ahead as a blob, and count in
     the budget."""
+    watches_max: int = 4
+    """Held answers to one box or one worker. One more, and the oldest is answered at once: who calls again has lost the
+    connection of the one before."""
+    queries_of_token_max: int = 1024
+    """State queries that one token has open at a time, over all runs."""
     queries_max: int = 64
     """State queries of a run that are open at a time, and two more for each of its boxes: every one is a question to
     all workers of the run."""

@@ -63,6 +63,8 @@ Drop = DropSnapshot | DropAttempt | DropBlob
 class _Blob:
     size: int
     touched: float
+    credential: str = ""
+    """Which token it came with, by its digest; "" if that is not known: before a restart."""
 
 
 class Ledger:
@@ -106,6 +108,11 @@ class Ledger:
     def snapshots(self, key: SlotKey) -> list[Kept]:
         """Oldest first."""
         return list(self._snapshots.get(key, ()))
+
+    def find(self, key: SlotKey, total: int, epoch: int) -> Kept:
+        """Return the snapshot at that position; one of 0 bytes if it is not listed: of a past attempt, say."""
+        there = (kept for kept in self._snapshots.get(key, ()) if (kept.total, kept.epoch) == (total, epoch))
+        return next(there, Kept(total, epoch, 0))
 
     def attempts(self) -> set[tuple[str, int]]:
         return {(key.run, key.attempt) for key in self._snapshots}
@@ -164,32 +171,41 @@ class Ledger:
     def has_blob(self, name: str) -> bool:
         return name in self._blobs
 
-    def why_blob_refused(self, size: int) -> str:
+    def blob_size(self, name: str) -> int:
+        """Its bytes; 0 if it is not there."""
+        blob = self._blobs.get(name)
+        return 0 if blob is None else blob.size
+
+    def why_blob_refused(self, size: int, credential: str = "") -> str:
+        """Return why a blob of this size may not be written now, or "". `credential`: the token that it comes with."""
         if size > self._limits.value_max:
             return f"{size} bytes are above the {self._limits.value_max} that can be kept"
         if self.used + self.coming + size > self._limits.budget:
             used = f"{self.used} of {self._limits.budget} bytes of the coordinator's budget are in use"
             return f"{size} bytes: {used}; {_MORE}"
-        blobs, limit = (
-            sum(blob.size for blob in self._blobs.values()),
-            int(self._limits.budget * self._limits.blob_share),
-        )
-        if blobs + size > limit:
-            return f"{size} bytes: {blobs} of {limit} bytes of the coordinator's budget for blobs are in use; {_MORE}"
+        shares = [("blobs", list(self._blobs.values()), self._limits.blob_share)]
+        if credential:
+            own = [blob for blob in self._blobs.values() if blob.credential == credential]
+            shares.append(("blobs of one token", own, self._limits.blob_token_share))
+        for what, blobs, share in shares:
+            there, limit = sum(blob.size for blob in blobs), int(self._limits.budget * share)
+            if there + size > limit:
+                used = f"{there} of {limit} bytes of the coordinator's budget for {what} are in use"
+                return f"{size} bytes: {used}; {_MORE}"
         return ""
 
     def spare(self, drop: Drop) -> None:
         """It is about to be written again."""
         self._drops = [other for other in self._drops if other != drop]
 
-    def add_blob(self, name: str, size: int, now: float) -> None:
+    def add_blob(self, name: str, size: int, now: float, credential: str = "") -> None:
         """It is on disk; one that was there already is only younger now."""
         known = self._blobs.get(name)
         if known is not None:
             known.touched = now
             return
         self.used += size
-        self._blobs[name] = _Blob(size, now)
+        self._blobs[name] = _Blob(size, now, credential)
 
     def drop_idle_blobs(self, named: set[str], now: float) -> None:
         """Drops blobs that no open attempt names and that nobody sent for a while."""

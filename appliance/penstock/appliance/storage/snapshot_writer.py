@@ -9,7 +9,7 @@ starts sends as many first snapshots as it has slots, at once.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -38,26 +38,28 @@ class Inflow:
         self._small_size = limit // SMALL_SHARE
         self._small, self._large = Room(limit // 2), Room(limit // 2)
 
-    def taken(self, size: int) -> AbstractAsyncContextManager[None]:
-        """Waits until there is room for `size` bytes."""
-        return (self._small if size <= self._small_size else self._large).taken(size)
+    def taken(self, size: int, credential: str = "") -> AbstractAsyncContextManager[None]:
+        """Wait until there is room for `size` bytes of whoever has this token."""
+        return (self._small if size <= self._small_size else self._large).taken(size, credential)
 
 
 class Room:
-    """A bound on bytes in memory. Values are let in one after the other, in the order in which they came."""
+    """A bound on bytes in memory. Values are let in one after the other: first those of the token that has least in
+    here, and of one token in the order in which they came. So nobody waits for all that somebody else has lined up."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._by_token: Counter[str] = Counter()
+        self._waiting: deque[tuple[int, str, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
-    async def taken(self, size: int) -> AsyncIterator[None]:
-        """Waits until there is room for `size` bytes. A value above the bound comes alone. No deadline of its own: a
+    async def taken(self, size: int, credential: str = "") -> AsyncIterator[None]:
+        """Wait until there is room for `size` bytes. A value above the bound comes alone. No deadline of its own: a
         caller's call has one, and those before it move on or end with theirs."""
         if self._waiting or not self._fits(size):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            entry = (size, turn)
+            entry = (size, credential, turn)
             self._waiting.append(entry)
             try:
                 await turn
@@ -65,25 +67,35 @@ class Room:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
                 elif not turn.cancelled():  # let in just before; one that had given up by its turn was passed over
-                    self._used -= size
+                    self._count(-size, credential)
                 self._let_in()
                 raise
         else:
-            self._used += size
+            self._count(size, credential)
         try:
             yield
         finally:
-            self._used -= size
+            self._count(-size, credential)
             self._let_in()
+
+    def _count(self, size: int, credential: str) -> None:
+        self._used += size
+        self._by_token[credential] += size
+        if not self._by_token[credential]:
+            del self._by_token[credential]
 
     def _fits(self, size: int) -> bool:
         return self._used == 0 or self._used + size <= self._limit
 
     def _let_in(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            size, turn = self._waiting.popleft()
+        while self._waiting:
+            entry = min(self._waiting, key=lambda one: self._by_token[one[1]])
+            size, credential, turn = entry
+            if not self._fits(size):
+                return
+            self._waiting.remove(entry)
             if not turn.done():
-                self._used += size
+                self._count(size, credential)
                 turn.set_result(None)
 
 

@@ -40,7 +40,7 @@ from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_
 from penstock.proto.rpc.wire_errors import abort, status_of
 from penstock.runtime.telemetry.counters import CallTally
 
-__all__ = ["SERVICE", "Guard", "credential"]
+__all__ = ["SERVICE", "Guard", "alone", "credential"]
 
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
@@ -119,6 +119,7 @@ class Guard(grpc.GenericRpcHandler):
         caller = self._caller(dict(context.invocation_metadata() or ()))
         if isinstance(caller, Caller):
             _credential.set(caller.credential)
+            _alone.set(caller.alone)
             context.set_trailing_metadata(_proof(caller))
             if self._tls is not None and name in METHODS:
                 self._check_certificate(self._tls, name, caller, context)
@@ -153,6 +154,14 @@ class Guard(grpc.GenericRpcHandler):
 
 
 _credential: ContextVar[str] = ContextVar("penstock-credential", default="")
+
+
+_alone: ContextVar[bool] = ContextVar("penstock-alone", default=True)
+
+
+def alone() -> bool:
+    """Return whether training jobs have one token in all, so that budgets for one token are no use."""
+    return _alone.get()
 
 
 def credential() -> str:

@@ -107,6 +107,8 @@ class Caller:
     """Which token it has, by its digest."""
     proof: str = ""
     """What shows that this end knows the token too; "" for a caller who sent it."""
+    alone: bool = True
+    """No other token is good for training jobs: there is nobody to share with."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +153,18 @@ class Verifier:
         found = None
         for token, roles in self._tokens.roles.items():
             if hmac.compare_digest(shown.encode(), _hmac(token, "caller", self.challenge, nonce).encode()):
-                found = Caller(roles, _digest(token), _hmac(token, "coordinator", self.challenge, nonce))
+                proof = _hmac(token, "coordinator", self.challenge, nonce)
+                found = Caller(roles, _digest(token), proof, self._alone)
         return found
 
     def _bearer(self, authorization: str) -> Caller | None:
         token = authorization.removeprefix(_BEARER)
         roles = self._tokens.roles_of(token)
-        return Caller(roles, _digest(token.encode())) if roles else None
+        return Caller(roles, _digest(token.encode()), alone=self._alone) if roles else None
+
+    @property
+    def _alone(self) -> bool:
+        return sum("client" in roles for roles in self._tokens.roles.values()) < 2
 
 
 def _digest(token: bytes) -> str:

@@ -1,0 +1,236 @@
+"""What one caller may take of a coordinator: turns of its event loop, held answers, queries, room for values."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bearer import metadata
+
+from penstock.appliance.edge.server import IN_MEMORY, serve
+from penstock.appliance.model.limits import MIB, Limits
+from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_writer import Room
+from penstock.appliance.testing import World
+from penstock.proto.errors import InvalidArgumentError, OverloadedError
+from penstock.proto.rpc.calls import AsyncCoordinatorClient, blob_name, blob_parts
+from penstock.proto.rpc.channel import connect_aio
+from penstock.proto.v1 import coordinator_pb2 as pb
+from penstock.proto.v1.coordinator_pb2_grpc import CoordinatorStub
+
+TOKENS = "client:a-token-of-one\nclient:a-token-of-two\nworker:a-token-of-workers"
+
+
+@asynccontextmanager
+async def coordinator(limits: Limits) -> AsyncIterator[str]:
+    stop = asyncio.Event()
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        serve("127.0.0.1:0", IN_MEMORY, TOKENS, ready=address.set_result, stop=stop, limits=limits)
+    )
+    try:
+        yield await address
+    finally:
+        stop.set()
+        await running
+
+
+def opening() -> pb.OpenRunRequest:
+    request = pb.OpenRunRequest(job="job", client_id="c", num_boxes=1, num_workers_per_box=1)
+    request.loader.input_fn = "m:f"
+    return request
+
+
+# ------------------------------------------------------------------------------------------------ turns of the loop
+
+
+def test_slots_are_placed_in_slices() -> None:
+    world = World(replace(Limits(), slots_at_once=3))
+    for number in range(4):
+        world.open(number, num_boxes=4, num_workers_per_box=2)
+    worker = world.worker("w", 8)
+    books = world.registry.books
+    placed = [books.placed]
+    while books.waiting:
+        worker.report()
+        placed.append(books.placed)
+    assert placed == [3, 6, 8]
+    assert {len(box.slots) for attempt in books.open_attempts() for box in attempt.boxes.values()} == {2}
+
+
+def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
+    """They are passed over, a slice at a time, and those behind them are placed."""
+    world = World(replace(Limits(), slots_at_once=2))
+    stuck, served = pb.OpenRunRequest(job="stuck"), pb.OpenRunRequest(job="served")
+    stuck.loader.input_fn, served.loader.input_fn = "elsewhere:f", "here:f"
+    request = pb.RegisterWorkerRequest(worker="w", session="s", host_id="h", slots=8, allow=["here"])
+    world.open(job="stuck", num_workers_per_box=7, loader=stuck.loader)
+    world.open(job="served", num_workers_per_box=2, loader=served.loader)
+    world.registry.register_worker(request)
+    for _ in range(8):
+        world.registry.heartbeat(pb.HeartbeatRequest(worker="w", session="s"))
+    assert [slot.worker for slot in world.slots()] == [""] * 7 + ["w"] * 2
+
+
+def test_a_fleet_that_is_lost_goes_in_slices() -> None:
+    world = World(replace(Limits(), slots_at_once=4))
+    workers = [world.worker(f"w{number}", 2) for number in range(6)]
+    box = world.open(num_workers_per_box=12)
+    for _ in range(4):
+        workers[0].report()
+    books = world.registry.books
+    assert books.placed == 12
+    left = [6]
+    while left[-1]:
+        world.run_for(0.25, [box])
+        left.append(len(books.workers))
+    assert left[-3:] == [4, 2, 0]
+    assert [slot.worker for slot in world.slots()] == [""] * 12
+
+
+def test_boxes_that_are_lost_go_in_slices() -> None:
+    world = World(replace(Limits(), slots_at_once=4))
+    for number in range(6):
+        world.open(number, num_boxes=6, num_workers_per_box=2)
+    live = [6]
+    while live[-1]:
+        world.run_for(0.25)
+        live.append(world.registry.books.live_boxes)
+    assert live[-3:] == [4, 2, 0]
+
+
+def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
+    world = World(replace(Limits(), slots_at_once=3))
+    world.worker("w", 8)
+    world.open(num_workers_per_box=8, attempt_key="1")
+    for _ in range(4):
+        world.registry.tick()
+    assert world.registry.books.placed == 8
+    world.open(num_workers_per_box=8, attempt_key="2", client_id="again")
+    for _ in range(4):
+        world.registry.tick()
+    slots = world.slots()
+    assert [slot.worker for slot in slots] == ["w"] * 8
+    assert {slot.key.attempt for slot in slots} == {2}
+    assert world.registry.books.workers["w"].slots == {slot.key for slot in slots}
+
+
+# ---------------------------------------------------------------------------------------------------- held answers
+
+
+def test_a_box_holds_few_watches() -> None:
+    """One hundred long polls of one box, and as many of one worker: all but four are answered at once."""
+
+    async def run() -> None:
+        async with coordinator(Limits()) as address, AsyncCoordinatorClient(address, "a-token-of-one") as client:
+            reply = await client.open_run(opening())
+            watch = pb.WatchRunRequest(run=reply.run, attempt=1, box=0, client_id="c", hold_s=60)
+            watch.seen_version = (await client.watch_run(watch)).version
+            held = [asyncio.create_task(client.watch_run(watch)) for _ in range(100)]
+            async with asyncio.timeout(30):
+                while sum(task.done() for task in held) < 96:
+                    await asyncio.sleep(0.02)
+            assert all(task.result().version == watch.seen_version for task in held if task.done())
+            for task in held:
+                task.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def _first(call: Any) -> None:
+    await call.read()
+
+
+def test_a_token_has_so_many_queries_open() -> None:
+    async def run() -> None:
+        limits = replace(Limits(), queries_of_token_max=2)
+        async with coordinator(limits) as address, connect_aio(address) as bare:
+            stub = CoordinatorStub(bare)
+            one, two = metadata("a-token-of-one"), metadata("a-token-of-two")
+            await stub.OpenRun(opening(), metadata=one)
+            query = pb.FetchStateRequest(run="job/0", attempt=1, step=0, deadline_s=60)  # no worker can answer it
+            held = [asyncio.create_task(_first(stub.FetchState(query, metadata=one))) for _ in range(3)]
+            done, waiting = await asyncio.wait(held, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            (refused,) = (str(task.exception()) for task in done)
+            assert "2 state queries of one token are open" in refused
+            other = asyncio.create_task(_first(stub.FetchState(query, metadata=two)))
+            done, _ = await asyncio.wait([other], timeout=0.5)
+            assert not done, "another token has its own"
+            for task in (*waiting, other):
+                task.cancel()
+            await asyncio.gather(*held, other, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------------ room
+
+
+def test_one_token_does_not_fill_the_room_for_blobs() -> None:
+    ledger = Ledger(replace(Limits(), budget=1000))
+    ledger.add_blob("a", 500, 0.0, "one")
+    assert "500 of 600 bytes of the coordinator's budget for blobs of one token" in ledger.why_blob_refused(101, "one")
+    assert not ledger.why_blob_refused(100, "one")
+    assert not ledger.why_blob_refused(400, "two")
+    assert "500 of 900 bytes of the coordinator's budget for blobs are" in ledger.why_blob_refused(401, "two")
+
+
+def test_uploads_of_a_token_wait_for_their_own() -> None:
+    """Who lines up a hundred values keeps nobody else waiting for more than the one that is under way."""
+
+    async def run() -> None:
+        room, came = Room(10), list[str]()
+
+        async def one(who: str, size: int) -> None:
+            async with room.taken(size, who):
+                came.append(who)
+                await asyncio.sleep(0.001)
+
+        tasks = [asyncio.create_task(one("greedy", 5)) for _ in range(100)]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(one("other", 5)))
+        await asyncio.gather(*tasks)
+        assert came.index("other") <= 3
+        assert room._used == 0
+        assert not room._by_token
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_takes_nothing_is_ended() -> None:
+    """Its value is in memory, and others wait for the room."""
+
+    async def run() -> None:
+        limits = replace(Limits(), part_s=1.0, least_bytes_per_s=64 * MIB, reads_max=MIB)
+        async with (
+            coordinator(limits) as address,
+            AsyncCoordinatorClient(address, "a-token-of-workers") as client,
+            connect_aio(address) as bare,
+        ):
+            data = b"x" * (24 * MIB)
+            stub, name = CoordinatorStub(bare), blob_name(data)
+            await stub.PutBlob(blob_parts(data, "run"), metadata=metadata("a-token-of-one"))
+            slow = stub.GetBlob(pb.GetBlobRequest(blob=name), metadata=metadata("a-token-of-workers"))
+            await slow.read()
+            async with asyncio.timeout(60):
+                assert await client.get_blob(name) == data  # waits until the slow one is ended
+            slow.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_worker_has_so_many_slots() -> None:
+    with pytest.raises(InvalidArgumentError, match="slots must be at most 4096 for one worker, got 4097"):
+        World().worker("w", 4097)
+
+
+def test_slots_of_one_token_are_counted() -> None:
+    world = World(replace(Limits(), slots_max=4))
+    world.open(job="a", num_workers_per_box=3)
+    with pytest.raises(OverloadedError, match="3 of the 4 that one token"):
+        world.open(job="b", num_workers_per_box=2)
