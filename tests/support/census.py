@@ -46,7 +46,7 @@ def descendants(root: int) -> list[int]:
 
 def runners(daemon: int) -> list[int]:
     """What the zygotes of a daemon forked: runners, and scratch children."""
-    return [child for zygote in children(daemon, "zygote") for child in children(zygote)]
+    return [child for zygote in children(daemon, "fork_server") for child in children(zygote)]
 
 
 def children(parent: int, sign: str = "") -> list[int]:

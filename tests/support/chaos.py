@@ -219,7 +219,7 @@ class World:
             return
         below = {
             "runner": runners(daemon),
-            "zygote": children(daemon, "zygote"),
+            "zygote": children(daemon, "fork_server"),
             "daemon": [daemon],
             "machine": [daemon, *descendants(daemon)],
         }[what.rpartition(" ")[2]]

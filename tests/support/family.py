@@ -31,7 +31,7 @@ def children_of(pid: int) -> list[int]:
 
 def zygotes(daemon: int) -> list[int]:
     """Below a worker daemon."""
-    return children(daemon, "zygote")
+    return children(daemon, "fork_server")
 
 
 def runners(daemon: int) -> list[int]:

@@ -99,7 +99,7 @@ def test_nothing_but_time(cluster: Cluster) -> None:
     options = {"input": "stateful", "arguments": [400], "lane": "tcp", "steps": 900}
     with jobs_of(cluster, {"job": "job", "pace_s": 0.005, **options}) as (job,):
         job.reach(30)
-        zygotes, landers = children(daemon.pid, "zygote"), children(job.pid, "receiver.py")
+        zygotes, landers = children(daemon.pid, "fork_server"), children(job.pid, "receiver.py")
         assert zygotes
         assert landers
         for brief in ([daemon.pid], zygotes, landers, runners(daemon.pid)[:1], [job.pid]):
