@@ -41,6 +41,7 @@ GIB = 1 << 30
             "without pidfd_open",
         ),
         (machine_findings.check_cage(""), "ok", "only what they have started"),
+        (machine_findings.check_cage("", "root"), "warning", "but are root's"),
         (machine_findings.check_cage("the kernel has no Landlock"), "warning", "can signal and trace other processes"),
         (machine_findings.check_memory(64 * GIB, None, 8), "ok", "64.0 GiB free"),
         (machine_findings.check_memory(64 * GIB, (3 * GIB, 2 * GIB), 8), "warning", "2.0 GiB free, 3.0 GiB at most"),

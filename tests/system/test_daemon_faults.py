@@ -236,7 +236,9 @@ def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -
 
 def kill_zygote_once(daemon: int, reached: Path, released: Path) -> None:
     until(reached.exists, 20, "no scratch child was needed")
-    (zygote,) = [zygote for zygote in children(daemon, "fork_server") if len(children(zygote)) > 1]  # not one that is kept
+    (zygote,) = [
+        zygote for zygote in children(daemon, "fork_server") if len(children(zygote)) > 1
+    ]  # not one that is kept
     family = [zygote, *descendants(zygote)]
     os.kill(zygote, signal.SIGKILL)
     until(lambda: not alive(family), 20, lambda: f"alive: {alive(family)}")

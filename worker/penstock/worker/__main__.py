@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--start-timeout", type=float, default=START_DEADLINE_S)
     parser.add_argument("--drain-s", type=float, default=0.0)
     parser.add_argument("--lifeline-pid", type=int, action="append", default=[])
+    parser.add_argument("--runner-user", default="")
     parser.add_argument("--no-cage", action="store_true")
     parser.add_argument("--insecure", action="store_true")
     for what in ("ca", "cert", "key", "name"):
@@ -66,6 +67,7 @@ def main() -> int:
             runner_memory=options.runner_memory,
             starts=options.starts,
             start_timeout_s=options.start_timeout,
+            runner_user=options.runner_user,
             no_cage=options.no_cage,
         )
         asyncio.run(serve(settings, ready))

@@ -245,6 +245,11 @@ class WorkerSettings(Section):
         allow_inf_nan=False,
         description="Seconds that this worker goes on when it is told to end, while others get ready for its slots.",
     )
+    runner_user: str = Field(
+        "",
+        max_length=200,
+        description="User that your code runs as, by name or number; only root's worker can (default: its own).",
+    )
     no_cage: bool = Field(
         False,
         description="Let runners gain privileges (sudo, fusermount), and signal and trace other processes of the user.",

@@ -73,7 +73,8 @@ def check_machine(asked: Asked) -> Iterator[Finding]:
     requires = machine_probes.requirements()
     yield from machine_findings.check_packages(requires, machine_probes.installed(requires))
     yield machine_findings.check_kernel(platform.release(), machine_probes.kernel_gaps())
-    yield machine_findings.check_cage(sandbox.why_not_whole())
+    as_root = os.geteuid() == 0 and not _value(WorkerSettings, "runner_user", asked)
+    yield machine_findings.check_cage(sandbox.why_not_whole(), "root" if as_root else "")
     yield from _settings()
     slots = _value(WorkerSettings, "slots", asked) or os.cpu_count() or 1
     device = _value(JobSettings, "device", asked) or ""

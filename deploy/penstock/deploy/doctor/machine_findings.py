@@ -128,8 +128,14 @@ def check_files(soft: int, hard: int, slots: int) -> Finding:
     return ok("open files", found)
 
 
-def check_cage(lacking: str) -> Finding:
-    """`lacking`: what of a runner's cage the kernel does not have."""
+def check_cage(lacking: str, user: str = "") -> Finding:
+    """`lacking`: what of a runner's cage the kernel does not have. `user`: "root" if user code would run as root."""
+    if user == "root" and not lacking:
+        return warning(
+            "cage",
+            "runners gain no privileges, but are root's: they read and write every file that the worker can",
+            "penstock worker --runner-user USER, or start the worker as a user of its own.",
+        )
     if lacking:
         return warning(
             "cage",

@@ -156,6 +156,7 @@ def run_worker(
                 runner_memory=bytes_of(settings.runner_memory),
                 starts=settings.starts,
                 start_timeout_s=settings.start_timeout,
+                runner_user=settings.runner_user,
                 no_cage=settings.no_cage,
                 drain_s=settings.drain,
                 pulse_file=settings.pulse_file,

@@ -90,7 +90,7 @@ def _remove_if_left(base: Path, name: str) -> None:
     fd = os.open(base / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
-        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) not in (0o700, 0o711):
             return
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if stat.S_ISREG(os.stat(MARK, dir_fd=fd, follow_symlinks=False).st_mode):

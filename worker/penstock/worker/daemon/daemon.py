@@ -45,6 +45,7 @@ from penstock.worker.processes.child_output import unblocked_logging
 from penstock.worker.processes.child_processes import START_DEADLINE_S, Zygote, end_orphans
 from penstock.worker.processes.fork_servers import Zygotes
 from penstock.worker.processes.orphans import become_subreaper
+from penstock.worker.processes.runner_user import find_user
 from penstock.worker.processes.temporary_folders import TempDirs
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.resources.processor_time import cores
@@ -88,6 +89,8 @@ class Settings:
     """Runners that start at a time; 0 = as many as there are processors."""
     start_timeout_s: float = START_DEADLINE_S
     """Seconds that the interpreter of a run's runners may take to start."""
+    runner_user: str = ""
+    """Name or number of the user that user code runs as; "": the daemon's own. See runner_user.py."""
     no_cage: bool = False
     """Runners may do to other processes what their user may; else see sandbox.py."""
     tls: Tls | None = None
@@ -121,8 +124,11 @@ class Daemon:
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
-        self._tempdirs = TempDirs()
-        self._zygotes = Zygotes(self._tempdirs, self.starts, settings.start_timeout_s, caged=not settings.no_cage)
+        user = find_user(settings.runner_user) if settings.runner_user else None
+        self._tempdirs = TempDirs(user)
+        self._zygotes = Zygotes(
+            self._tempdirs, self.starts, settings.start_timeout_s, caged=not settings.no_cage, user=user
+        )
         self._heart = Heart(
             self._connect,
             lambda: self._heartbeat(0.0, bare=True),

@@ -26,6 +26,7 @@ from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, Lines
 from penstock.worker.processes.control_channel import Channel, Message
 from penstock.worker.processes.orphans import Orphans
 from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
 from penstock.worker.processes.temporary_folders import TempDirs
 from penstock.worker.processes.user_path import interpreter
@@ -337,7 +338,13 @@ class Zygote:
         self._ending: asyncio.Task[None] | None = None
 
     async def start(
-        self, seed: int, *, main_script: bool, caged: bool = True, deadline_s: float = START_DEADLINE_S
+        self,
+        seed: int,
+        *,
+        main_script: bool,
+        caged: bool = True,
+        user: RunnerUser | None = None,
+        deadline_s: float = START_DEADLINE_S,
     ) -> None:
         """Start it; returns when it can fork. One that takes too long, or is not wanted any more, is killed.
 
@@ -345,10 +352,12 @@ class Zygote:
             seed: of the run.
             main_script: for an input_fn that is defined in the trainer's script.
             caged: whether its children are; see sandbox.py.
+            user: whose its children are, if not this process's own; see runner_user.py.
             deadline_s: seconds that it may take; a tenth of it without asking for a processor.
         """
         try:
-            await self._start(seed, [*(["main"] if main_script else []), *(["caged"] if caged else [])])
+            traits = {"main": main_script, "caged": caged, f"user={user.encode() if user else ''}": user is not None}
+            await self._start(seed, [trait for trait, given in traits.items() if given])
             still_s = STANDS_STILL * deadline_s
             await unless_it_stands_still(asyncio.shield(self._up), self.pid, still_s, deadline_s)
         except BaseException as error:

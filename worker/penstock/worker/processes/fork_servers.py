@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.child_processes import Zygote
+from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.temporary_folders import TempDirs
 from penstock.worker.resources.turn_queue import TurnQueue
 
@@ -26,13 +27,17 @@ class Zygotes:
         starts: has room for one start less while a zygote that was killed does not end.
         deadline_s: seconds that one may take to start; see Zygote.start.
         caged: whether runners are; see sandbox.py.
+        user: whose runners are, if not the daemon's own; see runner_user.py.
     """
 
-    def __init__(self, tempdirs: TempDirs, starts: TurnQueue, deadline_s: float, *, caged: bool) -> None:
+    def __init__(
+        self, tempdirs: TempDirs, starts: TurnQueue, deadline_s: float, *, caged: bool, user: RunnerUser | None = None
+    ) -> None:
         self._tempdirs = tempdirs
         self._starts = starts
         self._deadline_s = deadline_s
         self._caged = caged
+        self._user = user
         self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
         self._retiring: dict[int, asyncio.TimerHandle] = {}
         self._given_up: set[asyncio.Task[Zygote]] = set()
@@ -49,7 +54,13 @@ class Zygotes:
         zygote = Zygote(self._tempdirs)
         try:
             main_script = bool(assignment.loader.main_path)
-            await zygote.start(assignment.seed, main_script=main_script, caged=self._caged, deadline_s=self._deadline_s)
+            await zygote.start(
+                assignment.seed,
+                main_script=main_script,
+                caged=self._caged,
+                user=self._user,
+                deadline_s=self._deadline_s,
+            )
         finally:
             if zygote.dead and zygote.lives:
                 self._starts.lend_until(zygote.wait())

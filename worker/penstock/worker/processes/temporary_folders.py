@@ -9,9 +9,11 @@ temporary files is its own affair.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 
 from penstock.runtime.files.private_folders import OwnFolder
+from penstock.worker.processes.runner_user import RunnerUser
 
 __all__ = ["TempDirs"]
 
@@ -19,13 +21,16 @@ _log = logging.getLogger("penstock.worker")
 
 
 class TempDirs:
-    """The directories of one daemon's children."""
+    """The directories of one daemon's children. `user`: whose these are, if not the daemon's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, user: RunnerUser | None = None) -> None:
         self._folder: OwnFolder | None = None
+        self._user = user
         self._count = 0
         try:
             self._folder = OwnFolder()
+            if user is not None:
+                os.chmod(self._folder.path, 0o711)  # what is below it is for its owner alone
         except OSError as error:
             _log.warning("children have no directory of their own for multiprocessing: %s", error)
 
@@ -37,6 +42,8 @@ class TempDirs:
         path = self._folder.path / str(self._count)
         try:
             path.mkdir(mode=0o700)
+            if self._user is not None:
+                self._user.own(str(path))
         except OSError:
             return ""
         return str(path)

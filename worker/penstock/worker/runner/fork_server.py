@@ -33,6 +33,7 @@ from penstock.proto.errors import LaneLostError
 from penstock.runtime.process import sandbox
 from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED, Channel, DescriptorsClosedError, Message
 from penstock.worker.processes.orphans import Orphans, become_subreaper, forget_shared_memory
+from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import write_stacks_to
 
 __all__ = ["die_with_parent", "main"]
@@ -60,12 +61,9 @@ def main() -> None:
     import numpy.random  # noqa: F401  # which numpy itself puts off: 5 ms in each child, for they seed it
     import torch
 
-    from penstock import data  # noqa: F401  # what children need, loaded once
-    from penstock.worker.runner import (
-        helper_process,  # noqa: F401  # what children need, loaded once
-        replayer,  # noqa: F401  # what children need, loaded once
-        runner,  # noqa: F401  # what children need, loaded once
-    )
+    # What children need, loaded once.
+    from penstock import data  # noqa: F401
+    from penstock.worker.runner import helper_process, replayer, runner  # noqa: F401
 
     if "main" in sys.argv[3:]:
         # Each runner will load the trainer's main script, that penstock.client, and that pydantic: 0.15 s, once here.
@@ -150,6 +148,9 @@ def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
         if message.fields["tempdir"]:
             # Where multiprocessing, and its processes below this one, put their sockets.
             multiprocessing.current_process()._config["tempdir"] = message.fields["tempdir"]  # type: ignore[attr-defined]
+        for trait in sys.argv[3:]:
+            if trait.startswith("user="):
+                RunnerUser.decode(trait.removeprefix("user=")).become()
         if "caged" in sys.argv[3:]:
             sandbox.enter()
         _child(me, message.fields["role"], control, output, ledger, stacks)
