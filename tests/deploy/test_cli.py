@@ -62,10 +62,15 @@ def test_version(shell: Any) -> None:
 
 
 LIGHT = (
-    *("cli", "daemons", "status", "state", "tokens", "values", "doctor", "report", "ward"),
-    *("replay", "replayed", "archive", "crew", "walk", "convert", "screen", "top", "demo"),
-    *("config", "resolving", "completing", "findings", "machine", "probes", "checkup", "cluster", "importing"),
-    *(f"engines.{name}" for name in ("command", "supervisor", "local", "ray", "slurm", "kubernetes")),
+    *("cli.main", "cli.completion"),
+    *(f"console.{name}" for name in ("command_token", "settings_sources")),
+    *(f"operations.{name}" for name in ("run_daemon", "show_status", "show_state", "state_values", "convert_state")),
+    *(f"operations.{name}" for name in ("top_screen", "show_top", "list_settings")),
+    "demo.run_demo",
+    *(f"doctor.{name}" for name in ("loader_check", "loader_report", "trial_process", "findings", "machine_findings")),
+    *(f"doctor.{name}" for name in ("machine_probes", "machine_check", "cluster_check", "import_check")),
+    *(f"replay.{name}" for name in ("replay_batch", "replay_report", "archive", "replay_processes", "stream_walk")),
+    *(f"engines.{name}" for name in ("up_down", "supervisor", "local", "ray", "slurm", "kubernetes")),
 )
 
 

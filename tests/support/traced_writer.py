@@ -237,7 +237,7 @@ def _writer() -> ModuleType:
     """The real one, by its path: with its package comes torch."""
     import penstock
 
-    name = "client/checkpoint/writer.py"
+    name = "client/checkpoint/saving/writer.py"
     path = next(Path(root) / name for root in penstock.__path__ if (Path(root) / name).exists())
     spec = importlib.util.spec_from_file_location("writer", path)
     assert spec is not None

@@ -16,7 +16,7 @@ from penstock.proto.rpc.calls import CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 LEASE_S = 10.0
-"""Of a client (appliance/limits.py)."""
+"""Of a client (appliance/model/limits.py)."""
 FOR_EVER_S = 600.0
 """A lease that no test waits for: what is free before was freed by something else."""
 

@@ -7,10 +7,10 @@ Their schedulers save in phases, and call a storage writer in each:
     write:     what `get_save_function_and_args` returned, in a process of the scheduler's, forked or spawned
     finalize:  `retrieve_write_results` on each rank, gathered, and `finish` on rank 0
 
-Staging copies everything, from whatever device, to shared memory as it will lie in the files (staging.py); so when it
-returns, the training may change every tensor, and the process that writes needs neither CUDA nor the training's memory.
-What that process says of its end stands in the same memory. There is no queue, and so nothing of an earlier save in it,
-and nobody waits for a process that was killed: it has said nothing, which is a failure.
+Staging copies everything, from whatever device, to shared memory as it will lie in the files (tensor_staging.py); so
+when it returns, the training may change every tensor, and the process that writes needs neither CUDA nor the training's
+memory. What that process says of its end stands in the same memory. There is no queue, and so nothing of an earlier
+save in it, and nobody waits for a process that was killed: it has said nothing, which is a failure.
 
 This module imports nothing of theirs.
 """

@@ -1,4 +1,5 @@
-"""The children of `penstock doctor`: here the user's loader runs, by the code that workers use (worker/source.py).
+"""The children of `penstock doctor`: here the user's loader runs, by the code that workers use
+(worker/loader/restorable_loader.py).
 
 One fresh interpreter imports torch and then only forks, as a worker's zygote does: each task gets a process that has
 seen no user code. Tasks:

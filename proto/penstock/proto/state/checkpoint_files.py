@@ -18,7 +18,7 @@ time, and not the 100 of the branch that was given up. Saves of a folder are num
 Who reads a checkpoint pins it (`pinned`), by a shared lock on its manifest, and who deletes checkpoints leaves those
 that are pinned for another time (`claimed`). Both locks end with their holders.
 
-Imported by a process that has neither torch nor gRPC (client/checkpoint/writer.py).
+Imported by a process that has neither torch nor gRPC (client/checkpoint/saving/writer.py).
 """
 
 from __future__ import annotations
