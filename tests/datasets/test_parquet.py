@@ -281,3 +281,33 @@ def test_a_missing_pyarrow_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     for call in (lambda: open_shard(shard, [path]), lambda: shard_of(path)):
         with pytest.raises(DatasetError, match=r"pyarrow: pip install 'penstock\[parquet\]'"):
             call()
+
+
+def test_a_text_that_all_rows_have_is_in_memory_once(tmp_path: Path) -> None:
+    """774 bytes took 6 GiB: one text of 16 MiB in a dictionary, and 300 rows of it."""
+    path, rows = tmp_path / "a.parquet", 300
+    text = pyarrow.array(["x" * (16 << 20)])
+    table = pyarrow.table({"t": pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), text)})
+    pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30)
+    del table, text
+    assert path.stat().st_size < 10_000
+    reader = open_shard(shard_of(path), [path])
+    before = pyarrow.total_allocated_bytes()
+    assert len(reader[rows - 1]["t"]) == 16 << 20
+    assert pyarrow.total_allocated_bytes() - before < 100 << 20
+
+
+def test_equal_numbers_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes may be 8 GiB of one number; they are weighed before they are read."""
+    rows = 1_000_000
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"n": pyarrow.array(np.zeros(rows, np.int64))}), path)
+    assert path.stat().st_size < 10_000
+    reader = open_shard(shard_of(path), [path])
+    monkeypatch.setattr(parquet, "free_memory", lambda: 7_999_999)
+    with pytest.raises(
+        DatasetError, match=r"row group 0 must fit in memory: it takes 8\d{6} bytes, and 7999999 are free"
+    ):
+        reader[0]
+    monkeypatch.undo()
+    assert reader[rows - 1] == {"n": 0}

@@ -27,11 +27,16 @@ from penstock.data.formats.parquet_values import Value, value_of
 from penstock.data.formats.shards import Shard, ShardFile, StoredFile
 from penstock.proto.errors import DatasetError, ShardCorruptError
 from penstock.runtime.files.atomic_files import write_whole
+from penstock.runtime.process.free_memory import free_memory
 
 __all__ = ["KEPT_BYTES", "ParquetReader", "index_parquet", "parquet_shards"]
 
 KEPT_BYTES = 256 << 20
 """Of row groups in memory, in a reader; one is kept however large it is."""
+
+
+SPREAD_OUT = 64 << 20
+"""Bytes of a column of texts, in a row group, up to which rows that have the same text have one each."""
 
 
 def _pyarrow() -> Any:
@@ -83,6 +88,41 @@ Columns = list[tuple[str, Value, Any]]
 """(name, what makes a value of its scalars, pyarrow's array) of each."""
 
 
+_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
+"""Of a value in memory, by its physical type; of text what it has beside the text: a place, or its number in a
+dictionary."""
+
+
+def _texts(footer: Any) -> list[str]:
+    """Return the paths of columns of text and bytes, which are read as dictionaries where they are stored as such: one
+    text that a million rows have is in memory once, as it is in the file."""
+    leaves = (footer.schema.column(number) for number in range(footer.num_columns))
+    return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+
+
+def _spread_out(column: Any) -> Any:
+    """Return a column of a dictionary with a text for each row, of which a value is had in half the time, unless that
+    would be large."""
+    arrow = importlib.import_module("pyarrow")
+    if not arrow.types.is_dictionary(column.type) or column.type.value_type not in (arrow.string(), arrow.binary()):
+        return column
+    compute = importlib.import_module("pyarrow.compute")
+    size = 0
+    for chunk in column.chunks:
+        size += compute.sum(compute.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
+    return column.cast(column.type.value_type) if size <= SPREAD_OUT else column
+
+
+def _memory_of(group: Any) -> int:
+    """Return the bytes that a row group takes at least, from its footer: some hundred bytes of a file may stand for a
+    thousand million equal numbers."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    return sum(
+        max(column.total_uncompressed_size, column.num_values * _BYTES.get(column.physical_type, 1))
+        for column in columns
+    )
+
+
 class ParquetReader:
     """See formats.shards.ShardReader. Values are Python's: None, lists, dictionaries, datetimes; those with nanoseconds
     numpy's, see parquet_values.py."""
@@ -99,12 +139,12 @@ class ParquetReader:
             size = path.stat().st_size
             if size != stored.size:
                 raise ShardCorruptError(f"{self.name}: {path} has {size} bytes; its index says {stored.size}")
-            self._file: Any = library.ParquetFile(path)
+            footer = library.read_metadata(path)
+            self._file: Any = library.ParquetFile(path, metadata=footer, read_dictionary=_texts(footer))
         except (ShardCorruptError, MemoryError):
             raise
         except Exception as error:
             raise ShardCorruptError(f"{self.name}: {path} cannot be read: {error}") from error
-        footer = self._file.metadata
         if footer.num_rows != shard.samples:
             self.close()
             raise ShardCorruptError(f"{self.name}: it has {footer.num_rows} rows; its index says {shard.samples}")
@@ -150,7 +190,7 @@ class ParquetReader:
                 return kept[1]
             try:
                 return self._read(group)
-            except MemoryError:
+            except (MemoryError, DatasetError):
                 raise
             except NotImplementedError as error:
                 raise DatasetError(
@@ -161,15 +201,21 @@ class ParquetReader:
 
     def _read(self, group: int) -> Columns:
         rows = self._begins[group + 1] - self._begins[group]
+        needed, free = _memory_of(self._file.metadata.row_group(group)), free_memory()
+        if needed > free:
+            raise DatasetError(
+                f"{self.name}: row group {group} must fit in memory: it takes {needed} bytes, and {free} are free; "
+                "write it in smaller row groups"
+            )
         table = self._table(group, rows)
         if table.num_rows != rows:
             raise ValueError(f"{table.num_rows} rows")
-        columns = [
-            (name, value_of(column.type), column.chunk(0) if column.num_chunks == 1 else column)
-            for name, column in zip(table.column_names, table.columns, strict=True)
-        ]
-        self._kept[group] = table.nbytes, columns
-        self._kept_bytes += table.nbytes
+        columns, size = [], 0
+        for name, column in zip(table.column_names, map(_spread_out, table.columns), strict=True):
+            columns.append((name, value_of(column.type), column.chunk(0) if column.num_chunks == 1 else column))
+            size += column.nbytes
+        self._kept[group] = size, columns
+        self._kept_bytes += size
         while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
             self._kept_bytes -= self._kept.popitem(last=False)[1][0]
         return columns
