@@ -2,14 +2,14 @@
 
     python benchmarks/compression.py [--seconds 0.5] [--rounds 3] [--only codecs,levels,small,lane]
 
-codecs: packing and unpacking as pump and lander do it (pieces, the copy, the lengths), in processor time of one thread,
-so that other work on the machine disturbs little; of the rounds the fastest counts. Two networks are named, in
+codecs: packing and unpacking as sender and receiver do it (pieces, the copy, the lengths), in processor time of one
+thread, so that other work on the machine disturbs little; of the rounds the fastest counts. Two networks are named, in
 Gbit/s for one lane: *faster below*, where the slower of the two sides keeps up with the network, and a stream is
 therefore faster compressed than not, if both have a core to spare; and *worth it below*, where a second of processor
-time (both sides together) saves at least a second of network.
-levels: why these levels, over bare pieces. small: why batches below 2 KiB are left alone.
-lane: batches a second over the whole TCP lane (runner, pump, lander, consumer) on the loopback, which is faster than
-any network: what it shows is the cost. Processor time per batch of runner, pump, lander, consumer.
+time (both sides together) saves at least a second of network. levels: why these levels, over bare pieces. small: why
+batches below 2 KiB are left alone. lane: batches a second over the whole TCP lane (runner, sender, receiver, consumer)
+on the loopback, which is faster than any network: what it shows is the cost. Processor time per batch of runner,
+sender, receiver, consumer.
 
 Content: `noise` (uint8, incompressible), `tokens` (int64, uniform below 50,000), `image` (float32, smooth, quantised to
 256 levels as decoded images are), `sensor` (float32, smooth with noise in the low bits).
@@ -149,7 +149,7 @@ def small(seconds: float, rounds: int) -> None:
 
 
 def lane(seconds: float, rounds: int) -> None:
-    print("| batch | content | codec | batches/s | CPU us a batch: runner, pump, lander, consumer |")
+    print("| batch | content | codec | batches/s | CPU us a batch: runner, sender, receiver, consumer |")
     print("|---|---|---|---|---|")
     for size in SIZES:
         for content, data in contents(size).items():

@@ -32,7 +32,7 @@ Figures = dict[str, dict[str, list[Record | None]]]
 Place = tuple[str, str]
 """A case and a mode."""
 
-RECEIVING = frozenset((CONSUMER, "lander"))
+RECEIVING = frozenset((CONSUMER, "receiver"))
 """The roles that run on the training host; all others are where the data come from, on this host or elsewhere."""
 
 

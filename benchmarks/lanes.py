@@ -4,10 +4,10 @@
 
 For each batch size, in one run so that the figures can be compared: copying it in memory, sending it over one plain
 TCP connection between two processes (a send and a receive for each batch, no framing), the local lane (runner,
-consumer), and the TCP lane (runner, pump, lander, consumer). The runner copies each batch into its ring from ordinary
-memory, as `FlatBatch.write_to` does; the consumer looks at the first byte, and gives slots back in groups of a quarter
-of the ring. The ways take turns, and of each the fastest round counts: what else the machine does can only slow it.
-`cpu us` is processor time a batch of each process, in that order.
+consumer), and the TCP lane (runner, sender, receiver, consumer). The runner copies each batch into its ring from
+ordinary memory, as `FlatBatch.write_to` does; the consumer looks at the first byte, and gives slots back in groups of a
+quarter of the ring. The ways take turns, and of each the fastest round counts: what else the machine does can only slow
+it. `cpu us` is processor time a batch of each process, in that order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.lane import tcp
 from penstock.proto.lane.endpoints import Consumer, Producer, connect_local
 from penstock.proto.lane.frames import pack_shapes
@@ -31,7 +31,7 @@ from penstock.proto.lane.ring import Ring, slots_for
 from penstock.proto.lane.tls_socket import accept_tls_blocking
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.sender import Sender
 
 WARM_UP = 0.3
 
@@ -154,7 +154,7 @@ def remote(
     codecs: Sequence[lane_pb2.Codec.ValueType] = (),
     tls: Tls | None = None,
 ) -> tuple[float, list[float]]:
-    lander = Lander(tls=tls)
+    receiver = Receiver(tls=tls)
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -163,9 +163,9 @@ def remote(
         sock, _ = listener.accept()
         if tls is not None:
             sock = accept_tls_blocking(sock, tls.server_context())
-        pump = Pump(sock, ours, tcp.read_hello(sock, 10), "bench")
-        pump.start()
-        pump.join()
+        sender = Sender(sock, ours, tcp.read_hello(sock, 10), "bench")
+        sender.start()
+        sender.join()
 
     def runner() -> None:
         ours.close()
@@ -174,17 +174,17 @@ def remote(
     pids = [in_child(runner), in_child(daemon)]
     ours.close()
     theirs.close()
-    name = lander.start()
+    name = receiver.start()
     sock = connect_local(name, 5)
     target = f"127.0.0.1:{listener.getsockname()[1]}"
     sock.send(lane_pb2.Hello(next_total=1, target=target, codecs=codecs).SerializeToString())
-    consumer = Consumer(sock, "the lander")
-    assert lander.pid is not None
+    consumer = Consumer(sock, "the receiver")
+    assert receiver.pid is not None
     try:
-        return consume(consumer, size, seconds, [*pids, lander.pid])
+        return consume(consumer, size, seconds, [*pids, receiver.pid])
     finally:
         consumer.close()
-        lander.stop()
+        receiver.stop()
         listener.close()
         for pid in pids:
             end(pid)

@@ -3,7 +3,7 @@
     python -m benchmarks.penstock_path auto|tcp
 
 Everything is on: round robin, deadlines, digests, the snapshots' cadence, acknowledgements. "auto" is the lane
-of the same host; "tcp" sends the same batches over loopback, through pump and lander, as to another host.
+of the same host; "tcp" sends the same batches over loopback, through sender and receiver, as to another host.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["ROLES"]
 TIMEOUT_S = 60
 
 ROLES = (
-    Role("penstock.worker.runner.fork_server", "zygote", forked="runner"),
+    Role("penstock.worker.runner.fork_server", "fork server", forked="runner"),
     Role("penstock.worker", "daemon"),
     Role("penstock.appliance", "coordinator"),
-    Role("receiver.py", "lander"),
+    Role("receiver.py", "receiver"),
 )
 
 
@@ -41,7 +41,8 @@ class Penstock(Way):
 
     @contextmanager
     def open(self, case: Case) -> Iterator[Iterator[Any]]:
-        # An appliance for each opening: one that is kept also keeps, for a while, the zygotes of runs that have ended.
+        # An appliance for each opening: one that is kept also keeps, for a while, the fork servers of runs that have
+        # ended.
         with Appliance(num_workers_per_box=1, timeout_s=TIMEOUT_S, lane=self.lane) as appliance:
             loader = DataLoader(source, **case.to_json())
             executor = DataExecutor(loader, checkpoint_steps=case.checkpoint_every, appliance=appliance)

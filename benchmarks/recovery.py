@@ -105,10 +105,10 @@ class Fleet:
         """The daemon that has the slot, and its runner."""
         for name, daemon in self.daemons.items():
             below = tree(daemon.pid)
-            zygotes = {pid for pid, each in below.items() if each.parent == daemon.pid}
+            fork_servers = {pid for pid, each in below.items() if each.parent == daemon.pid}
             for pid, each in below.items():
                 with contextlib.suppress(OSError):
-                    if each.parent in zygotes and "penstock-ring" in Path(f"/proc/{pid}/maps").read_text():
+                    if each.parent in fork_servers and "penstock-ring" in Path(f"/proc/{pid}/maps").read_text():
                         return name, pid
         raise RuntimeError("no daemon has a runner")
 

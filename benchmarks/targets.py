@@ -58,7 +58,7 @@ def _times(case: str, mode: str, other: str, wanted: float, shape: str = "{:.2f}
 
 
 def _receiver(case: str) -> Target:
-    """Processor time of the training host's side: the training process and its lander."""
+    """Processor time of the training host's side: the training process and its receiver."""
     of = cpu_us(RECEIVING)
     what = f"{TCP}, {case}, receiver's processor time per GB, to raw TCP's receiver"
     return Target("path", what, 1.5, lambda f: ratio(f, (case, TCP), (case, RAW_TCP), of), RATIO, at_most=True)

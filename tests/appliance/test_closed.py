@@ -11,7 +11,7 @@ import pytest
 from served import LIMITS, TOKEN, asking, coordinator, daemon, opening, until_ready
 
 from penstock.appliance.states.closed_runs import ClosedRun, ClosedRuns, boxes_of, parts_of
-from penstock.appliance.states.state_query import BoxState, Gathering
+from penstock.appliance.states.state_query import BoxState, StateQuery
 from penstock.proto.errors import (
     InvalidArgumentError,
     StateCorruptError,
@@ -125,7 +125,7 @@ def test_the_oldest_states_go_first() -> None:
 
 
 def test_a_state_comes_back_from_its_parts() -> None:
-    gathering = Gathering(RUN, 1, 5, num_boxes=2)
+    gathering = StateQuery(RUN, 1, 5, num_boxes=2)
     for box in (1, 0):
         records = [(pb.WorkerRecord(box=box, local_worker_id=slot), b"%d" % slot) for slot in (0, 1)]
         gathering.boxes[box] = BoxState(records, records_pb2.BoxPosition(step=5))

@@ -9,7 +9,7 @@ import pytest
 from penstock.appliance.edge.run_series import MINUTES, RUNS, SECONDS, Series, Track
 from penstock.appliance.model.gauges import HALF_S, Gauge, Waits
 from penstock.appliance.model.recent_events import MOST, Events
-from penstock.appliance.states.recent_queries import Fetches
+from penstock.appliance.states.recent_queries import RecentQueries
 from penstock.appliance.testing import World
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -93,7 +93,7 @@ def test_events_are_bounded_in_number_and_length() -> None:
     assert sum(event.ByteSize() for event in events.messages()) < 500 * MOST
 
 
-def asked(fetches: Fetches, box: int | None, step: int) -> pb.FetchStateRequest:
+def asked(fetches: RecentQueries, box: int | None, step: int) -> pb.FetchStateRequest:
     request = pb.FetchStateRequest(run="job/0", attempt=1, step=step)
     if box is not None:
         request.progress.box = box
@@ -102,7 +102,7 @@ def asked(fetches: Fetches, box: int | None, step: int) -> pb.FetchStateRequest:
 
 def test_ranks_that_save_the_same_step_are_one_entry() -> None:
     clock = Clock()
-    fetches = Fetches(clock, lambda: 7.0)
+    fetches = RecentQueries(clock, lambda: 7.0)
     for box, seconds in ((0, 0.25), (1, 0.5)):
         with fetches.noted(asked(fetches, box, 40)) as fetch:
             fetch.bytes = 10
@@ -115,7 +115,7 @@ def test_ranks_that_save_the_same_step_are_one_entry() -> None:
 
 
 def test_what_ended_a_fetch_is_told() -> None:
-    fetches = Fetches(Clock(), lambda: 7.0)
+    fetches = RecentQueries(Clock(), lambda: 7.0)
     with pytest.raises(ValueError, match="no such step"), fetches.noted(asked(fetches, 0, 40)):
         raise ValueError("no such step")
 

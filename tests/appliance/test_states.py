@@ -6,7 +6,7 @@ import pytest
 from queries import ask, failure, respond, values
 
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.states.state_query import Gathering
+from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import (
     InputFnError,
@@ -339,7 +339,7 @@ def answer_with_digests(worker: FakeWorker, requests: list[pb.StateRequest]) -> 
         worker.world.registry.answer_state(answer, b"")
 
 
-def asked_ahead(world: World) -> tuple[list[FakeBox], FakeWorker, Gathering]:
+def asked_ahead(world: World) -> tuple[list[FakeBox], FakeWorker, StateQuery]:
     """Box 0 is at step 8 and asks for it, box 1 at step 3."""
     boxes = [world.open(number, num_boxes=2) for number in range(2)]
     worker = world.worker("w")

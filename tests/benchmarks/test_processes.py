@@ -86,7 +86,7 @@ def test_processor_time_of_one_that_is_gone_is_none() -> None:
 
 
 def test_roles_follow_command_lines_and_forks() -> None:
-    zygote = (
+    fork_server = (
         "python -P -c from penstock.worker.processes.user_path import add_working_directory; add_working_directory(); "
         "from penstock.worker.runner.fork_server import main; main()"
     )
@@ -94,14 +94,14 @@ def test_roles_follow_command_lines_and_forks() -> None:
         Process(1, 0, "python -m benchmarks.penstock_path tcp"),
         Process(2, 1, "python -P -m penstock.appliance --listen x"),
         Process(3, 1, "python -P -m penstock.worker --coordinator x"),
-        Process(4, 3, zygote),
-        Process(5, 4, zygote),
+        Process(4, 3, fork_server),
+        Process(5, 4, fork_server),
         Process(6, 1, "python -P /somewhere/penstock/client/stream/receiver.py"),
         Process(7, 5, "ffmpeg"),
     ]
     found = {process.pid: process for process in there}
     names = [role_of(process, found, 1, ROLES) for process in there]
-    assert names == [CONSUMER, "coordinator", "daemon", "zygote", "runner", "lander", "other"]
+    assert names == [CONSUMER, "coordinator", "daemon", "fork server", "runner", "receiver", "other"]
 
 
 def test_a_fork_of_the_root_is_no_consumer() -> None:

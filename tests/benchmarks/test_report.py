@@ -48,8 +48,8 @@ def test_loss_is_what_is_missing_of_the_base() -> None:
     assert loss(figures, ("without", "a"), ("with", "a")) == pytest.approx(1 - 100 / 95)
 
 
-def test_the_lander_is_on_the_receiving_side() -> None:
-    found = record(1000, consumer=0.1, lander=0.2, daemon=0.3, runner=0.4)
+def test_the_receiver_is_on_the_receiving_side() -> None:
+    found = record(1000, consumer=0.1, receiver=0.2, daemon=0.3, runner=0.4)
     assert cpu_us(RECEIVING)(found) == pytest.approx(300)
     assert cpu_us(None)(found) == pytest.approx(700)
     assert cpu_us(["runner"])(found) == pytest.approx(400)

@@ -23,7 +23,7 @@ from tests.client.conftest import FakeRun, FakeRunner, Rig, ThreadRunner
 
 from penstock.client.stream.lane_reader import CORRUPT_TRIES
 from penstock.client.stream.ordered_reader import PASS_ENDED, Feed
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import BatchCorruptError
 from penstock.proto.lane.compression import NAMES
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, connect_local
@@ -64,22 +64,22 @@ class FarRunner(ThreadRunner):
 class FarRun(FakeRun):
     """A run whose one slot is on another host, behind the proxy."""
 
-    def __init__(self, runner: FarRunner, lander: Lander, proxy: Proxy, codec: str) -> None:
+    def __init__(self, runner: FarRunner, receiver: Receiver, proxy: Proxy, codec: str) -> None:
         super().__init__(1, [runner])
-        self.lander, self.proxy, self.codec = lander, proxy, codec
+        self.receiver, self.proxy, self.codec = receiver, proxy, codec
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
         hello.protocol, hello.run, hello.generation = LANE_PROTOCOL, "job/0", view.generation
         hello.target = self.proxy.address
         if self.codec:
             hello.codecs.append(NAMES[self.codec])  # type: ignore[arg-type]
-        sock = connect_local(self.lander.start(), 5)
+        sock = connect_local(self.receiver.start(), 5)
         sock.send(hello.SerializeToString())
         return sock
 
 
 class FarRig:
-    def __init__(self, kind: str, landers: dict[str, Lander], tls: Tls | None) -> None:
+    def __init__(self, kind: str, receivers: dict[str, Receiver], tls: Tls | None) -> None:
         self.stack = ExitStack()
         self.runner = FarRunner()
 
@@ -90,7 +90,7 @@ class FarRig:
         opened, _ = self.stack.enter_context(doors(attach, tls if kind == "tls" else None))
         self.proxy = self.stack.enter_context(Proxy(opened.tcp_address))
         codec = kind.partition("+")[2]
-        run: Any = FarRun(self.runner, landers["tls" if kind == "tls" else "tcp"], self.proxy, codec)
+        run: Any = FarRun(self.runner, receivers["tls" if kind == "tls" else "tcp"], self.proxy, codec)
         self.feed = Feed(run, Position.start(1), "inputs:make", 20.0)
 
     def run(self) -> None:
@@ -115,19 +115,19 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 
 @pytest.fixture(scope="module")
-def landers(tls: Tls) -> Iterator[dict[str, Lander]]:
-    landers = {"tcp": Lander(), "tls": Lander(tls=tls)}
-    yield landers
-    for lander in landers.values():
-        lander.stop()
+def receivers(tls: Tls) -> Iterator[dict[str, Receiver]]:
+    receivers = {"tcp": Receiver(), "tls": Receiver(tls=tls)}
+    yield receivers
+    for receiver in receivers.values():
+        receiver.stop()
 
 
 @pytest.fixture
-def far(landers: dict[str, Lander], tls: Tls) -> Iterator[Callable[[str], FarRig]]:
+def far(receivers: dict[str, Receiver], tls: Tls) -> Iterator[Callable[[str], FarRig]]:
     made: list[FarRig] = []
 
     def make(kind: str) -> FarRig:
-        made.append(FarRig(kind, landers, tls))
+        made.append(FarRig(kind, receivers, tls))
         return made[-1]
 
     yield make

@@ -29,7 +29,7 @@ from penstock.proto.lane.tcp import read_hello
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.sender import Sender
 
 WARM, COUNTED = 1_000, 4_000
 LEAVES = {f"leaf{number}": torch.full((2, 4), number) for number in range(20)}
@@ -77,12 +77,12 @@ class RemoteRun(FakeRun):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         received = read_hello(connection, DEADLINE_S)
         self.runners[0].producer.attach(theirs, received)
-        self.pump = Pump(connection, ours, received, "the test")
-        self.pump.start()
+        self.sender = Sender(connection, ours, received, "the test")
+        self.sender.start()
         return sock
 
     def close(self) -> None:
-        assert self.pump.stop(DEADLINE_S)
+        assert self.sender.stop(DEADLINE_S)
         self.lifeline.kill()
         self.lifeline.wait()
         self.receiver.join(DEADLINE_S)

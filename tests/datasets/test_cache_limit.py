@@ -12,7 +12,7 @@ from shard_folder import HASH, make_shards, raw_bytes, size_of_files
 from shard_server import Fault, ShardServer
 
 from penstock.data.cache import shard_cache as storage_cache
-from penstock.data.cache.cache_state import Books
+from penstock.data.cache.cache_state import CacheState
 from penstock.data.cache.prefetch import Ahead
 from penstock.data.cache.shard_cache import Held, ShardCache
 from penstock.data.cache.shard_stamps import Stamp, key_of
@@ -152,7 +152,7 @@ def test_at_the_limit_nobody_waits_for_what_he_is_fetching_himself(
     shards = make_shards(server.folder, 4, SIZE)
     other = make()
     held = [other.hold(shard) for shard in shards[:3]]
-    books = Books(tmp_path / "cache", Place(server.url), 30)
+    books = CacheState(tmp_path / "cache", Place(server.url), 30)
     wanted = books.wait(str(tmp_path / "cache" / ".penstock" / "ahead" / key_of(shards[3].name)), 30, "", shared=True)
     with pytest.warns(UserWarning, match="exceeds its limit"):
         use(make(timeout_s=30), shards[3])  # it would wait as long, and then have no time to fetch it
@@ -236,7 +236,7 @@ def test_room_goes_in_order(tmp_path: Path) -> None:
             assert begun[2].wait(30)
         return True
 
-    books = Books(tmp_path / "cache", None, 30)
+    books = CacheState(tmp_path / "cache", None, 30)
     ahead = Ahead(books, 3, bring)
     ahead.want([(shard.name, shard) for shard in shards], ())
     assert begun[0].wait(30)

@@ -39,7 +39,7 @@ from penstock.proto.lane.ring import MAX_SLOTS
 from penstock.proto.lane.tcp import sealed
 from penstock.proto.state.codec import encode_state
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.sender import Sender
 from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, Kept, SnapshotStore
 from penstock.worker.loader.restart_points import Base
 from penstock.worker.processes.child_processes import Child
@@ -230,8 +230,8 @@ def test_acks_from_another_host_do_not_gather_in_the_daemon_without_end() -> Non
     near, _ = listener.accept()
     listener.close()
     ended = threading.Event()
-    pump = Pump(near, local, lane_pb2.Hello(), "slot 0", on_end=lambda _: ended.set())
-    pump.start()
+    sender = Sender(near, local, lane_pb2.Hello(), "slot 0", on_end=lambda _: ended.set())
+    sender.start()
     far.settimeout(DEADLINE_S)
     flood = sealed(Ack(wanted=[1 << 40] * 4000).encode()) * 8
     sent = 0
@@ -242,7 +242,7 @@ def test_acks_from_another_host_do_not_gather_in_the_daemon_without_end() -> Non
     except (ConnectionResetError, BrokenPipeError):
         pass
     assert ended.wait(DEADLINE_S)
-    assert "acks without end" in pump.reason
+    assert "acks without end" in sender.reason
     far.close()
     runner.close()
 

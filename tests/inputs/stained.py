@@ -23,14 +23,14 @@ class Stained(Counter):
         return state[0]
 
 
-def stained(batches: int, zygote: int = 0, otherwise: str = "") -> Stained:
-    """`otherwise`: what happens where the process is no child of `zygote`."""
+def stained(batches: int, fork_server: int = 0, otherwise: str = "") -> Stained:
+    """`otherwise`: what happens where the process is no child of `fork_server`."""
     import statistics  # noqa: F401  # as many do: what is needed only here
 
     global built
     built += 1
-    if otherwise and os.getppid() != zygote:
+    if otherwise and os.getppid() != fork_server:
         if otherwise == "dies":
             os._exit(3)
-        raise RuntimeError("this is no child of the zygote")
+        raise RuntimeError("this is no child of the fork server")
     return Stained(batches)

@@ -1,7 +1,7 @@
 """A lane between real processes, to be driven step by step.
 
 The test is the training loop (a Consumer) and the daemon (it accepts, reads the Hello, hands the connection on); the
-runner is a child process (runner_child.py) that obeys; over TCP the pump is a thread of the test and the lander a
+runner is a child process (runner_child.py) that obeys; over TCP the sender is a thread of the test and the receiver a
 process of its own, as they are in life. `Link` is that arrangement, for either lane; the contract tests run on both,
 and over TCP with each codec and under TLS too.
 """
@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 from pki import Pki
 
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.lane.compression import NAMES, Unpacker, load
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, MAX_FRAME, Consumer, check_peer, connect_local
 from penstock.proto.lane.frames import BATCH, Frame
@@ -35,7 +35,7 @@ from penstock.proto.lane.tcp import read_hello
 from penstock.proto.lane.tls_socket import accept_tls_blocking
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.sender import Sender
 
 DEADLINE_S = 20.0
 """Seconds after which a wait has failed; nothing here takes more than a fraction of one."""
@@ -117,12 +117,12 @@ class Runner:
 class Link:
     """One kind of lane from `runner` to consumers that this test makes."""
 
-    def __init__(self, kind: str, runner: Runner, lander: Lander, tls: Tls | None = None) -> None:
+    def __init__(self, kind: str, runner: Runner, receiver: Receiver, tls: Tls | None = None) -> None:
         self.kind, _, self.codec = kind.partition("+")
         self.tls = tls
         self.runner = runner
-        self.lander = lander
-        self.pumps: list[Pump] = []
+        self.receiver = receiver
+        self.senders: list[Sender] = []
         self.consumers: list[Consumer] = []
         self._name = f"penstock-test-{secrets.token_hex(8)}"
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -145,7 +145,7 @@ class Link:
             if self.codec:
                 greeting.codecs.append(NAMES[self.codec])  # type: ignore[arg-type]
             greeting.target = f"127.0.0.1:{self._tcp.getsockname()[1]}"
-            sock = connect_local(self.lander.start(), DEADLINE_S)
+            sock = connect_local(self.receiver.start(), DEADLINE_S)
             sock.send(greeting.SerializeToString())
             connection, _ = self._tcp.accept()
             if self.tls is not None:
@@ -153,13 +153,13 @@ class Link:
                 connection = accept_tls_blocking(connection, self.tls.server_context())
             received = read_hello(connection, DEADLINE_S)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.pumps.append(Pump(connection, ours, received, "the test"))
-            packer = self.pumps[-1]._packer
+            self.senders.append(Sender(connection, ours, received, "the test"))
+            packer = self.senders[-1]._packer
             assert ("" if packer is None else packer.codec.name) == self.codec
         self.runner.ask("attach", theirs.fileno(), hello=base64.b64encode(received.SerializeToString()).decode())
         theirs.close()
         if self.kind == "tcp":
-            self.pumps[-1].start()
+            self.senders[-1].start()
         consumer = Consumer(sock, f"the {self.kind} lane")
         consumer.cuts = greeting.cuts
         self.consumers.append(consumer)
@@ -168,8 +168,8 @@ class Link:
     def close(self) -> None:
         for consumer in self.consumers:
             consumer.close()
-        for pump in self.pumps:
-            assert pump.stop(DEADLINE_S)
+        for sender in self.senders:
+            assert sender.stop(DEADLINE_S)
         self._local.close()
         self._tcp.close()
 
@@ -266,11 +266,11 @@ def _runners() -> Iterator[list[Runner]]:
 
 
 @pytest.fixture(scope="session")
-def lander() -> Iterator[Lander]:
-    """One lander for all tests; whoever needs it after it was killed starts it again."""
-    lander = Lander()
-    yield lander
-    lander.stop()
+def receiver() -> Iterator[Receiver]:
+    """One receiver for all tests; whoever needs it after it was killed starts it again."""
+    receiver = Receiver()
+    yield receiver
+    receiver.stop()
 
 
 @pytest.fixture
@@ -298,21 +298,21 @@ def lane_tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 
 @pytest.fixture(scope="session")
-def tls_lander(lane_tls: Tls) -> Iterator[Lander]:
-    """The lander of lanes under TLS."""
-    lander = Lander(tls=lane_tls)
-    yield lander
-    lander.stop()
+def tls_receiver(lane_tls: Tls) -> Iterator[Receiver]:
+    """The receiver of lanes under TLS."""
+    receiver = Receiver(tls=lane_tls)
+    yield receiver
+    receiver.stop()
 
 
 @pytest.fixture(params=["local", "tcp", "tcp+lz4", "tcp+zstd", "tls"])
-def link(request: pytest.FixtureRequest, runner: Runner, lander: Lander) -> Iterator[Link]:
+def link(request: pytest.FixtureRequest, runner: Runner, receiver: Receiver) -> Iterator[Link]:
     """The lane under test, in all its kinds."""
     if request.param == "tls":
         found = request.getfixturevalue
-        link = Link("tcp", runner, found("tls_lander"), found("lane_tls"))
+        link = Link("tcp", runner, found("tls_receiver"), found("lane_tls"))
     else:
-        link = Link(request.param, runner, lander)
+        link = Link(request.param, runner, receiver)
     yield link
     link.close()
     if runner.alive:
@@ -320,9 +320,9 @@ def link(request: pytest.FixtureRequest, runner: Runner, lander: Lander) -> Iter
 
 
 @pytest.fixture
-def local_link(runner: Runner, lander: Lander) -> Iterator[Link]:
+def local_link(runner: Runner, receiver: Receiver) -> Iterator[Link]:
     """The local lane, for what concerns only it."""
-    link = Link("local", runner, lander)
+    link = Link("local", runner, receiver)
     yield link
     link.close()
     if runner.alive:

@@ -1,4 +1,5 @@
-"""What pump and lander do with compressed payloads, each against a bare socket; the whole lane is in test_contract."""
+"""What sender and receiver do with compressed payloads, each against a bare socket; the whole lane is in
+test_contract."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane_frames import checked
 from tests.lanes.conftest import content, next_frame, payload
-from tests.lanes.test_lander import SLOT, batch, drain
-from tests.lanes.test_lander import Rig as LanderRig
-from tests.lanes.test_pump import Rig as PumpRig
+from tests.lanes.test_receiver import SLOT, batch, drain
+from tests.lanes.test_receiver import Rig as ReceiverRig
+from tests.lanes.test_sender import Rig as SenderRig
 
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import LaneLostError
 from penstock.proto.lane.compression import NAMES, PIECE, SMALLEST, Packer, load
 from penstock.proto.lane.frames import ERROR, Frame, pack_shapes
@@ -37,17 +38,17 @@ def wire(number: int, data: bytes) -> bytes:
 
 
 def sent(frame: Frame, number: int) -> bytes:
-    """A BATCH frame and its payload as a pump sends them, compressed."""
+    """A BATCH frame and its payload as a sender sends them, compressed."""
     data = wire(number, content(frame.total, frame.nbytes))
     return checked(frame._replace(codec=number, wire=len(data)), data)
 
 
-# ---- the pump
+# ---- the sender
 
 
 @BOTH
-def test_the_pump_compresses_what_shrinks(number: int) -> None:
-    rig = PumpRig(codecs=[number]).start()
+def test_the_sender_compresses_what_shrinks(number: int) -> None:
+    rig = SenderRig(codecs=[number]).start()
     rig.publish(100, 5000, 2047, 2048, 300_000)  # the fifth is noise
     rig.batches(5)
     assert rig.compressed == [2, 4]
@@ -61,9 +62,9 @@ def test_the_pump_compresses_what_shrinks(number: int) -> None:
 
 
 @BOTH
-def test_the_pump_takes_turns_with_the_acks(number: int) -> None:
+def test_the_sender_takes_turns_with_the_acks(number: int) -> None:
     """A ring full of frames comes in few packets: what a turn leaves of one is not forgotten."""
-    rig = PumpRig(codecs=[number]).start()
+    rig = SenderRig(codecs=[number]).start()
     size = sender.PACKED_A_TURN // 2 + 1
     for _ in range(3):
         first = rig.total + 1
@@ -88,7 +89,7 @@ def test_what_the_worker_lacks_is_said_once_and_the_lane_works(
     monkeypatch.setitem(sys.modules, "lz4", None)
     sender._say_that_it_is_missing.cache_clear()
     for _ in range(2):
-        rig = PumpRig(codecs=asked).start()
+        rig = SenderRig(codecs=asked).start()
         rig.publish(50_000, 50_000)
         rig.batches(2)
         assert rig.compressed == []
@@ -99,9 +100,11 @@ def test_what_the_worker_lacks_is_said_once_and_the_lane_works(
     assert "pip install penstock[compression]" in said[0]
 
 
-def test_the_pump_uses_the_first_that_it_has(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_sender_uses_the_first_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "lz4", None)
-    rig = PumpRig(codecs=[77, lane_pb2.LZ4, lane_pb2.ZSTD]).start()
+    rig = SenderRig(codecs=[77, lane_pb2.LZ4, lane_pb2.ZSTD]).start()
     rig.publish(50_000)
     rig.batches(1)
     assert rig.compressed == [1]
@@ -109,35 +112,35 @@ def test_the_pump_uses_the_first_that_it_has(monkeypatch: pytest.MonkeyPatch, ca
     rig.close()
 
 
-# ---- the lander
+# ---- the receiver
 
 
 @pytest.fixture(params=CODECS)
-def rig(request: pytest.FixtureRequest, lander: Lander) -> Iterator[LanderRig]:
-    rig = LanderRig(lander, codecs=[request.param])
+def rig(request: pytest.FixtureRequest, receiver: Receiver) -> Iterator[ReceiverRig]:
+    rig = ReceiverRig(receiver, codecs=[request.param])
     yield rig
     rig.close()
 
 
-def number_of(rig: LanderRig) -> int:
+def number_of(rig: ReceiverRig) -> int:
     return rig.hello.codecs[0]
 
 
-def test_the_hello_names_what_the_lander_has(lander: Lander) -> None:
-    rig = LanderRig(lander, codecs=[77, lane_pb2.ZSTD, lane_pb2.LZ4])
+def test_the_hello_names_what_the_receiver_has(receiver: Receiver) -> None:
+    rig = ReceiverRig(receiver, codecs=[77, lane_pb2.ZSTD, lane_pb2.LZ4])
     assert list(rig.received.codecs) == [lane_pb2.ZSTD, lane_pb2.LZ4]
     rig.close()
-    rig = LanderRig(lander)
+    rig = ReceiverRig(receiver)
     assert list(rig.received.codecs) == []
     rig.close()
 
 
-def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
+def test_batches_of_any_size_however_the_bytes_come(receiver: Receiver) -> None:
     sizes = [2048, 40_000, 5, 0, PIECE, PIECE + 1, 300_000, SLOT, SLOT - 1, 3, 700_000, 2000]
     rng = random.Random(3)
     for number in CODECS:
         for longest in (7, 5000, 100_000, 1 << 22):
-            rig = LanderRig(lander, codecs=CODECS)
+            rig = ReceiverRig(receiver, codecs=CODECS)
             rig.begin()
             used = [size for size in sizes if size <= 2000 * longest]
             data = b""
@@ -158,7 +161,7 @@ def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
             rig.close()
 
 
-def check(rig: LanderRig, frame: Frame, total: int, size: int) -> None:
+def check(rig: ReceiverRig, frame: Frame, total: int, size: int) -> None:
     assert (frame.total, frame.nbytes) == (total, size)
     assert (frame.codec, frame.wire) == (0, 0), "on the local lane nothing is compressed"
     assert bytes(payload(rig.consumer, frame)) == content(total, size)
@@ -167,7 +170,7 @@ def check(rig: LanderRig, frame: Frame, total: int, size: int) -> None:
     rig.consumer.flush()
 
 
-def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: LanderRig) -> None:
+def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: ReceiverRig) -> None:
     size, number = SLOT, number_of(rig)
     rig.begin()
     for cut in range(12):
@@ -199,7 +202,7 @@ def test_a_pass_left_in_the_middle_of_a_compressed_payload(rig: LanderRig) -> No
     assert len({rig.expect(total, size) for total in range(200, 200 + slots)}) == slots, "all slots are there"
 
 
-def test_what_came_whole_before_the_connection_broke_is_handed_on(rig: LanderRig) -> None:
+def test_what_came_whole_before_the_connection_broke_is_handed_on(rig: ReceiverRig) -> None:
     rig.begin()
     rig.far.sendall(sent(batch(1, 700_000), number_of(rig)) + sent(batch(2, 700_000), number_of(rig))[:-1])
     rig.far.close()
@@ -250,9 +253,9 @@ def broken(number: int, case: str) -> bytes:
     ],
 )
 def test_a_payload_that_cannot_be_is_an_error_with_a_name(
-    rig: LanderRig, lander: Lander, case: str, name: str, says: str
+    rig: ReceiverRig, receiver: Receiver, case: str, name: str, says: str
 ) -> None:
-    pid = lander.pid
+    pid = receiver.pid
     rig.begin()
     rig.send_in_vain(broken(number_of(rig), case))
     frame = next_frame(rig.consumer)
@@ -260,10 +263,10 @@ def test_a_payload_that_cannot_be_is_an_error_with_a_name(
     assert says in frame.error.message
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
-    assert lander.pid == pid
+    assert receiver.pid == pid
 
 
-def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: LanderRig) -> None:
+def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: ReceiverRig) -> None:
     rig.begin(4096)
     frame = batch(1, 1 << 39, codec=number_of(rig), wire=100)
     rig.send_in_vain(sealed(frame.encode()))
@@ -280,11 +283,11 @@ def test_sizes_are_checked_against_the_slot_before_anything_is_allocated(rig: La
     st.integers(2048, 4096),
 )
 def test_corrupt_streams_end_their_lane_and_no_other(
-    lander: Lander, number: int, flips: list[tuple[int, int]], cut: int, size: int
+    receiver: Receiver, number: int, flips: list[tuple[int, int]], cut: int, size: int
 ) -> None:
     logging.disable(logging.WARNING)
-    rig = LanderRig(lander, codecs=CODECS)
-    pid = lander.pid
+    rig = ReceiverRig(receiver, codecs=CODECS)
+    pid = receiver.pid
     data = bytearray(sent(batch(2, size), number) + sent(batch(3, size), number))
     for at, value in flips:
         data[at % len(data)] = value
@@ -296,4 +299,4 @@ def test_corrupt_streams_end_their_lane_and_no_other(
         drain(rig.consumer)
     rig.close()
     logging.disable(logging.NOTSET)
-    assert lander.pid == pid
+    assert receiver.pid == pid

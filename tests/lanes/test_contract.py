@@ -209,7 +209,7 @@ def test_a_producer_never_takes_a_slot_that_was_not_released(link: Link, runner:
     consumer.delivered(4)
     consumer.flush()
     if link.kind == "tcp":
-        # The runner may go on, but the lander has no slot to put it.
+        # The runner may go on, but the receiver has no slot to put it.
         runner.until(made=8, starved=True)
     else:
         runner.until(delivered=4, made=4, starved=True, lent=4, kept=0)
@@ -498,8 +498,8 @@ def test_everything_that_a_killed_runner_had_sent_is_still_read(link: Link, runn
 
 def test_descriptors_and_memory_are_back_at_the_baseline(link: Link, runner: Runner) -> None:
     def used() -> dict[str, int]:
-        lander = link.lander.pid if link.kind == "tcp" else None
-        pids = [pid for pid in (os.getpid(), runner.process.pid, lander) if pid is not None]
+        receiver = link.receiver.pid if link.kind == "tcp" else None
+        pids = [pid for pid in (os.getpid(), runner.process.pid, receiver) if pid is not None]
         found = {f"rings of {pid}": count_rings(pid) for pid in pids}
         return found | {f"descriptors of {pid}": len(os.listdir(f"/proc/{pid}/fd")) for pid in pids}
 
@@ -511,11 +511,11 @@ def test_descriptors_and_memory_are_back_at_the_baseline(link: Link, runner: Run
         runner.until(delivered=first + 3, lent=0)
         consumer.close()
         runner.until(attached=False)
-        for pump in link.pumps:
-            pump.join()
+        for sender in link.senders:
+            sender.join()
 
     lane(1)
-    wait_for(lambda: count_rings(link.lander.pid or "self") == 0, "the lander kept a ring of a lane that is over")
+    wait_for(lambda: count_rings(link.receiver.pid or "self") == 0, "the receiver kept a ring of a lane that is over")
     before = used()
     for first in (5, 9, 13):
         lane(first)

@@ -10,7 +10,7 @@ from census import until
 from lane_doors import doors, refusing
 from tests.lanes.conftest import next_frame
 
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import AuthenticationError, PenstockError, SupersededError
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
 from penstock.proto.lane.frames import CLOSE, ERROR
@@ -20,10 +20,10 @@ from penstock.worker.daemon.listeners import slot_of
 
 
 @pytest.fixture(scope="module")
-def lander() -> Iterator[Lander]:
-    lander = Lander()
-    yield lander
-    lander.stop()
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.stop()
 
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
@@ -36,13 +36,13 @@ def lander() -> Iterator[Lander]:
     ],
 )
 def test_who_is_refused_hears_why(
-    lander: Lander, lane: str, error: PenstockError, protocol: int, kind: int, name: str
+    receiver: Receiver, lane: str, error: PenstockError, protocol: int, kind: int, name: str
 ) -> None:
     with doors(refusing(error)) as (opened, _):
         hello = lane_pb2.Hello(protocol=protocol, next_total=1)
         if lane == "tcp":
             hello.target = opened.tcp_address
-        sock = connect_local(lander.start() if lane == "tcp" else opened.local_address, 5)
+        sock = connect_local(receiver.start() if lane == "tcp" else opened.local_address, 5)
         sock.send(hello.SerializeToString())
         consumer = Consumer(sock, "a daemon")
         frame = next_frame(consumer)
@@ -69,7 +69,7 @@ def test_the_lanes_of_a_slot_that_has_ended_end_with_it_whoever_is_at_the_other_
             lanes.append((sock, slot_of(hello)))
         (gone, key), (other, _) = lanes
         other.settimeout(0.2)
-        until(lambda: len(opened._pumps) == 2, 5, "the lanes were not opened")
+        until(lambda: len(opened._senders) == 2, 5, "the lanes were not opened")
         loop.call_soon_threadsafe(opened.drop, key)
         assert gone.recv(1) == b""
         with pytest.raises(TimeoutError):

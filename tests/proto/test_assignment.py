@@ -1,4 +1,4 @@
-"""Who has asked for its assignment is each runner's own matter, also where one zygote forked them all."""
+"""Who has asked for its assignment is each runner's own matter, also where one fork server forked them all."""
 
 from __future__ import annotations
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.appliance.edge.rate_limits import Admission, address_of
+from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.server import IN_MEMORY, serve
-from penstock.appliance.model.limits import Admissions, Limits
+from penstock.appliance.model.limits import Limits, RateLimits
 from penstock.appliance.testing import World
 from penstock.proto.errors import OverloadedError
 from penstock.proto.rpc.calls import AsyncCoordinatorClient, CoordinatorClient
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-FEW = Admissions(peer_per_s=2.0, peer_burst=3, all_per_s=4.0, all_burst=5, peers_max=4)
+FEW = RateLimits(peer_per_s=2.0, peer_burst=3, all_per_s=4.0, all_burst=5, peers_max=4)
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-def refused(admission: Admission, peer: str) -> float:
+def refused(admission: RateLimiter, peer: str) -> float:
     with pytest.raises(OverloadedError) as caught:
         admission.admit(peer, "OpenRun")
     return caught.value.retry_after_s
@@ -36,7 +36,7 @@ def refused(admission: Admission, peer: str) -> float:
 
 def test_a_burst_then_a_rate_with_the_time_to_come_back() -> None:
     clock = Clock()
-    admission = Admission(FEW, clock)
+    admission = RateLimiter(FEW, clock)
     for _ in range(3):
         admission.admit("a", "OpenRun")
     assert refused(admission, "a") == pytest.approx(0.5)
@@ -52,7 +52,7 @@ def test_a_burst_then_a_rate_with_the_time_to_come_back() -> None:
 
 def test_many_peers_together_share_one_bucket_and_are_forgotten_in_turn() -> None:
     clock = Clock()
-    admission = Admission(FEW, clock)
+    admission = RateLimiter(FEW, clock)
     for peer in range(5):
         admission.admit(str(peer), "OpenRun")
     assert refused(admission, "fresh") == pytest.approx(0.25)

@@ -81,7 +81,7 @@ def test_training_over_mutual_tls_and_no_secret_in_any_argument_log_or_error(
     said = run.stderr + run.stdout + status.stdout + status.stderr + denied.stderr
     said += coordinator.log.read_text() + worker.log.read_text()
     running = processes_below(coordinator.process.pid, worker.process.pid)
-    assert len(running) >= 3, "the zygote too"
+    assert len(running) >= 3, "the fork server too"
     arguments = b"".join((entry / "cmdline").read_bytes() for entry in running).decode()
     for secret in (*SECRETS.values(), *keys):
         assert secret not in said

@@ -21,7 +21,7 @@ from lane_frames import a_frame, checked
 from pki import Pair, Pki
 from tests.lanes.conftest import next_frame
 
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import AuthenticationError, LaneLostError
 from penstock.proto.lane import tcp
 from penstock.proto.lane.endpoints import LANE_PROTOCOL, Consumer, connect_local
@@ -30,7 +30,7 @@ from penstock.proto.lane.producer import Producer
 from penstock.proto.lane.tls_socket import TlsSocket, accept_tls_blocking, connect_tls, looks_like_tls
 from penstock.proto.rpc.tls import Tls, load_tls
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.sender import Sender
 
 QUICK_S = 8.0
 REFUSED = AuthenticationError("the daemon was asked")
@@ -45,12 +45,12 @@ def mutual(pki: Pki, pair: Pair) -> Tls:
 
 
 def heard(ours: Tls | None, theirs: Tls | None) -> tuple[str, str]:
-    """Name and message of the error that a consumer gets, whose lander has `ours`, from doors that have `theirs`."""
-    lander = Lander(tls=ours)
+    """Name and message of the error that a consumer gets, whose receiver has `ours`, from doors that have `theirs`."""
+    receiver = Receiver(tls=ours)
     try:
         with doors(refusing(REFUSED), theirs) as (opened, _):
             begun = time.monotonic()
-            sock = connect_local(lander.start(), 5)
+            sock = connect_local(receiver.start(), 5)
             sock.send(lane_pb2.Hello(protocol=LANE_PROTOCOL, target=opened.tcp_address).SerializeToString())
             consumer = Consumer(sock, "a daemon")
             frame = next_frame(consumer)
@@ -59,7 +59,7 @@ def heard(ours: Tls | None, theirs: Tls | None) -> tuple[str, str]:
             assert frame.kind == ERROR
             return frame.error.name, frame.error.message
     finally:
-        lander.stop()
+        receiver.stop()
 
 
 def test_both_ends_agree(mutual: Tls) -> None:
@@ -104,12 +104,12 @@ def test_no_hello_of_ours_looks_like_tls() -> None:
 
 
 @pytest.fixture
-def ends(mutual: Tls) -> Iterator[tuple[Lander, Consumer, TlsSocket]]:
-    """A lander, the consumer's end of one lane of it, and the daemon's."""
-    lander = Lander(tls=mutual)
+def ends(mutual: Tls) -> Iterator[tuple[Receiver, Consumer, TlsSocket]]:
+    """A receiver, the consumer's end of one lane of it, and the daemon's."""
+    receiver = Receiver(tls=mutual)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(QUICK_S)
-    sock = connect_local(lander.start(), 5)
+    sock = connect_local(receiver.start(), 5)
     target = f"127.0.0.1:{listener.getsockname()[1]}"
     sock.send(lane_pb2.Hello(next_total=1, target=target).SerializeToString())
     connection, _ = listener.accept()
@@ -117,12 +117,12 @@ def ends(mutual: Tls) -> Iterator[tuple[Lander, Consumer, TlsSocket]]:
     far = accept_tls_blocking(connection, mutual.server_context())
     tcp.read_hello(far, QUICK_S)
     far.settimeout(QUICK_S)
-    consumer = Consumer(sock, "the lander")
-    yield lander, consumer, far
+    consumer = Consumer(sock, "the receiver")
+    yield receiver, consumer, far
     consumer.close()
     far.close()
     listener.close()
-    lander.stop()
+    receiver.stop()
 
 
 def batch(total: int, size: int) -> bytes:
@@ -130,25 +130,25 @@ def batch(total: int, size: int) -> bytes:
     return checked(frame, bytes(size))
 
 
-def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Lander, Consumer, TlsSocket]) -> None:
+def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Receiver, Consumer, TlsSocket]) -> None:
     """After a turn of reading a lane may have bytes left that were deciphered already: no poll tells of them. The
-    lander is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
-    lander, consumer, far = ends
-    assert lander.pid is not None
+    receiver is stopped while they are sent, so that all are there, and the last of them within a record's rest."""
+    receiver, consumer, far = ends
+    assert receiver.pid is not None
     ring = a_frame(kind=RING, ring=1, slot_bytes=32 << 10, slots=32)
     structure = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
     far.sendall(tcp.sealed(ring.encode()) + tcp.sealed(structure.encode()))
     total = 0
     for count, rest in itertools.product(range(5, 15), range(500, 16_500, 1_600)):
-        # Beyond SMALL the lander receives no more than 4 KiB behind a payload, a quarter of a record: a turn is over
+        # Beyond SMALL the receiver receives no more than 4 KiB behind a payload, a quarter of a record: a turn is over
         # after some ten of these, in the middle of a record. Of all the lengths some end with that very record.
         sizes = [*[17_000] * count, rest]
         stream = b"".join(batch(total + number, size) for number, size in enumerate(sizes, 1))
-        os.kill(lander.pid, signal.SIGSTOP)
+        os.kill(receiver.pid, signal.SIGSTOP)
         try:
             far.sendall(stream)
         finally:
-            os.kill(lander.pid, signal.SIGCONT)
+            os.kill(receiver.pid, signal.SIGCONT)
         for size in sizes:
             total += 1
             frame = next_frame(consumer)
@@ -159,7 +159,7 @@ def test_what_openssl_holds_back_is_not_forgotten(ends: tuple[Lander, Consumer, 
 
 
 def test_a_connection_that_is_cut_under_tls_is_a_lost_one_and_no_error(
-    ends: tuple[Lander, Consumer, TlsSocket],
+    ends: tuple[Receiver, Consumer, TlsSocket],
 ) -> None:
     _, consumer, far = ends
     ring = a_frame(kind=RING, ring=1, slot_bytes=4096, slots=4)
@@ -210,12 +210,12 @@ def test_what_comes_with_the_hello_reaches_the_runner(mutual: Tls, under_tls: bo
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     producer = Producer(1 << 20)
     producer.attach(theirs, received)
-    pump = Pump(near, ours, received, "the test")
-    pump.start()
+    sender = Sender(near, ours, received, "the test")
+    sender.start()
     assert select.select([producer], [], [], QUICK_S)[0], "the runner heard nothing"
     producer.take_acks()
     assert producer.open_epochs == 3
     far.close()
     producer.close(0)
-    assert pump.stop(QUICK_S)
+    assert sender.stop(QUICK_S)
     listener.close()

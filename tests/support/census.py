@@ -45,8 +45,8 @@ def descendants(root: int) -> list[int]:
 
 
 def runners(daemon: int) -> list[int]:
-    """What the zygotes of a daemon forked: runners, and scratch children."""
-    return [child for zygote in children(daemon, "fork_server") for child in children(zygote)]
+    """What the fork servers of a daemon forked: runners, and scratch children."""
+    return [child for fork_server in children(daemon, "fork_server") for child in children(fork_server)]
 
 
 def children(parent: int, sign: str = "") -> list[int]:
@@ -106,8 +106,8 @@ def _kind(target: str) -> str:
 def census(pid: int) -> Counter[str]:
     """Of the process itself: threads, and open descriptors by kind; of what is below it: processes.
 
-    Zygotes that wait for the next attempt are kept on purpose, for a minute: each is counted as "zygotes", and the
-    socket, and pidfd, that belong to it are not counted.
+    Fork servers that wait for the next attempt are kept on purpose, for a minute: each is counted as "fork servers",
+    and the socket, and pidfd, that belong to it are not counted.
     """
     found: Counter[str] = Counter()
     for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -123,11 +123,11 @@ def census(pid: int) -> Counter[str]:
         except OSError:
             continue
         if b"penstock.worker.runner.fork_server" in command and parent == pid:
-            found["zygotes"] += 1
+            found["fork servers"] += 1
         else:
             found["processes"] += 1
-    found["socket"] -= found["zygotes"]
-    found["pidfd"] -= min(found["pidfd"], found["zygotes"])
+    found["socket"] -= found["fork servers"]
+    found["pidfd"] -= min(found["pidfd"], found["fork servers"])
     found["names"] = len(abandoned())
     return found
 
@@ -146,8 +146,8 @@ def abandoned() -> set[str]:
     return {name for name, by in made.items() if by and not alive([int(by[1])])}
 
 
-LOOSE = {"zygotes": 2, "threads": 6, "socket": 2}
-"""That may be there more than before: two idle zygotes, asyncio's pool of threads, gRPC's connections."""
+LOOSE = {"fork servers": 2, "threads": 6, "socket": 2}
+"""That may be there more than before: two idle fork servers, asyncio's pool of threads, gRPC's connections."""
 
 
 def settled(pids: list[int], before: list[Counter[str]], deadline_s: float) -> None:

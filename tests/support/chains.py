@@ -89,7 +89,7 @@ def _kill_one(number: int) -> None:
 
 
 def runners() -> set[int]:
-    """Runners below this process that have sent something: children of a zygote, child of a daemon, child of ours.
+    """Runners below this process that have sent something: children of a fork server, child of a daemon, child of ours.
     Helpers have no ring, and neither has a runner that was killed a moment ago."""
     parents, leaders = {}, set()
     for entry in Path("/proc").iterdir():

@@ -194,7 +194,7 @@ class World:
                 group.restart()
             elif not trainer.over:
                 self._signal([trainer.pid], False, later)
-        elif "lander" in what:
+        elif "receiver" in what:
             self._signal(children(trainer.pid, "receiver.py") if not trainer.over else [], "kill" in what, later)
         elif "daemon's control" in what or "deafen" in what:
             proxy = self.proxies[number]
@@ -219,7 +219,7 @@ class World:
             return
         below = {
             "runner": runners(daemon),
-            "zygote": children(daemon, "fork_server"),
+            "fork server": children(daemon, "fork_server"),
             "daemon": [daemon],
             "machine": [daemon, *descendants(daemon)],
         }[what.rpartition(" ")[2]]

@@ -24,7 +24,7 @@ INPUTS = [
 FAULTS = {
     "kill a runner": 0.0,
     "stop a runner": 3.0,
-    "kill a zygote": 0.0,
+    "kill a fork server": 0.0,
     "kill a daemon": 3.0,
     "stop a daemon": 7.0,
     "stop a worker machine": 7.0,
@@ -35,8 +35,8 @@ FAULTS = {
     "stop the coordinator": 5.0,
     "kill a trainer": 0.0,
     "stop a trainer": 13.0,
-    "kill a lander": 0.0,
-    "stop a lander": 3.0,
+    "kill a receiver": 0.0,
+    "stop a receiver": 3.0,
     "cut a trainer's lanes": 0.0,
     "silence a trainer's lanes": 4.0,
 }

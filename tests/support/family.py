@@ -29,14 +29,14 @@ def children_of(pid: int) -> list[int]:
     return sorted(child for child, (parent, _) in parents().items() if parent == pid)
 
 
-def zygotes(daemon: int) -> list[int]:
+def fork_servers(daemon: int) -> list[int]:
     """Below a worker daemon."""
     return children(daemon, "fork_server")
 
 
 def runners(daemon: int) -> list[int]:
     """Below a worker daemon; those that have sent something. Scratch children have no ring."""
-    below = [pid for zygote in zygotes(daemon) for pid in children_of(zygote)]
+    below = [pid for fork_server in fork_servers(daemon) for pid in children_of(fork_server)]
     return [pid for pid in below if _has_ring(pid)]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.appliance.states.state_query import Gathering
+from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.testing import FakeBox, FakeWorker
 from penstock.proto.errors import PenstockError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-def ask(box: FakeBox, step: int, **fields: object) -> Gathering:
+def ask(box: FakeBox, step: int, **fields: object) -> StateQuery:
     """As the box itself, with its progress."""
     request = pb.FetchStateRequest(run=box.reply.run, attempt=box.reply.attempt, step=step, deadline_s=30)
     request.progress.CopyFrom(box.progress())
@@ -54,12 +54,12 @@ def respond(
         worker.world.registry.answer_state(answer, data)
 
 
-def values(gathering: Gathering) -> list[str]:
+def values(gathering: StateQuery) -> list[str]:
     assert gathering.failure is None
     assert gathering.result is not None
     return [data.decode() for _, data in gathering.result.records]
 
 
-def failure(gathering: Gathering) -> PenstockError:
+def failure(gathering: StateQuery) -> PenstockError:
     assert gathering.failure is not None
     return gathering.failure

@@ -36,11 +36,11 @@ def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
         for job in jobs:
             job.reach(50)
         assert len(descendants(daemon.pid)) >= 4
-        landers = descendants(jobs[1].pid)
-        assert landers, "there is a lander"
+        receivers = descendants(jobs[1].pid)
+        assert receivers, "there is a receiver"
         for job in jobs:
             job.kill()
-        until(lambda: not alive(landers), 20, "the lander ends with its trainer")
+        until(lambda: not alive(receivers), 20, "the receiver ends with its trainer")
         settled(processes, before, LEASE_S + 7)
         for job in jobs:
             assert [job.batches[step] for step in range(1, 51)] == [whole[step] for step in range(1, 51)]

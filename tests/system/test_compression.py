@@ -41,8 +41,8 @@ def stream(running: Appliance, **options: Any) -> list[str]:
             if number == 6:
                 break
         found += digests(DataExecutor(loader, appliance=appliance))
-        lander = appliance._lander.pid
-        loaded = Path(f"/proc/{lander}/maps").read_text()
+        receiver = appliance._receiver.pid
+        loaded = Path(f"/proc/{receiver}/maps").read_text()
     packages = {"lz4": "/lz4/", "zstd": "/zstandard/"}
     asked = options.get("compression")
     assert {name for name, package in packages.items() if package in loaded} == ({asked} if asked else set())

@@ -47,7 +47,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """With one daemon: the one that the test before has left, whose zygote is up."""
+    """With one daemon: the one that the test before has left, whose fork server is up."""
     shared.workers = [worker for worker in shared.workers if worker.poll() is None]
     for other in shared.workers[1:]:  # a test has failed
         other.kill()
@@ -137,7 +137,7 @@ def test_killed_at_four_moments_with_room_elsewhere(cluster: Cluster, tmp_path: 
                 until((moments.folder / f"{name} reached").exists, 30, f"nobody waits in {name}")
             add(cluster)
             below = descendants(first.pid)
-            assert len(below) >= 1 + 8, "a zygote and eight runners"
+            assert len(below) >= 1 + 8, "a fork server and eight runners"
             cluster.coordinator.send_signal(signal.SIGSTOP)
             time.sleep(
                 2.5
@@ -157,7 +157,7 @@ def test_killed_without_room_elsewhere_and_started_again(cluster: Cluster) -> No
     def kill_and_restart(kill: Callable[[int, int], None]) -> None:
         only = cluster.workers[-1]
         below = descendants(only.pid)
-        assert len(below) >= 1 + 2 + 2, "a zygote, two runners and their children"
+        assert len(below) >= 1 + 2 + 2, "a fork server, two runners and their children"
         kill(only.pid, signal.SIGKILL)
         only.wait(10)
         until(lambda: not alive(below), 20, lambda: f"alive: {alive(below)}")
@@ -207,11 +207,11 @@ def test_two_of_three_killed_at_once(cluster: Cluster, tmp_path: Path) -> None:
             assert recoveries >= 4  # of six slots; more if one goes to the other before its death is known
 
 
-def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_fork_server_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -> None:
     """The scratch child dies with it, and so does the runner: who takes the slot over is asked, and can be saved."""
     reached, released = (tmp_path / f"load_state_dict {name}" for name in ("reached", "released"))
     (daemon,) = cluster.workers
-    with appliance(cluster, "zygote", 1) as here:
+    with appliance(cluster, "fork server", 1) as here:
         released.touch()
         loader = DataLoader(traps.waits_to_load, str(tmp_path))
         executor = DataExecutor(loader, num_steps=200, appliance=here)
@@ -223,7 +223,7 @@ def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -
                 until(lambda: len(runners(daemon.pid)) == 1, 20, "the check of early snapshots does not end")
                 reached.unlink()
                 released.unlink()
-                killer = threading.Thread(target=kill_zygote_once, args=(daemon.pid, reached, released))
+                killer = threading.Thread(target=kill_fork_server_once, args=(daemon.pid, reached, released))
                 killer.start()
                 states.append(loader.state_dict())
                 killer.join()
@@ -234,12 +234,12 @@ def test_a_zygote_killed_under_a_state_query(cluster: Cluster, tmp_path: Path) -
     assert rest == numbers[150:]
 
 
-def kill_zygote_once(daemon: int, reached: Path, released: Path) -> None:
+def kill_fork_server_once(daemon: int, reached: Path, released: Path) -> None:
     until(reached.exists, 20, "no scratch child was needed")
-    (zygote,) = [
-        zygote for zygote in children(daemon, "fork_server") if len(children(zygote)) > 1
+    (fork_server,) = [
+        fork_server for fork_server in children(daemon, "fork_server") if len(children(fork_server)) > 1
     ]  # not one that is kept
-    family = [zygote, *descendants(zygote)]
-    os.kill(zygote, signal.SIGKILL)
+    family = [fork_server, *descendants(fork_server)]
+    os.kill(fork_server, signal.SIGKILL)
     until(lambda: not alive(family), 20, lambda: f"alive: {alive(family)}")
     released.touch()

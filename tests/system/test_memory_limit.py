@@ -21,7 +21,7 @@ from penstock.worker.resources.memory_use import held_by
 
 MIB = 1 << 20
 LIMIT = 150 * MIB
-"""A runner that is alone starts with 80 MiB, its share of what it has in common with its zygote."""
+"""A runner that is alone starts with 80 MiB, its share of what it has in common with its fork server."""
 room_to_leak = pytest.mark.skipif(
     torch.version.cuda is not None, reason="with a CUDA build of torch a runner starts with the limit"
 )

@@ -39,7 +39,7 @@ def go_on(pids: Sequence[int]) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """With one worker daemon. All jobs have one seed, so it has one zygote for them all."""
+    """With one worker daemon. All jobs have one seed, so it has one fork server for them all."""
     options = ["--worker-lease-s", str(WORKER_LEASE_S), "--client-lease-s", str(CLIENT_LEASE_S)]
     with running(tmp_path_factory.mktemp("state"), options=options) as cluster:
         cluster.add_worker(8, "--allow", "traps", allow="streams", name="first")
@@ -99,15 +99,15 @@ def test_nothing_but_time(cluster: Cluster) -> None:
     options = {"input": "stateful", "arguments": [400], "lane": "tcp", "steps": 900}
     with jobs_of(cluster, {"job": "job", "pace_s": 0.005, **options}) as (job,):
         job.reach(30)
-        zygotes, landers = children(daemon.pid, "fork_server"), children(job.pid, "receiver.py")
-        assert zygotes
-        assert landers
-        for brief in ([daemon.pid], zygotes, landers, runners(daemon.pid)[:1], [job.pid]):
+        fork_servers, receivers = children(daemon.pid, "fork_server"), children(job.pid, "receiver.py")
+        assert fork_servers
+        assert receivers
+        for brief in ([daemon.pid], fork_servers, receivers, runners(daemon.pid)[:1], [job.pid]):
             stop(brief)
             pause(1.0)
             go_on(brief)
             job.reach(job.step + 20)
-        long = [cluster.coordinator.pid, *zygotes, *landers, *runners(daemon.pid)[:1]]
+        long = [cluster.coordinator.pid, *fork_servers, *receivers, *runners(daemon.pid)[:1]]
         stop(long)
         pause(CLIENT_LEASE_S + 1)
         go_on(long)

@@ -22,7 +22,7 @@ import pytest
 import streams
 from census import abandoned
 from cluster import TOKEN, Cluster, running
-from family import alive, children_of, eventually, memory_of, parents, runners, zygotes
+from family import alive, children_of, eventually, fork_servers, memory_of, parents, runners
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto import errors
@@ -45,7 +45,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         assert worker.stderr is not None
         with worker.stderr, Listener(worker.stderr.fileno()):
             with at(cluster) as appliance:
-                numbers(appliance, DataLoader(streams.counter, 3))  # its zygote is up, for all that have the same seed
+                numbers(
+                    appliance, DataLoader(streams.counter, 3)
+                )  # its fork server is up, for all that have the same seed
             yield cluster
             cluster.stop()
 
@@ -176,47 +178,47 @@ def test_a_death_in_the_middle_of_a_pass_is_told_and_recovered(
     assert len(whole) == 20
 
 
-def test_a_stopped_zygote_hides_no_death_and_keeps_no_slot(cluster: Cluster) -> None:
-    (zygote,) = zygotes(daemon(cluster))
+def test_a_stopped_fork_server_hides_no_death_and_keeps_no_slot(cluster: Cluster) -> None:
+    (fork_server,) = fork_servers(daemon(cluster))
     with at(cluster) as appliance:
         loader = DataLoader(streams.counter, 3000)
         got = numbers(appliance, loader, 10)
         runner = the_runner(cluster)
-        os.kill(zygote, signal.SIGSTOP)
+        os.kill(fork_server, signal.SIGSTOP)
         try:
             os.kill(runner, signal.SIGKILL)
             session = loader._session
             assert session is not None
             eventually(lambda: "SIGKILL" in session.run.views[0].note, "the death is told")
         finally:
-            os.kill(zygote, signal.SIGCONT)
+            os.kill(fork_server, signal.SIGCONT)
         with pytest.warns(UserWarning, match="SIGKILL"):
             got += numbers(appliance, loader, 2990)
         assert got == list(range(1, 3001))
         runner = the_runner(cluster)
-        os.kill(zygote, signal.SIGSTOP)
+        os.kill(fork_server, signal.SIGSTOP)
         try:
             loader.close()
             eventually(lambda: not alive(runner), "it is stopped", STOP_S)
         finally:
-            os.kill(zygote, signal.SIGCONT)
+            os.kill(fork_server, signal.SIGCONT)
     still_works(cluster)
 
 
-def test_a_killed_zygote_takes_its_runners_along_and_another_one_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_fork_server_takes_its_runners_along_and_another_one_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     marker = tmp_path / "pids"
-    (zygote,) = zygotes(daemon(cluster))
+    (fork_server,) = fork_servers(daemon(cluster))
     with at(cluster) as appliance:
         loader = DataLoader(hazards.escapes, str(marker))
         got = numbers(appliance, loader, 10)
         eventually(lambda: len(_pids(marker)) == 3, "all have left")
         left = _pids(marker)
-        os.kill(zygote, signal.SIGKILL)
+        os.kill(fork_server, signal.SIGKILL)
         with pytest.warns(UserWarning, match="recovered"):
             got += numbers(appliance, loader, 500)
     assert got == list(range(510))
     eventually(lambda: not any(map(alive, left)), "what the runner left behind is gone")
-    assert zygote not in zygotes(daemon(cluster))
+    assert fork_server not in fork_servers(daemon(cluster))
 
 
 def _pids(marker: Path) -> list[int]:
@@ -272,7 +274,7 @@ def test_a_killed_runner_with_worker_processes_leaves_nothing(cluster: Cluster, 
             runner = the_runner(cluster)
             os.kill(runner, signal.SIGKILL)
             eventually(partial(_is_dead, runner), "it is dead")
-    eventually(lambda: not any(map(children_of, zygotes(daemon(cluster)))), "all of its processes are gone")
+    eventually(lambda: not any(map(children_of, fork_servers(daemon(cluster)))), "all of its processes are gone")
     eventually(lambda: not _litter() - before, f"nothing is left: {_litter() - before}")
     eventually(lambda: not _kept_for_children(daemon(cluster)), "their directories are gone")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from penstock.proto.errors import WorkerLostError
-from penstock.worker.processes.child_processes import Child, Zygote
+from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import Channel
 from penstock.worker.processes.orphans import own_children
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 
 
 def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
@@ -46,7 +46,7 @@ def test_a_stopped_child_with_a_full_socket_is_killed_after_its_grace() -> None:
 STARTED = """
 import asyncio
 from penstock.worker.processes import child_processes as children
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 
 start = asyncio.create_subprocess_exec
 
@@ -60,19 +60,19 @@ async def slowly(*args, **kwargs):
 async def main():
     asyncio.create_subprocess_exec = slowly
     ending = asyncio.ensure_future(children.end_orphans(1.0))
-    zygote = children.Zygote(TempDirs())
-    await zygote.start(1, main_script=False)
+    fork_server = children.ForkServer(TemporaryFolders())
+    await fork_server.start(1, main_script=False)
     await ending
-    print("up", zygote.dead)
-    zygote.close()
-    await zygote.wait()
+    print("up", fork_server.dead)
+    fork_server.close()
+    await fork_server.wait()
 
 
 asyncio.run(main())
 """
 
 
-def test_a_zygote_that_is_being_started_is_no_orphan(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_being_started_is_no_orphan(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('a file of the working directory stands in for torch')")
     command = [sys.executable, "-P", "-c", STARTED]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -88,20 +88,20 @@ def test_interpreter_that_does_not_start_is_killed(how: str, tmp_path: Path, mon
     monkeypatch.setattr(sys, "executable", str(stuck))
 
     async def body() -> None:
-        zygote = Zygote(TempDirs())
-        starting = asyncio.ensure_future(zygote.start(1, main_script=False, deadline_s=5))
+        fork_server = ForkServer(TemporaryFolders())
+        starting = asyncio.ensure_future(fork_server.start(1, main_script=False, deadline_s=5))
         if how == "takes too long":
             with pytest.raises(WorkerLostError, match=r"stood still for 0\.5 s: it was killed"):
                 await starting
         else:
-            while not zygote.pid:
+            while not fork_server.pid:
                 await asyncio.sleep(0.01)
             starting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await starting
-        assert zygote.pid
-        assert not zygote.lives
-        assert zygote.pid not in own_children()
+        assert fork_server.pid
+        assert not fork_server.lives
+        assert fork_server.pid not in own_children()
 
     asyncio.run(asyncio.wait_for(body(), 60))
 

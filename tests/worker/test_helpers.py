@@ -18,10 +18,10 @@ from penstock.proto.v1 import records_pb2
 from penstock.worker.helpers.helper_pool import PAYS, Helpers
 from penstock.worker.helpers.replayers import run_task
 from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.processes.child_processes import Zygote
+from penstock.worker.processes.child_processes import ForkServer
 from penstock.worker.processes.control_channel import Message
 from penstock.worker.processes.progress_page import Ledger
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.resources.turn_queue import TurnQueue
 from penstock.worker.runner.helper_process import _warm_up
 
@@ -41,14 +41,14 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTHONPATH", f"{inputs}:{support}")
 
     async def body() -> None:
-        zygote = Zygote(TempDirs())
-        await zygote.start(5, main_script=False)
+        fork_server = ForkServer(TemporaryFolders())
+        await fork_server.start(5, main_script=False)
 
-        async def get(_: Any) -> Zygote:
-            return zygote
+        async def get(_: Any) -> ForkServer:
+            return fork_server
 
         helpers = Helpers(get)
-        host: Any = SimpleNamespace(scratches=TurnQueue(2), zygote=get, helpers=helpers, blobs=None)
+        host: Any = SimpleNamespace(scratches=TurnQueue(2), fork_server=get, helpers=helpers, blobs=None)
         ledger = Ledger.create()
 
         async def burst(of: records_pb2.WorkerAssignment, base: bytes, tasks: int) -> list[Message]:
@@ -87,16 +87,16 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
         await burst(plain, base, 2 * PAYS)
         assert kept <= ready(), "they are used again"
         for otherwise in ("raises", "dies"):
-            odd = assignment(f"{otherwise}/0", 10, zygote.pid, otherwise)
+            odd = assignment(f"{otherwise}/0", 10, fork_server.pid, otherwise)
             await burst(odd, base, 1)
             payloads = {message.payload for message in await burst(odd, base, 2 * PAYS)}
             assert payloads == {alone.payload}
-        with pytest.raises(InputFnError, match="no child of the zygote"):
+        with pytest.raises(InputFnError, match="no child of the fork server"):
             await burst(assignment("wrong/0", 10, 1, "raises"), base, 1)
         helpers.forget(set())
         assert not helpers._crews
-        zygote.close()
-        await zygote.wait()
+        fork_server.close()
+        await fork_server.wait()
         ledger.close()
 
     asyncio.run(asyncio.wait_for(body(), DEADLINE_S))

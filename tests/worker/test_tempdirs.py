@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 
 DAEMON = """
 import sys
 from penstock.worker.processes.temporary_folders import TempDirs
-dirs = TempDirs()
+dirs = TemporaryFolders()
 print(dirs.make(), flush=True)
 sys.stdin.read()
 """
@@ -33,7 +33,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_each_child_has_its_own_and_all_go_at_the_end(there: Path) -> None:
-    dirs = TempDirs()
+    dirs = TemporaryFolders()
     one, two = dirs.make(), dirs.make()
     assert one != two
     (Path(one) / "listener").touch()
@@ -49,16 +49,16 @@ def test_those_of_a_killed_daemon_are_removed_by_the_next_and_those_of_a_live_on
     with daemon:
         assert daemon.stdout is not None
         its = Path(daemon.stdout.readline().decode().strip())
-        TempDirs().close()
+        TemporaryFolders().close()
         assert its.is_dir()
         daemon.kill()
         daemon.wait()
-        TempDirs().close()
+        TemporaryFolders().close()
         assert not its.exists()
 
 
 def test_nothing_that_is_not_certainly_left_by_a_daemon_is_removed(there: Path, tmp_path: Path) -> None:
-    dirs = TempDirs()
+    dirs = TemporaryFolders()
     left = Path(dirs.make()).parent
     mark, prefix = next(left.glob(".*")).name, f"penstock-{os.getuid()}-"
 
@@ -79,7 +79,7 @@ def test_nothing_that_is_not_certainly_left_by_a_daemon_is_removed(there: Path, 
     (linked / mark).symlink_to(home / "thesis")
     (there / f"{prefix}file").touch()
 
-    TempDirs().close()
+    TemporaryFolders().close()
     assert (home / "thesis").is_dir()
     assert sorted(path.name.removeprefix(prefix) for path in there.iterdir() if path != left) == sorted(
         [f"penstock-{os.getuid()}", "file", "link", "linkedmark", "open", "unmarked"]
@@ -89,7 +89,7 @@ def test_nothing_that_is_not_certainly_left_by_a_daemon_is_removed(there: Path, 
 
 def test_a_link_in_a_left_folder_is_removed_and_not_what_it_leads_to(there: Path, tmp_path: Path) -> None:
     (tmp_path / "data").touch()
-    dirs = TempDirs()
+    dirs = TemporaryFolders()
     left = Path(dirs.make()).parent
     (left / "link").symlink_to(tmp_path)
     (left / "1" / "link").symlink_to(tmp_path)
@@ -100,7 +100,7 @@ def test_a_link_in_a_left_folder_is_removed_and_not_what_it_leads_to(there: Path
 
 def test_without_a_place_for_them_there_are_none(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(there / "gone"))
-    dirs = TempDirs()
+    dirs = TemporaryFolders()
     assert dirs.make() == ""
     dirs.remove("")
     dirs.close()

@@ -45,11 +45,11 @@ def _readings() -> Readings:
     feeds = {(feed.run.name, feed.run.box): feed for feed in sorted(_open_feeds(), key=lambda feed: feed.run.attempt)}
     for feed in feeds.values():
         _read_feed(found, feed)
-    pids = [lander.pid for lander in open_streams.landers.all()]
-    landers = [pid for pid in pids if pid is not None]
-    if landers:
-        found.add("penstock_client_lander_cpu_seconds_total", cpu_seconds(landers))
-        found.add("penstock_client_lander_memory_bytes", sum(map(_resident, landers)))
+    pids = [receiver.pid for receiver in open_streams.receivers.all()]
+    receivers = [pid for pid in pids if pid is not None]
+    if receivers:
+        found.add("penstock_client_receiver_cpu_seconds_total", cpu_seconds(receivers))
+        found.add("penstock_client_receiver_memory_bytes", sum(map(_resident, receivers)))
     saves = open_streams.saves
     found.add("penstock_checkpoint_saves_total", saves.ok, status="ok")
     found.add("penstock_checkpoint_saves_total", saves.failed, status="error")

@@ -1,4 +1,5 @@
-"""Decoders that are conversations: both ends of a local lane, the pump and the lander between hosts, the opening Hello.
+"""Decoders that are conversations: both ends of a local lane, the sender and the receiver between hosts, the opening
+Hello.
 
 Each peer is played by the bytes, over real sockets; what they hold is put into frames and packets here, so that a
 fuzzer need not find out lengths.
@@ -44,7 +45,7 @@ from penstock.proto.lane.tcp import read_hello, sealed
 from penstock.proto.rpc.tls import host_of
 from penstock.proto.v1 import lane_pb2, records_pb2
 from penstock.worker.daemon.listeners import check_hello
-from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.sender import Sender
 
 __all__ = ["TARGETS"]
 
@@ -246,12 +247,12 @@ def _producer_seeds() -> list[bytes]:
     ]
 
 
-# ---- the pump: a daemon between a runner and another host
+# ---- the sender: a daemon between a runner and another host
 
 
-def _pump(data: bytes) -> None:
-    """Steps: 0 a frame of the runner's, 1 a packet of its, 2 a descriptor, 3 a message of the lander's, 4 its bytes as
-    they are. The first step's content is the Hello."""
+def _sender(data: bytes) -> None:
+    """Steps: 0 a frame of the runner's, 1 a packet of its, 2 a descriptor, 3 a message of the receiver's, 4 its bytes
+    as they are. The first step's content is the Hello."""
     steps = list(pieces(data))
     try:
         hello = lane_pb2.Hello.FromString(steps[0][1] if steps else b"")
@@ -259,8 +260,8 @@ def _pump(data: bytes) -> None:
         hello = lane_pb2.Hello()
     runner, local = _pair(socket.SOCK_SEQPACKET)
     far, near = _tcp_pair()
-    pump = Pump(near, local, hello, "the fuzzer's slot")
-    pump.start()
+    sender = Sender(near, local, hello, "the fuzzer's slot")
+    sender.start()
     with runner, far:
         runner.setblocking(False)
         far.setblocking(False)
@@ -283,11 +284,11 @@ def _pump(data: bytes) -> None:
                         far.send(piece)
             except OSError:
                 pass  # full, or it has left
-    pump.join(DEADLINE_S)
-    assert not pump.is_alive(), "the pump outlived both its peers"
+    sender.join(DEADLINE_S)
+    assert not sender.is_alive(), "the sender outlived both its peers"
 
 
-def _pump_seeds() -> list[bytes]:
+def _sender_seeds() -> list[bytes]:
     structure, ring, content, batches = _runner_frames()
     hello = lane_pb2.Hello(protocol=LANE_PROTOCOL, next_total=1, codecs=[lane_pb2.LZ4]).SerializeToString()
     acks = [Ack(delivered=1, wanted=[4, 4]), Ack(delivered=2), Ack(abandon_epoch=1)]
@@ -312,11 +313,11 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     return far, near
 
 
-# ---- the lander: what another host may say
+# ---- the receiver: what another host may say
 
 
 class _Loop:
-    """The lander's loop, for one lane that is driven by hand."""
+    """The receiver's loop, for one lane that is driven by hand."""
 
     def __init__(self) -> None:
         self.watched: dict[int, int] = {}
@@ -333,8 +334,8 @@ class _Loop:
         self.address, self.then = address, then
 
 
-def _lander(data: bytes) -> None:
-    """Steps: 0 a frame of the pump's, 1 its bytes as they are, 2 an ack, 3 the consumer reads. The first step's
+def _receiver(data: bytes) -> None:
+    """Steps: 0 a frame of the sender's, 1 its bytes as they are, 2 an ack, 3 the consumer reads. The first step's
     content is the Hello."""
     steps = list(pieces(data))
     loop = _Loop()
@@ -388,7 +389,7 @@ def _drive(lane: receiver.Lane, loop: _Loop) -> None:
                 lane.on_event(fd, seen)
 
 
-def _lander_seeds() -> list[bytes]:
+def _receiver_seeds() -> list[bytes]:
     structure, ring, content, batches = _runner_frames()
     hello = lane_pb2.Hello(
         protocol=LANE_PROTOCOL, next_total=1, target="127.0.0.1:1", codecs=[lane_pb2.ZSTD, lane_pb2.LZ4]
@@ -426,7 +427,7 @@ def _hello_seeds() -> list[bytes]:
 TARGETS = [
     Target("consumer", _consumer, _consumer_seeds, examples=120),
     Target("producer", _producer, _producer_seeds),
-    Target("pump", _pump, _pump_seeds, examples=60),
-    Target("lander", _lander, _lander_seeds, examples=100),
+    Target("sender", _sender, _sender_seeds, examples=60),
+    Target("receiver", _receiver, _receiver_seeds, examples=100),
     Target("hello", _hello, _hello_seeds, examples=60),
 ]

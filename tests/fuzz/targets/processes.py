@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 from targets.target import Target, pieces, script, words
 
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.recovery import restore
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.model.entities import SlotKey
@@ -208,7 +208,9 @@ def _journal(data: bytes) -> None:
             rows[table].remove(row)
     journal = _Journal(rows)
     try:
-        books = Books(journal, Snapshots(Limits()), Limits(), lambda topic: None, Events(lambda: 0.0, lambda: 0.0))
+        books = ClusterState(
+            journal, Snapshots(Limits()), Limits(), lambda topic: None, Events(lambda: 0.0, lambda: 0.0)
+        )
         restore(books, 0.0, 3.0, 10.0)
     finally:
         journal.close()

@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from penstock.appliance.core import box_progress, recovery
-from penstock.appliance.core.cluster_state import Books
-from penstock.appliance.core.migration import HandOvers
+from penstock.appliance.core.cluster_state import ClusterState
+from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge.service import Service
-from penstock.appliance.states.state_query import Gathering
+from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.group_commit import Syncing
 from penstock.appliance.storage.snapshot_index import Ledger
 
@@ -37,10 +37,12 @@ class Mutation:
 
 
 MUTATIONS = (
-    Mutation("a move does not raise the generation", Books, "move", "slot.generation = slot.next_generation", "pass"),
-    Mutation("a slot that was moved is forgotten", Books, "move", "self.waiting[slot.key] = slot", "pass"),
-    Mutation("a slot is given out twice", Books, "place_waiting", "del self.waiting[slot.key]", "pass"),
-    Mutation("a slot is given out and not written down", Books, "place_waiting", "self.save_slot(slot)", "pass"),
+    Mutation(
+        "a move does not raise the generation", ClusterState, "move", "slot.generation = slot.next_generation", "pass"
+    ),
+    Mutation("a slot that was moved is forgotten", ClusterState, "move", "self.waiting[slot.key] = slot", "pass"),
+    Mutation("a slot is given out twice", ClusterState, "place_waiting", "del self.waiting[slot.key]", "pass"),
+    Mutation("a slot is given out and not written down", ClusterState, "place_waiting", "self.save_slot(slot)", "pass"),
     Mutation(
         "a superseded attempt is not ended", Registry, "_next_attempt", "if run.current is not None:", "if False:"
     ),
@@ -87,16 +89,20 @@ MUTATIONS = (
     ),
     Mutation(
         "a state keeps answers to an older plan",
-        Gathering,
+        StateQuery,
         "_refresh",
         "(have.want.epoch, have.want.delivered, have.want.total) == place",
         "True",
     ),
-    Mutation("a successor takes over before it is ready", HandOvers, "heard", "report.phase == pb.READY", "True"),
+    Mutation("a successor takes over before it is ready", Migrations, "heard", "report.phase == pb.READY", "True"),
     Mutation(
-        "a successor keeps its place when it is dismissed", Books, "dismiss", "worker.slots.discard(slot.key)", "pass"
+        "a successor keeps its place when it is dismissed",
+        ClusterState,
+        "dismiss",
+        "worker.slots.discard(slot.key)",
+        "pass",
     ),
-    Mutation("a successor's generation is not written down", Books, "appoint", "self.journal.put(", "dict("),
+    Mutation("a successor's generation is not written down", ClusterState, "appoint", "self.journal.put(", "dict("),
     Mutation("a restarted coordinator forgets who waits", recovery, "_slot", "books.waiting[slot.key] = slot", "pass"),
 )
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.core.views import facts
 from penstock.appliance.model.entities import Attempt, Box, Place, Slot, Worker
 from penstock.appliance.policies.bottleneck import Finding, find
@@ -49,7 +49,7 @@ class Move:
     """For the loop waits for it: its own data may be the reason, and then no place helps."""
 
 
-def plan(books: Books, now: float, room: int) -> list[Move]:
+def plan(books: ClusterState, now: float, room: int) -> list[Move]:
     """At most `room` moves, each slot and each worker in one of them at most."""
     moves: list[Move] = []
     taken: set[str] = set()
@@ -62,7 +62,7 @@ def plan(books: Books, now: float, room: int) -> list[Move]:
     return moves
 
 
-def _settled(books: Books, slot: Slot, now: float, times: int = 1) -> bool:
+def _settled(books: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
     """It runs well where it is, has done so for long enough, and can be moved at little cost."""
     return (
         slot.phase == pb.READY
@@ -81,7 +81,7 @@ def _is_cheap(slot: Slot) -> bool:
     return traits is not None and traits.state_methods >= 2 and not traits.not_restartable and not traits.own_workers
 
 
-def _stragglers(books: Books, now: float) -> Iterator[Move]:
+def _stragglers(books: ClusterState, now: float) -> Iterator[Move]:
     for attempt in books.open_attempts():
         boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE and not box.pass_ended]
         found = [finding for box in boxes if (finding := _held_up(books, box)) is not None]
@@ -99,7 +99,7 @@ def _stragglers(books: Books, now: float) -> Iterator[Move]:
                 yield Move(slot, worker, why, nudge=True)
 
 
-def _held_up(books: Books, box: Box) -> Finding | None:
+def _held_up(books: ClusterState, box: Box) -> Finding | None:
     """By one slot, enough to do something about it."""
     finding = find([facts(books, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
@@ -107,7 +107,7 @@ def _held_up(books: Books, box: Box) -> Finding | None:
     return finding if finding.wait_share * finding.blame >= STRAGGLES else None
 
 
-def _elsewhere(books: Books, slot: Slot, slow: set[str]) -> Worker | None:
+def _elsewhere(books: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
     """A place for a straggler: on another machine if there is one. `slow`: workers that will not do."""
     _, box = books.box_of(slot)
     opening = box.opening
@@ -121,12 +121,12 @@ def _elsewhere(books: Books, slot: Slot, slow: set[str]) -> Worker | None:
     return None
 
 
-def _far(books: Books, box: Box) -> set[str]:
+def _far(books: ClusterState, box: Box) -> set[str]:
     """Workers that the box could not reach of late."""
     return box.unreachable_since(books.events.now - books.limits.unreachable_s)
 
 
-def _levelled(books: Books, now: float) -> Iterator[Move]:
+def _levelled(books: ClusterState, now: float) -> Iterator[Move]:
     there = [worker for worker in books.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
@@ -152,7 +152,7 @@ def _slow_for(attempt: Attempt) -> set[str]:
     return {name for slot in slots if len(slot.was_slow_at) < NUDGES for name in slot.was_slow_at}
 
 
-def _may_go(books: Books, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
+def _may_go(books: ClusterState, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
     if slot.worker != full.name or not _settled(books, slot, now):
         return False
     _, box = books.box_of(slot)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box
 from penstock.proto.errors import InvalidArgumentError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-def advance(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+def advance(books: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """The box was handed all up to `request.delivered`, which is not before what is known."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, request.delivered
@@ -27,7 +27,7 @@ def advance(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunReques
             books.ledger.trim(slot.key, history[0].total[slot.key.slot])
 
 
-def note_cuts(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+def note_cuts(books: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
     """The passes that its loop left. Raises InvalidArgumentError for more than there is room for."""
     for cut in request.cuts:
         if cut.epoch in box.cuts:
@@ -39,7 +39,7 @@ def note_cuts(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequ
         books.save_cut(attempt, box, cut.epoch)
 
 
-def _note_ends(books: Books, attempt: Attempt, box: Box, position: Position) -> None:
+def _note_ends(books: ClusterState, attempt: Attempt, box: Box, position: Position) -> None:
     for number in set(range(attempt.num_workers)) - set(position.live):
         box.ends[number, position.epoch] = position.total[number]
     if len(box.ends) > books.limits.ends_max:

@@ -42,7 +42,7 @@ Topic = tuple[str | int, ...]
 """What changed: ("worker", name), ("box", run, attempt, box) or ("state", run, attempt, step)."""
 
 
-class Books:
+class ClusterState:
     def __init__(
         self, journal: Journal, ledger: Ledger, limits: Limits, changed: Callable[[Topic], None], events: Events
     ) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box, Place, Slot, Worker
 from penstock.appliance.policies.bottleneck import LEAST_S
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -72,7 +72,7 @@ def cores(workers: Iterable[Worker]) -> int:
     return sum(found.values())
 
 
-def daemons(books: Books) -> int:
+def daemons(books: ClusterState) -> int:
     """Return the number of worker daemons for all open runs, of the size that is usual among those that are there."""
     slots = 0
     for attempt in books.open_attempts():

@@ -15,16 +15,16 @@ comes out of a slot does not depend on where it runs, so none of them changes th
 from __future__ import annotations
 
 from penstock.appliance.core import balance
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Slot, Worker
 from penstock.proto.errors import UnknownWorkerError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-class HandOvers:
+class Migrations:
     """Decides which slots are handed over, and sees them through."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: ClusterState) -> None:
         self._books = books
         self._balanced_at = 0.0
 

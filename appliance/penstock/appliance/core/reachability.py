@@ -12,7 +12,7 @@ minute.
 
 from __future__ import annotations
 
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box, Slot, Worker
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -20,7 +20,7 @@ _WHY = 300
 """Characters of what the box says."""
 
 
-def note(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+def note(books: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """Moves the slots whose lanes the box says are cut off, where another worker has room for them."""
     for claim in request.unreachable:
         slot = box.slots[claim.slot] if claim.slot < len(box.slots) else None
@@ -35,7 +35,7 @@ def note(books: Books, attempt: Attempt, box: Box, request: pb.WatchRunRequest, 
             books.move(slot, why, None)
 
 
-def _elsewhere(books: Books, box: Box, slot: Slot, now: float) -> Worker | None:
+def _elsewhere(books: ClusterState, box: Box, slot: Slot, now: float) -> Worker | None:
     opening = box.opening
     for since in (now - books.limits.unreachable_s, now - books.limits.unreachable_again_s):
         barred = box.unreachable_since(since)

@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from penstock.appliance.core import opening
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
@@ -31,7 +31,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def restore(books: Books, now: float, worker_lease_s: float, client_lease_s: float) -> None:
+def restore(books: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
     """Fills empty books. The leases are the longest that were promised before. Raises JournalError for rows that SQLite
     can read and that make no books."""
     try:
@@ -43,7 +43,7 @@ def restore(books: Books, now: float, worker_lease_s: float, client_lease_s: flo
         ) from error
 
 
-def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float) -> None:
+def _fill(books: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
     journal = books.journal
     if journal.boots > 1:
         books.events.add("coordinator restarted", "the coordinator was started again on its journal")
@@ -97,7 +97,7 @@ def _fill(books: Books, now: float, worker_lease_s: float, client_lease_s: float
         books.ledger.drop_attempt(run_name, number)
 
 
-def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
+def _box(books: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
     request.ClearField("client_id")  # which releases before this one kept
     base = opening.validate(request, books.limits)
@@ -110,7 +110,7 @@ def _box(books: Books, attempt: Attempt, row: Mapping[str, Any], now: float) -> 
     books.slots_held[box.credential] += attempt.num_workers
 
 
-def _slot(books: Books, row: Mapping[str, Any], now: float) -> None:
+def _slot(books: ClusterState, row: Mapping[str, Any], now: float) -> None:
     attempt = books.runs[row["run"]].current
     assert attempt is not None  # rows of slots go with their attempt, in one transaction
     box = attempt.boxes[row["box"]]

@@ -19,10 +19,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from penstock.appliance.core import box_progress, opening, reachability, views
-from penstock.appliance.core.cluster_state import Books, Topic
-from penstock.appliance.core.migration import HandOvers
+from penstock.appliance.core.cluster_state import ClusterState, Topic
+from penstock.appliance.core.migration import Migrations
 from penstock.appliance.core.recovery import restore
-from penstock.appliance.core.state_queries import Desk
+from penstock.appliance.core.state_queries import StateQueries
 from penstock.appliance.model.entities import (
     Attempt,
     AttemptState,
@@ -41,7 +41,7 @@ from penstock.appliance.model.request_checks import check_counts, check_measures
 from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import Promise, patience_s, strained
 from penstock.appliance.policies.placement import nobody_may
-from penstock.appliance.states.state_query import Gathering
+from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.journal import Journal
 from penstock.appliance.storage.snapshot_index import Kept, Ledger
 from penstock.proto.errors import (
@@ -88,13 +88,13 @@ class Registry:
         changed: Callable[[Topic], None],
         host: str = "",
     ) -> None:
-        self.books = Books(journal, ledger, limits, changed, Events(clock, wall))
+        self.books = ClusterState(journal, ledger, limits, changed, Events(clock, wall))
         self.limits = limits
         self._clock = clock
         self._wall = wall
         self._fresh_seed = fresh_seed
-        self.desk = Desk(self.books)
-        self._hand_overs = HandOvers(self.books)
+        self.desk = StateQueries(self.books)
+        self._hand_overs = Migrations(self.books)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = now = clock()
         self.books.tickets_expire = expiry(wall())
@@ -484,7 +484,7 @@ class Registry:
 
     # ---------------------------------------------------------------------------------------------------------- state
 
-    def begin_state(self, request: pb.FetchStateRequest) -> Gathering:
+    def begin_state(self, request: pb.FetchStateRequest) -> StateQuery:
         """A gathering that may be done already; end it with `end_state`. Raises StateUnavailableError and others."""
         check_measures(deadline_s=request.deadline_s)
         check_counts(step=request.step)
@@ -501,11 +501,11 @@ class Registry:
         self._settle()
         return gathering
 
-    def sent_state(self, gathering: Gathering, box: int) -> None:
+    def sent_state(self, gathering: StateQuery, box: int) -> None:
         """An asker has been sent the records of a box."""
         self.desk.sent(gathering, box)
 
-    def end_state(self, gathering: Gathering, sent: int = 0) -> None:
+    def end_state(self, gathering: StateQuery, sent: int = 0) -> None:
         """An asker has its answer or has given up, after the records of `sent` boxes. The last one that leaves ends the
         questions to the workers."""
         self.desk.end(gathering, sent)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt
 from penstock.appliance.states.aggregation import Aggregation
-from penstock.appliance.states.state_query import Gathering, Want
+from penstock.appliance.states.state_query import SlotStateRequest, StateQuery
 from penstock.proto.errors import OverloadedError, StateUnavailableError, SupersededError, UnknownRunError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -26,19 +26,19 @@ ROOM = ("room",)
 """The topic of answers that wait at the door."""
 
 
-class Desk:
-    def __init__(self, books: Books) -> None:
+class StateQueries:
+    def __init__(self, books: ClusterState) -> None:
         self._books = books
-        self._open: dict[int, Gathering] = {}
+        self._open: dict[int, StateQuery] = {}
         """All that have askers or open requests, by serial."""
-        self._joinable: dict[_Key, Gathering] = {}
-        self._finished: OrderedDict[_Key, Gathering] = OrderedDict()
-        self._asked: dict[str, Gathering] = {}
+        self._joinable: dict[_Key, StateQuery] = {}
+        self._finished: OrderedDict[_Key, StateQuery] = OrderedDict()
+        self._asked: dict[str, StateQuery] = {}
         """Request -> who asks."""
-        self._closed: dict[str, Gathering] = {}
+        self._closed: dict[str, StateQuery] = {}
         """Run that has ended -> the newest state that was asked for."""
 
-    def wants(self, worker: str, now: float) -> list[tuple[Want, float]]:
+    def wants(self, worker: str, now: float) -> list[tuple[SlotStateRequest, float]]:
         """The worker's open requests, with the seconds that the most patient asker still has."""
         return [
             (want, max(0.0, gathering.deadline - now))
@@ -46,7 +46,7 @@ class Desk:
             for want in gathering.by_worker.get(worker, {}).values()
         ]
 
-    def begin(self, request: pb.FetchStateRequest, asker: int | None, now: float) -> Gathering:
+    def begin(self, request: pb.FetchStateRequest, asker: int | None, now: float) -> StateQuery:
         """`asker`: the box that asks, if one does. Raises StateUnavailableError, UnknownRunError, SupersededError."""
         run = self._books.runs.get(request.run)
         if run is None:
@@ -70,18 +70,18 @@ class Desk:
         self._forget(attempt, first)
         gathering = self._finished.get(key) or self._joinable.get(key)
         if gathering is None:
-            gathering = Gathering(*key[:3], self._books.next_version(), attempt.num_boxes)
+            gathering = StateQuery(*key[:3], self._books.next_version(), attempt.num_boxes)
             gathering.at_once = self._books.limits.asked_at_once
         return self._ask(gathering, now + request.deadline_s)
 
-    def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> Gathering:
+    def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
         """Have a worker of the box aggregate the states in a blob."""
         attempt = self._books.attempt(request.run, request.attempt)
         serial = self._books.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
-    def _ask(self, gathering: Gathering, deadline: float) -> Gathering:
+    def _ask(self, gathering: StateQuery, deadline: float) -> StateQuery:
         if gathering.serial not in self._open:
             self._check_room(gathering)
         gathering.askers += 1
@@ -92,18 +92,18 @@ class Desk:
             self._replan(gathering)  # from then on, what is touched is planned again: see `settle`
         return gathering
 
-    def _check_room(self, gathering: Gathering) -> None:
+    def _check_room(self, gathering: StateQuery) -> None:
         there = sum(one.run == gathering.run for one in self._open.values())
         if there >= self._books.limits.queries_max + 2 * self._books.runs[gathering.run].num_boxes:
             raise OverloadedError(f"{there} state queries of run {gathering.run} are open, which is the limit")
 
-    def sent(self, gathering: Gathering, box: int) -> None:
+    def sent(self, gathering: StateQuery, box: int) -> None:
         """One of the askers has been sent the box's records."""
         gathering.sent[box] += 1
         if gathering.sent[box] >= gathering.askers and self.held > self._books.limits.answers_max // 2:
             self._let_go(gathering)
 
-    def end(self, gathering: Gathering, sent: int) -> None:
+    def end(self, gathering: StateQuery, sent: int) -> None:
         """An asker leaves that was sent the first `sent` boxes."""
         gathering.askers -= 1
         for box in range(sent):
@@ -155,7 +155,7 @@ class Desk:
             if self.held + size > limit:
                 self._let_go(gathering)
 
-    def _let_go(self, gathering: Gathering) -> None:
+    def _let_go(self, gathering: StateQuery) -> None:
         """Drops what all askers have been sent."""
         for box in [box for box, askers in gathering.sent.items() if askers >= gathering.askers]:
             del gathering.sent[box]
@@ -199,19 +199,19 @@ class Desk:
                 if known is not None and known.current is None and gathering.step >= before.step:
                     self._closed[key[0]] = gathering
 
-    def take_closed(self) -> list[Gathering]:
+    def take_closed(self) -> list[StateQuery]:
         """The last states of the runs that have ended since the last call."""
         closed, self._closed = self._closed, {}
         return list(closed.values())
 
-    def _replan(self, gathering: Gathering, box: int | None = None) -> None:
+    def _replan(self, gathering: StateQuery, box: int | None = None) -> None:
         try:
             gathering.refresh(self._books.attempt(gathering.run, gathering.attempt), box)
         except (SupersededError, UnknownRunError) as error:
             gathering.fail(error)
         self._announce(gathering)
 
-    def _announce(self, gathering: Gathering, heard: str = "") -> None:
+    def _announce(self, gathering: StateQuery, heard: str = "") -> None:
         """Wakes the workers whose requests have changed, and the askers of boxes that are complete. Who has answered
         knows that this request is done (`heard`): to say so costs a call of each worker for each query."""
         changed, gathering.changed = gathering.changed, []

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from penstock.appliance.core import demand
-from penstock.appliance.core.cluster_state import Books
+from penstock.appliance.core.cluster_state import ClusterState
 from penstock.appliance.model.entities import Attempt, Box, Place, Slot, SlotKey, Worker
 from penstock.appliance.policies.bottleneck import BoxFacts, Finding, SlotFacts, find
 from penstock.appliance.policies.lease_policy import Pace
-from penstock.appliance.states.state_query import Want
+from penstock.appliance.states.state_query import SlotStateRequest
 from penstock.proto.rpc.version import PROTOCOL, VERSION
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
@@ -19,7 +19,7 @@ STEP = 64
 """Workers in a step of a status reply."""
 
 
-def slot_view(books: Books, slot: Slot) -> pb.SlotView:
+def slot_view(books: ClusterState, slot: Slot) -> pb.SlotView:
     view = pb.SlotView(
         slot=slot.key.slot,
         generation=slot.generation,
@@ -46,7 +46,7 @@ def slot_view(books: Books, slot: Slot) -> pb.SlotView:
 
 
 def watch_reply(
-    books: Books, attempt: Attempt, box: Box, seen_version: int, pace: Pace, wall_s: float
+    books: ClusterState, attempt: Attempt, box: Box, seen_version: int, pace: Pace, wall_s: float
 ) -> pb.WatchRunReply:
     others = [number for number in sorted(attempt.ended) if number != box.number]
     return pb.WatchRunReply(
@@ -61,7 +61,7 @@ def watch_reply(
 
 
 def assignment(
-    books: Books, attempt: Attempt, box: Box, slot: Slot, worker: Worker, base: records_pb2.BoxPosition
+    books: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, base: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
     """What the worker is told of the slot: it has it, or is to get ready for it. `base`: of the box, which is made once
     for all of its slots."""
@@ -85,12 +85,12 @@ def assignment(
 
 
 def heartbeat_reply(
-    books: Books,
+    books: ClusterState,
     worker: Worker,
     request: pb.HeartbeatRequest,
     pace: Pace,
     wall_s: float,
-    wants: Iterable[tuple[Want, float]],
+    wants: Iterable[tuple[SlotStateRequest, float]],
     stuck: int,
 ) -> pb.HeartbeatReply:
     """`wants`: the worker's open state requests, with the seconds that their most patient asker still has. `stuck`: of
@@ -123,7 +123,7 @@ def heartbeat_reply(
     return reply
 
 
-def _taken(books: Books, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
+def _taken(books: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
     """Of the slots that a worker reports, those that it shall run no more."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
@@ -137,7 +137,7 @@ def _taken(books: Books, worker: Worker, reports: Iterable[pb.SlotReport]) -> It
         yield pb.TakenSlot(**key._asdict(), generation=report.generation, why=_why_taken(books, key))
 
 
-def _why_taken(books: Books, key: SlotKey) -> str:
+def _why_taken(books: ClusterState, key: SlotKey) -> str:
     slot = books.slot(key)
     if slot is not None:
         where = f"worker {slot.worker} has it" if slot.worker else "no worker has it"
@@ -149,7 +149,7 @@ def _why_taken(books: Books, key: SlotKey) -> str:
     return past.why if past is not None else f"attempt {key.attempt} of run {key.run} is over"
 
 
-def _slot_status(books: Books, box: Box, slot: Slot, now: float) -> pb.SlotView:
+def _slot_status(books: ClusterState, box: Box, slot: Slot, now: float) -> pb.SlotView:
     view, gauge = slot_view(books, slot), slot.gauge
     view.ClearField("ticket")  # an operator may look, not open lanes
     view.queued, view.batches_per_s = gauge.queued, slot.batches_per_s
@@ -159,7 +159,7 @@ def _slot_status(books: Books, box: Box, slot: Slot, now: float) -> pb.SlotView:
     return view
 
 
-def _box_status(books: Books, box: Box, now: float) -> pb.BoxStatus:
+def _box_status(books: ClusterState, box: Box, now: float) -> pb.BoxStatus:
     waiting_for = ""
     if 0 < box.waiting_for <= len(box.slots):
         slot = box.slots[box.waiting_for - 1]
@@ -179,7 +179,7 @@ def _box_status(books: Books, box: Box, now: float) -> pb.BoxStatus:
     )
 
 
-def facts(books: Books, box: Box) -> BoxFacts:
+def facts(books: ClusterState, box: Box) -> BoxFacts:
     """What a bottleneck is found by."""
     host, workers = box.opening.host_id, books.workers
     near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
@@ -214,7 +214,7 @@ def _bottleneck(found: Finding) -> pb.Bottleneck:
     )
 
 
-def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float) -> Iterator[None]:
+def fill_status(reply: pb.StatusReply, books: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
     """In steps of a box or STEP workers; the books may change between them."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
@@ -255,7 +255,7 @@ def fill_status(reply: pb.StatusReply, books: Books, now: float, uptime_s: float
 
 
 def _fill_run(
-    status: pb.RunStatus, books: Books, attempt: Attempt, now: float, caused: Counter[str], busy_cores: int
+    status: pb.RunStatus, books: ClusterState, attempt: Attempt, now: float, caused: Counter[str], busy_cores: int
 ) -> Iterator[None]:
     going: list[BoxFacts] = []
     for _, box in sorted(attempt.boxes.items()):

@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from urllib.parse import unquote
 
-from penstock.appliance.model.limits import Admissions
+from penstock.appliance.model.limits import RateLimits
 from penstock.proto.errors import OverloadedError
 
-__all__ = ["Admission", "address_of"]
+__all__ = ["RateLimiter", "address_of"]
 
 
 class Bucket:
@@ -36,10 +36,10 @@ class Bucket:
         self._held -= 1.0
 
 
-class Admission:
+class RateLimiter:
     """Asked before each registration and opening."""
 
-    def __init__(self, limits: Admissions, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: RateLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
         self._all = Bucket(limits.all_per_s, limits.all_burst, clock())

@@ -27,14 +27,14 @@ from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.core.state_queries import ROOM
 from penstock.appliance.edge.coordinator_metrics import Vitals
-from penstock.appliance.edge.rate_limits import Admission, address_of
+from penstock.appliance.edge.rate_limits import RateLimiter, address_of
 from penstock.appliance.edge.transfers import Paced, Transfer, ended_when_slow
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.request_checks import check_counts, check_name
 from penstock.appliance.states.closed_runs import ClosedRuns, boxes_of, parts_of
-from penstock.appliance.states.recent_queries import Fetches
-from penstock.appliance.states.state_query import BoxState, Gathering
+from penstock.appliance.states.recent_queries import RecentQueries
+from penstock.appliance.states.state_query import BoxState, StateQuery
 from penstock.appliance.states.state_stream import Turns, packed, parts
 from penstock.appliance.storage.group_commit import Syncing
 from penstock.appliance.storage.snapshot_index import Drop, DropBlob
@@ -133,7 +133,7 @@ class Service(CoordinatorServicer):
         self._store = store
         self._signals = signals
         self._limits = limits
-        self._admission = Admission(limits.admissions, time.monotonic)
+        self._admission = RateLimiter(limits.admissions, time.monotonic)
         self._journal = Syncing(registry.books.journal)
         self._disk = Writer(store)
         self._snapshots_in, self._blobs_in = Inflow(limits.transfers_max), Inflow(limits.transfers_max)
@@ -145,7 +145,7 @@ class Service(CoordinatorServicer):
         self._beating: Counter[tuple[str, str]] = Counter()
         """Heartbeats under way, by name and session of the worker."""
         self._closing = False
-        self._fetches = Fetches(time.monotonic, time.time)
+        self._fetches = RecentQueries(time.monotonic, time.time)
         self._closed = ClosedRuns(store.closed(), limits, time.time)
         self._telling: asyncio.Task[pb.StatusReply] | None = None
         self.dashboard = ""
@@ -255,7 +255,7 @@ class Service(CoordinatorServicer):
         """Yields StateParts; to an asker that packs, serialised ones."""
         loop = asyncio.get_running_loop()
         until, sent = loop.time() + request.deadline_s, 0
-        gathering: Gathering | None = None
+        gathering: StateQuery | None = None
         with self._asking(credential()), self._fetches.noted(request) as noted:
             closed = self._closed.find(request) if self._is_over(request) else None
             if closed is not None:
@@ -315,7 +315,7 @@ class Service(CoordinatorServicer):
         return await asyncio.to_thread(_in_json, state, self._limits.json_max)
 
     async def _message(
-        self, gathering: Gathering, number: int, until: float, request: pb.FetchStateRequest
+        self, gathering: StateQuery, number: int, until: float, request: pb.FetchStateRequest
     ) -> list[BoxState]:
         """The records of this box, once it is complete. For an asker that packs, also of the next ones, as many as go
         into one message: hundreds of boxes that become complete one by one are else as many messages to each asker."""
@@ -332,7 +332,7 @@ class Service(CoordinatorServicer):
                 break
         return states
 
-    async def _complete(self, gathering: Gathering, number: int, until: float, deadline_s: float) -> BoxState:
+    async def _complete(self, gathering: StateQuery, number: int, until: float, deadline_s: float) -> BoxState:
         """The records of one box, once it is complete."""
         with self._signals.on(gathering.topic(number)) as event:
             while number not in gathering.boxes and gathering.failure is None:

@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Admissions:
+class RateLimits:
     """Of calls that make the coordinator remember something new: registrations of workers and openings of runs. Each
     costs it up to a millisecond, so a peer that does nothing else, by a mistake in a loop say, would starve the others'
     heartbeats. The bursts let a whole fleet come back at once after a restart."""
@@ -147,7 +147,7 @@ class Limits:
     """Runs that the journal knows, open or not: each is kept for its seed, at about 1 KB."""
     workers_max: int = 100_000
     """Workers that are there at a time."""
-    admissions: Admissions = field(default_factory=lambda: Admissions())
+    admissions: RateLimits = field(default_factory=lambda: RateLimits())
     """How fast workers may register and runs be opened."""
     slots_max: int = 16_384
     """Boxes times workers of a run, and of all runs that one token has open: a mistyped number should be an error, and

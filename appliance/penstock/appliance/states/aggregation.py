@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.appliance.model.entities import Attempt
-from penstock.appliance.states.state_query import BoxState, Gathering, Want
+from penstock.appliance.states.state_query import BoxState, SlotStateRequest, StateQuery
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.rpc.channel import error_of
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Errand(Want):
+class Errand(SlotStateRequest):
     """The question to one worker."""
 
     blob: str = ""
@@ -33,7 +33,7 @@ class Errand(Want):
 
 
 @dataclass(eq=False)
-class Aggregation(Gathering):
+class Aggregation(StateQuery):
     """One question, to the first slot of the box that can be asked; planned as a gathering of one box."""
 
     box: int = 0
@@ -43,7 +43,7 @@ class Aggregation(Gathering):
     def key(self) -> tuple[str, int, int, str]:
         return (self.run, self.attempt, self.step, self.blob)
 
-    def is_next(self, want: Want) -> bool:
+    def is_next(self, want: SlotStateRequest) -> bool:
         return True
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Aggregation(Gathering):
             raise StateUnavailableError(f"box {self.box} has not opened run {self.run}")
         ready = next((slot for slot in box.slots if slot.phase == pb.READY), None)
         self._missing[number] = [] if ready is not None else [f"a worker of box {self.box}"]
-        wants: dict[str, Want] = {}
+        wants: dict[str, SlotStateRequest] = {}
         if ready is not None:
             errand = Errand(ready.key, ready.generation, ready.worker, self.step, 0, 0, 0, 0, 0, self.serial, self.blob)
             wants[errand.id] = errand

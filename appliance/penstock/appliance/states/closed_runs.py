@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.states.state_query import BoxState, Gathering
+from penstock.appliance.states.state_query import BoxState, StateQuery
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.v1 import coordinator_pb2 as pb
 
@@ -45,7 +45,7 @@ class ClosedRuns:
         self._limits = limits
         self._wall = wall
 
-    def of(self, gathering: Gathering, parts: list[bytes]) -> ClosedRun:
+    def of(self, gathering: StateQuery, parts: list[bytes]) -> ClosedRun:
         """What is kept of a run that ends now."""
         size = sum(map(len, parts))
         return ClosedRun(gathering.run, gathering.attempt, gathering.step, self._wall(), size)
@@ -91,7 +91,7 @@ class ClosedRuns:
         return self._wall() - one.wall_s < self._limits.closed_s
 
 
-def parts_of(gathering: Gathering) -> list[bytes]:
+def parts_of(gathering: StateQuery) -> list[bytes]:
     """A complete state, as messages of a record with all its data."""
     return [
         pb.StatePart(record=record, data=data, position=None if index else state.position).SerializeToString()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.appliance.states.state_query import Gathering
+from penstock.appliance.states.state_query import StateQuery
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 MOST = 64
@@ -39,7 +39,7 @@ class Fetch:
     error: str = ""
     askers: int = 1
 
-    def of(self, gathering: Gathering) -> None:
+    def of(self, gathering: StateQuery) -> None:
         """What was asked for, by numbers: the request may have said "the newest"."""
         self.attempt, self.step = gathering.attempt, gathering.step
 
@@ -49,7 +49,7 @@ class Fetch:
         return same and (self.asker == OPERATOR) == (other.asker == OPERATOR) and bool(self.error) == bool(other.error)
 
 
-class Fetches:
+class RecentQueries:
     """`clock`, `wall`: as in recent_events.py."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:

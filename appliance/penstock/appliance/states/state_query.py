@@ -46,7 +46,7 @@ state that would need to know them is refused."""
 
 
 @dataclass(frozen=True)
-class Want:
+class SlotStateRequest:
     """One slot's state, asked from its present owner."""
 
     key: SlotKey
@@ -105,7 +105,7 @@ def _left(box: Box, position: Position) -> tuple[int, list[tuple[int, dict[int, 
 
 @dataclass(frozen=True)
 class _Answer:
-    want: Want
+    want: SlotStateRequest
     answer: pb.StateAnswer
     data: bytes
 
@@ -148,7 +148,7 @@ class Gathered:
 
 
 @dataclass(eq=False)
-class Gathering:
+class StateQuery:
     run: str
     attempt: int
     step: int
@@ -160,8 +160,8 @@ class Gathering:
     askers: int = 0
     deadline: float = 0.0
     """Of the most patient asker."""
-    requests: dict[str, Want] = field(default_factory=dict)
-    by_worker: dict[str, dict[str, Want]] = field(default_factory=dict)
+    requests: dict[str, SlotStateRequest] = field(default_factory=dict)
+    by_worker: dict[str, dict[str, SlotStateRequest]] = field(default_factory=dict)
     """The same, by who is asked."""
     boxes: dict[int, BoxState] = field(default_factory=dict)
     """Those that are complete, and have not been let go after they were sent."""
@@ -175,14 +175,14 @@ class Gathering:
     """Request -> bytes of its answer, which is on the way."""
     held: int = 0
     """Bytes of answers in memory, and on the way."""
-    changed: list[Want] = field(default_factory=list)
+    changed: list[SlotStateRequest] = field(default_factory=list)
     """What has been opened or closed since the desk looked."""
     completed: list[int] = field(default_factory=list)
     """Boxes that became complete since the desk looked."""
     failure: PenstockError | None = None
     _asked_boxes: int = 0
     """Boxes are asked in their order; so many have been begun."""
-    _wants: dict[int, dict[str, Want]] = field(default_factory=dict)
+    _wants: dict[int, dict[str, SlotStateRequest]] = field(default_factory=dict)
     """Of each box that was begun and is not complete."""
     _answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
     _rounds: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class Gathering:
         later = self.num_boxes - self._asked_boxes
         return ", ".join([*missing, *asked, *([f"{later} boxes that are asked after these"] if later > 0 else [])])
 
-    def is_next(self, want: Want) -> bool:
+    def is_next(self, want: SlotStateRequest) -> bool:
         """It is of the first box that is not complete: the one that askers wait for."""
         return want.key.box == min(self._wants, default=self._asked_boxes)
 
@@ -270,7 +270,7 @@ class Gathering:
             self._wants[number] = {}
             self._refresh(attempt, number)
 
-    def _ask(self, number: int, wants: dict[str, Want]) -> None:
+    def _ask(self, number: int, wants: dict[str, SlotStateRequest]) -> None:
         """From now on these are the box's open requests."""
         before = self._wants.get(number, {})
         for request, want in before.items():
@@ -289,7 +289,7 @@ class Gathering:
         self._wants[number] = wants
 
     def _refresh(self, attempt: Attempt, number: int) -> None:
-        requests: dict[str, Want] = {}
+        requests: dict[str, SlotStateRequest] = {}
         missing = self._missing[number] = []
         denied: list[str] = []
         doubtful: list[str] = []
@@ -332,7 +332,7 @@ class Gathering:
             if slot.phase == pb.READY:
                 rounds, after = self._rounds.get((number, k), 0), anchor.total[k]
                 left = tuple((epoch, totals[k]) for epoch, totals in passes if k in totals)
-                want = Want(
+                want = SlotStateRequest(
                     slot.key,
                     slot.generation,
                     slot.worker,
@@ -421,7 +421,7 @@ class Gathering:
         self._answers[place] = _Answer(want, answer, data)
         self.refresh(attempt, want.key.box)
 
-    def _ended(self, attempt: Attempt, box: Box, want: Want, answer: pb.StateAnswer) -> None:
+    def _ended(self, attempt: Attempt, box: Box, want: SlotStateRequest, answer: pb.StateAnswer) -> None:
         if (answer.ended_epoch, answer.ended_total) >= (want.epoch, want.total):
             error = ProtocolError(
                 f"it says that epoch {answer.ended_epoch} ended after batch {answer.ended_total}, when asked for epoch "

@@ -30,7 +30,7 @@ from penstock.client.states.code_reference import Reference, forbid_in_runner, s
 from penstock.client.states.saved_state import Start
 from penstock.client.stream import open_streams
 from penstock.client.stream.open_run import Run
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.batch.digest import Cover
 from penstock.proto.errors import CoordinatorUnavailableError, InvalidArgumentError, OverloadedError, PenstockError
 from penstock.proto.rpc import tracing
@@ -164,8 +164,8 @@ class Appliance:
         """Where this process's metrics are, "" without `http`."""
         if settings.otel:
             tracing.start("penstock-client")
-        self._lander = Lander(settings.max_batch_bytes, self._tls)
-        open_streams.landers.add(self._lander)
+        self._receiver = Receiver(settings.max_batch_bytes, self._tls)
+        open_streams.receivers.add(self._receiver)
         self.host = host_id()
         self.force_tcp = settings.lane == "tcp"
         self.compression: str | None = settings.compression
@@ -213,8 +213,8 @@ class Appliance:
         assert place is not None
         return CoordinatorClient(place.address, place.token, tls=self._tls)
 
-    def lander(self) -> str:
-        return self._lander.start()
+    def receiver(self) -> str:
+        return self._receiver.start()
 
     # ---- opening a run
 
@@ -360,7 +360,7 @@ class Appliance:
         _open.discard(self)
         for run in runs:
             run.close()
-        self._lander.stop()
+        self._receiver.stop()
         stop = self._daemons.close if self._daemons is not None else _nothing
         if self._meeting is not None:
             self._meeting.leave(stop)

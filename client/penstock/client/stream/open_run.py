@@ -72,8 +72,8 @@ class Link(Protocol):
     def client(self) -> CoordinatorClient:
         """A new client of the coordinator."""
 
-    def lander(self) -> str:
-        """The address of the lander, which is started if need be."""
+    def receiver(self) -> str:
+        """The address of the receiver, which is started if need be."""
 
 
 @dataclass
@@ -305,7 +305,7 @@ class Run:
     # ---- calls of the training thread
 
     def dial(self, view: pb.SlotView, hello: lane_pb2.Hello) -> socket.socket:
-        """A connection to the slot's runner, or to the lander that connects to it, with the hello sent.
+        """A connection to the slot's runner, or to the receiver that connects to it, with the hello sent.
 
         Raises OSError, or LaneLostError, if nobody is there.
         """
@@ -316,7 +316,7 @@ class Run:
             hello.target = view.tcp_address
             if self.link.compression is not None:
                 hello.codecs.append(require(self.link.compression))  # type: ignore[arg-type]
-            address = self.link.lander()
+            address = self.link.receiver()
         else:
             address = view.local_address
         sock = connect_local(address, DIAL_S)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from penstock.client.stream.ordered_reader import Feed
-    from penstock.client.stream.receiver_process import Lander
+    from penstock.client.stream.receiver_process import Receiver
 
-__all__ = ["Saves", "feeds", "landers", "saves"]
+__all__ = ["Saves", "feeds", "receivers", "saves"]
 
 _Thing = TypeVar("_Thing")
 
@@ -84,5 +84,5 @@ class Saves:
 
 
 feeds: _Watched[Feed] = _Watched()
-landers: _Watched[Lander] = _Watched()
+receivers: _Watched[Receiver] = _Watched()
 saves = Saves()

@@ -237,7 +237,7 @@ class Feed:
         return False
 
     def _cut_off(self, lane: SlotLane, error: records_pb2.ErrorDetail) -> None:
-        """The lander cannot reach the lane's worker. Reports go out at once: to hear whether the coordinator can be
+        """The receiver cannot reach the lane's worker. Reports go out at once: to hear whether the coordinator can be
         reached from here, and then to ask it for another worker."""
         silent_s = USER_TIMEOUT_S if error.name == DeadlineError.__name__ else 0.0
         first = not lane.cut_off_at

@@ -1,13 +1,13 @@
-"""The lander: TCP -> a ring of this host, for the lanes of a training job whose workers are elsewhere.
+"""The receiver: TCP -> a ring of this host, for the lanes of a training job whose workers are elsewhere.
 
 A small process of its own, without torch or numpy: a thread of the training process would share the interpreter lock
-with the training loop. It runs by its file's path (`landing.Lander` starts it), because `python -m` would import
+with the training loop. It runs by its file's path (`landing.Receiver` starts it), because `python -m` would import
 penstock.client, and with that torch.
 
 A consumer connects to it as it would to a daemon on its own host, and says in its Hello where the daemon is
-(`target`). From there on the lander is a producer like any other towards the consumer, except that each batch is
-received from TCP straight into a ring slot, and that the consumer's acks travel on to the pump. One lane is one state
-machine, one thread serves them all, and nothing in it waits for one socket: a lander that waited for the network deaf
+(`target`). From there on the receiver is a producer like any other towards the consumer, except that each batch is
+received from TCP straight into a ring slot, and that the consumer's acks travel on to the sender. One lane is one state
+machine, one thread serves them all, and nothing in it waits for one socket: a receiver that waited for the network deaf
 to its consumer would stop the credits, and then all wait for ever.
 
 Flow control is the ring: no free slot, no reading from TCP, until the consumer releases one. A small batch is copied
@@ -117,7 +117,7 @@ class Lane:
         self._greeted = False
         self._ended = False  # nothing more will be read from TCP
         self._inbox = tcp.Inbox()
-        self._out: deque[bytes | memoryview] = deque()  # hello and acks on their way to the pump
+        self._out: deque[bytes | memoryview] = deque()  # hello and acks on their way to the sender
         self._frame = Frame()  # the one read last
         self._waiting = False  # `_frame` is a batch that waits for a ring slot
         self._slab: Slab | None = None  # where its payload goes
@@ -170,7 +170,7 @@ class Lane:
         known = isinstance(error, PenstockError)
         detail = records_pb2.ErrorDetail(
             name=type(error).__name__ if known else PenstockError.__name__,
-            message=f"in the lander: {error!s}" if known else f"in the lander: {type(error).__name__}: {error}",
+            message=f"in the receiver: {error!s}" if known else f"in the receiver: {type(error).__name__}: {error}",
             remote_traceback="" if known else format_remote(error),
         )
         self._producer.fail(0, 0, detail)
@@ -398,7 +398,7 @@ class Lane:
             self._producer.forward(slab, self._frame, more=True)  # `_settle` flushes
 
     def _settle(self) -> None:
-        """Send what can be sent to the pump, find out whether this is the end, and say what to wait for next."""
+        """Send what can be sent to the sender, find out whether this is the end, and say what to wait for next."""
         if self.over or not self._greeted:
             return
         sock, out, producer = self._tcp, self._out, self._producer

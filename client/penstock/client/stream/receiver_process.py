@@ -1,4 +1,4 @@
-"""Starts and stops the lander, the process that receives batches from other hosts. What it does stands in
+"""Starts and stops the receiver, the process that receives batches from other hosts. What it does stands in
 receiver.py."""
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from penstock.proto.errors import DeadlineError, PenstockError
 from penstock.proto.rpc.tls import Tls
 from penstock.runtime.process.by_path import by_path
 
-__all__ = ["Lander"]
+__all__ = ["Receiver"]
 
-LANDER = Path(__file__).with_name("receiver.py")
+RECEIVER = Path(__file__).with_name("receiver.py")
 START_S = 30.0
 """Seconds for the process to listen; it takes 0.1 on an idle machine."""
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 20)}
 """For glibc: unpacking makes and drops 256 KiB for each piece, and giving them back to the kernel each time, which it
-does by default, took more than half of the lander's time with lz4: 9.5 ms for 8 MiB instead of 4."""
+does by default, took more than half of the receiver's time with lz4: 9.5 ms for 8 MiB instead of 4."""
 
 
-class Lander:
-    """The lander of this process. `start` as often as you like: it only starts one that is not running.
+class Receiver:
+    """The receiver of this process. `start` as often as you like: it only starts one that is not running.
 
     max_batch_bytes: ring slots larger than this are refused.
     tls: for the connections to workers; None: they are plain.
@@ -36,20 +36,20 @@ class Lander:
         self.max_batch_bytes = max_batch_bytes
         self.tls = tls
         self.name = ""
-        """Abstract Unix socket of the running lander, "" before the first start."""
+        """Abstract Unix socket of the running receiver, "" before the first start."""
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     @property
     def pid(self) -> int | None:
-        """Of the running lander."""
+        """Of the running receiver."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
     def start(self, lifeline: int | None = None) -> str:
-        """The name to connect to (`lane.connect_local`), of a lander that listens.
+        """The name to connect to (`lane.connect_local`), of a receiver that listens.
 
-        lifeline: the pid with whose end the lander leaves, by default this process's.
+        lifeline: the pid with whose end the receiver leaves, by default this process's.
 
         Raises DeadlineError or PenstockError if none can be started.
         """
@@ -65,12 +65,12 @@ class Lander:
             self._end()
 
     def _spawn(self, lifeline: int) -> None:
-        name = f"penstock-lander-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"penstock-receiver-{os.getpid()}-{secrets.token_hex(8)}"
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
             self._process = subprocess.Popen(
                 [
-                    *by_path(LANDER),
+                    *by_path(RECEIVER),
                     *("--lifeline-pid", str(lifeline), "--ready-fd", str(write), "--name", name),
                     *("--max-batch-bytes", str(self.max_batch_bytes)),
                     *self._tls_arguments(),
@@ -86,11 +86,11 @@ class Lander:
             ready, _, _ = select.select([read], [], [], START_S)
             if not ready:
                 self._end()
-                raise DeadlineError(f"waited {START_S:g} s for the lander to listen")
+                raise DeadlineError(f"waited {START_S:g} s for the receiver to listen")
             if not os.read(read, 1):
                 code = self._process.wait()
                 self._end()
-                raise PenstockError(f"the lander ended with code {code} before it listened; see its standard error")
+                raise PenstockError(f"the receiver ended with code {code} before it listened; see its standard error")
         finally:
             os.close(read)
             if write >= 0:
@@ -113,5 +113,5 @@ class Lander:
 
 
 def _environment() -> dict[str, str]:
-    """Without the token: the lander talks to workers only, with tickets."""
+    """Without the token: the receiver talks to workers only, with tickets."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_TOKEN")}

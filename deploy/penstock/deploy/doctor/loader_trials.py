@@ -1,8 +1,8 @@
 """The children of `penstock doctor`: here the user's loader runs, by the code that workers use
 (worker/loader/restorable_loader.py).
 
-One fresh interpreter imports torch and then only forks, as a worker's zygote does: each task gets a process that has
-seen no user code. Tasks:
+One fresh interpreter imports torch and then only forks, as a worker's fork server does: each task gets a process that
+has seen no user code. Tasks:
 
     stream     build, stream N batches over as many passes as it takes, with a snapshot after each; some are kept
     check      restore one of them, compare what comes next with what came then, and take a snapshot there: the next

@@ -31,7 +31,7 @@ MIB = 1 << 20
 RUNNER_BYTES = 512 * MIB
 """Of a runner: 170 MiB were resident with torch alone, 60 of them its own; the rest for its ring, code and data."""
 RUNNER_FILES = 24
-"""Descriptors that a daemon holds for a runner: 10 were seen with a lane over TCP; rings grow, and pumps overlap."""
+"""Descriptors that a daemon holds for a runner: 10 were seen with a lane over TCP; rings grow, and senders overlap."""
 DAEMON_FILES = 128
 RUNNER_TASKS = 16
 """Processes and threads of a runner: one, and what the daemon and the user's code start for it."""

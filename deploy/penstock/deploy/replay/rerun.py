@@ -1,7 +1,8 @@
 """The children of `penstock replay`: one for each worker of the box, in which the user's loader runs as it ran there.
 
-One fresh interpreter imports torch and forks them, as a worker's zygote does. A child is told where to start, and then
-how far to go; it tells the digest of each batch on the way, and shows the one that it has made last. What it is asked:
+One fresh interpreter imports torch and forks them, as a worker's fork server does. A child is told where to start, and
+then how far to go; it tells the digest of each batch on the way, and shows the one that it has made last. What it is
+asked:
 
     start   build the loader; go to where an attempt, a saved state or a snapshot begins, and on to a place
     go      on to batch `total` of pass `epoch`, or to the end of that pass

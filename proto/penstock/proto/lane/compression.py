@@ -1,4 +1,5 @@
-"""Payloads made smaller for the TCP lane: lz4 or zstd between the pump and the lander, where the consumer asks for it.
+"""Payloads made smaller for the TCP lane: lz4 or zstd between the sender and the receiver, where the consumer asks for
+it.
 
 The form stands in lane.proto: pieces of PIECE bytes, their lengths on the wire in front. Pieces rather than one long
 stream, because memory then is bounded by a piece on both sides whatever a peer claims, all lengths are checked against

@@ -1,4 +1,4 @@
-"""The end of a lane that reads: the training loop's, and towards another host the pump's.
+"""The end of a lane that reads: the training loop's, and towards another host the sender's.
 
 The hot path is one `recv_into` for a packet of frames, and for each of them one `unpack` and the checks that keep a
 wrong peer from steering reads outside its ring; everything rarer stands below it. Two things are shaped by what a peer
@@ -10,7 +10,7 @@ remembers that the next one must be it.
 
 Acks gather in one message until `flush`. While an earlier one waits for room they go on gathering, so a producer that
 does not read costs no memory here; only an abandon, whose place among the others counts, closes the message at once.
-Whoever passes on what another process says (the pump) bounds it by `backlog`.
+Whoever passes on what another process says (the sender) bounds it by `backlog`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The two ends of a lane: who fills a ring, and who reads it.
 
 Both ends speak the frames of lane.proto over a SEQPACKET Unix socket, which keeps each frame whole, while the payload
-stays in the ring. `Producer` is the runner's end (and, on another host, the lander's); `Consumer` is the training
-loop's end (and, for another host, the pump's). So there is one producer path and one consumer path to make right and
+stays in the ring. `Producer` is the runner's end (and, on another host, the receiver's); `Consumer` is the training
+loop's end (and, for another host, the sender's). So there is one producer path and one consumer path to make right and
 fast, and the TCP lane is the local lane twice with TCP between.
 
 Neither end has threads or locks: the caller's thread does everything, and blocks only where it says so. The producer

@@ -1,4 +1,4 @@
-"""The end of a lane that owns the rings: the runner's, and towards its consumer the lander's.
+"""The end of a lane that owns the rings: the runner's, and towards its consumer the receiver's.
 
 A ring slot is in one of four states, and all of this module is about moving it between them exactly once:
 
@@ -10,7 +10,7 @@ nothing computed again. A *lent* one is the loop's, which may have written into 
 slot is not touched until the consumer says so, or comes back without naming it in Hello.held.
 
 Ring ids start at a random number, so that a view of another producer's ring (an older generation of the runner, a
-lander's earlier connection) can never be taken for one of this producer's.
+receiver's earlier connection) can never be taken for one of this producer's.
 """
 
 from __future__ import annotations

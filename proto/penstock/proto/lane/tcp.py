@@ -1,6 +1,6 @@
 """The lane's frames over TCP: each sealed, and behind a BATCH frame its payload.
 
-Towards the consumer flow frames and payloads, towards the producer one Hello and then acks. The pump and the lander
+Towards the consumer flow frames and payloads, towards the producer one Hello and then acks. The sender and the receiver
 share this framing and nothing else. A stream has no packet borders, so both read into an `Inbox`: one large receive
 takes in many small messages, and what is whole is handed out in place.
 
@@ -11,8 +11,8 @@ is a BatchCorruptError: the connection is given up, and the consumer fetches aga
 for 1 MiB (60 GB/s from a cache, 33 from memory, on a 2-core AMD EPYC); crc32c in hardware takes 37.
 
 Dead peers. Keepalive finds one while nothing is under way, TCP_USER_TIMEOUT one that does not acknowledge what was
-sent. The latter is for the lander's end only: the kernel counts a closed window as silence too, and the pump's peer
-closes its window for as long as its training loop pauses. A pump whose peer is gone holds nothing but its own
+sent. The latter is for the receiver's end only: the kernel counts a closed window as silence too, and the sender's peer
+closes its window for as long as its training loop pauses. A sender whose peer is gone holds nothing but its own
 memory until the kernel gives up on what it could not send, after a quarter of an hour at most.
 """
 
@@ -53,7 +53,7 @@ _SEAL_BYTES, _seal, _unseal = SEAL.size, SEAL.pack, SEAL.unpack_from
 
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 10, 5, 4
 PROBE_EVERY_S, USER_TIMEOUT_S = 1, 2
-"""Of the lander's end: a kernel that acknowledges nothing for so long is out of reach. Another lane, from here or to
+"""Of the receiver's end: a kernel that acknowledges nothing for so long is out of reach. Another lane, from here or to
 another worker, costs less than to wait for this one."""
 NEAR_US = 100
 """Microseconds of the shortest round trip so far, up to which a peer is near."""

@@ -1,4 +1,4 @@
-"""A lane's TCP connection under TLS, in the shape of the plain socket that pump and lander are written for.
+"""A lane's TCP connection under TLS, in the shape of the plain socket that sender and receiver are written for.
 
 `TlsSocket` differs from Python's in four ways. Where nothing can be read or written now it raises BlockingIOError, as
 sockets do. It has `sendmsg` and `recvmsg_into`, over several buffers. What OpenSSL took in hand and could not send it

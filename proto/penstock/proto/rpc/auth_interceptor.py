@@ -40,7 +40,7 @@ from penstock.proto.rpc.version import PROTOCOL, PROTOCOL_KEY, VERSION, VERSION_
 from penstock.proto.rpc.wire_errors import abort, status_of
 from penstock.runtime.telemetry.counters import CallTally
 
-__all__ = ["SERVICE", "Guard", "alone", "credential"]
+__all__ = ["SERVICE", "AuthInterceptor", "alone", "credential"]
 
 SERVICE = "penstock.proto.v1.Coordinator"
 _OURS = f"/{SERVICE}/"
@@ -55,7 +55,7 @@ MAX_SHOWN = 200
 """Characters of what a peer says of itself in an error."""
 
 
-class Guard(grpc.GenericRpcHandler):
+class AuthInterceptor(grpc.GenericRpcHandler):
     """Token, role, protocol number and error translation, around every method but health.
 
     To services it looks like the server that they are added to; to the server it is the only handler. An interceptor

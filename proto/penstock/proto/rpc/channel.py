@@ -31,7 +31,7 @@ from penstock.proto.rpc.addresses import (
     refuse_unsafe,
     socket_path,
 )
-from penstock.proto.rpc.auth_interceptor import SERVICE, Guard
+from penstock.proto.rpc.auth_interceptor import SERVICE, AuthInterceptor
 from penstock.proto.rpc.connection_limits import Connections
 from penstock.proto.rpc.credentials.token_proof import Verifier
 from penstock.proto.rpc.credentials.tokens import Tokens, read_token, read_tokens
@@ -220,7 +220,7 @@ async def server_aio(
     check_address(listen)
     connections = Connections()
     door = Verifier(Tokens(tokens))
-    guard = Guard(door, calls if calls is not None else CallTally(), connections, tls)
+    guard = AuthInterceptor(door, calls if calls is not None else CallTally(), connections, tls)
     refuse_unsafe(listen, encrypted=tls is not None, insecure=insecure)
     refuse_strangers(listen)
     if _answers(listen):

@@ -108,7 +108,7 @@ def set_assignment(assignment: Assignment) -> None:
     """Set this process's place, as a runner does; nobody has looked at it yet."""
     global _current, _looked
     _current = assignment
-    _looked = mmap.mmap(-1, 1)  # not the one that came with the zygote's memory: all of its children have that
+    _looked = mmap.mmap(-1, 1)  # not the one that came with the fork server's memory: all of its children have that
 
 
 @contextmanager

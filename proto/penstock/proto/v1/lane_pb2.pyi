@@ -122,7 +122,7 @@ class Hello(_message.Message):
     last_digest: _builtins.int
     """digest of batch next_total-1 as delivered; 0 = unknown or none"""
     target: _builtins.str
-    """only towards a lander: the daemon's TCP address"""
+    """only towards a receiver: the daemon's TCP address"""
     cuts: _builtins.int
     """passes that this consumer has left by `abandon_epoch` so far"""
     epoch: _builtins.int
@@ -139,7 +139,7 @@ class Hello(_message.Message):
 
     @_builtins.property
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___Codec.ValueType]:
-        """over TCP: what payloads may be compressed with, none = nothing. The pump uses the first"""
+        """over TCP: what payloads may be compressed with, none = nothing. The sender uses the first"""
 
     @_builtins.property
     def left(self) -> _containers.RepeatedCompositeFieldContainer[Global___Left]:

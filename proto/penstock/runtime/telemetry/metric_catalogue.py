@@ -262,13 +262,13 @@ CATALOGUE: tuple[Metric, ...] = (
         "Time since which the coordinator has not answered; 0: it does.",
     ),
     _client(
-        "penstock_client_lander_cpu_seconds_total",
+        "penstock_client_receiver_cpu_seconds_total",
         "counter",
         "seconds",
         (),
         "Processor time of the processes that receive from other hosts.",
     ),
-    _client("penstock_client_lander_memory_bytes", "gauge", "bytes", (), "Their resident memory, rings included."),
+    _client("penstock_client_receiver_memory_bytes", "gauge", "bytes", (), "Their resident memory, rings included."),
     _client("penstock_checkpoint_saves_total", "counter", "", ("status",), "Saves that ended: ok or error."),
     _client("penstock_checkpoint_in_flight", "gauge", "", (), "Checkpoints that are being written."),
     _client(

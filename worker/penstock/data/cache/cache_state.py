@@ -26,7 +26,7 @@ from penstock.data.remote.folders import Place
 from penstock.proto.errors import DatasetError, ShardUnavailableError
 from penstock.runtime.files.plain_files import is_ours, read_plain
 
-__all__ = ["BOOKS", "LONGEST_PAUSE_S", "Books"]
+__all__ = ["BOOKS", "LONGEST_PAUSE_S", "CacheState"]
 
 BOOKS = ".penstock"
 """Their folder, below the cache's."""
@@ -35,7 +35,7 @@ LONGEST_PAUSE_S = 0.02
 """Between two tries at a lock."""
 
 
-class Books:
+class CacheState:
     """Of one folder, for one process."""
 
     def __init__(self, folder: Path, place: Place | None, timeout_s: float, group: int | None = None) -> None:

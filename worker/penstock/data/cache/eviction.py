@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.data.cache.cache_state import Books
+from penstock.data.cache.cache_state import CacheState
 from penstock.data.cache.file_locks import Lock, take
 from penstock.data.cache.shard_stamps import Stamp
 from penstock.runtime.files.plain_files import read_plain
@@ -34,7 +34,7 @@ class _Entry(NamedTuple):
 class Room:
     """For one process; what it has read is kept to be read again only if it changed."""
 
-    def __init__(self, books: Books, limit: int, fetchable: Callable[[str, int], bool]) -> None:
+    def __init__(self, books: CacheState, limit: int, fetchable: Callable[[str, int], bool]) -> None:
         """`fetchable(name, size)`: whether the place has that file."""
         self._books = books
         self._limit = limit

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from penstock.data.cache.cache_state import Books
+from penstock.data.cache.cache_state import CacheState
 from penstock.data.cache.file_locks import Lock, take
 from penstock.data.formats.shards import Shard
 from penstock.proto.errors import PenstockError
@@ -31,7 +31,9 @@ MARK_S = 10.0
 class Ahead:
     """Of one process. Its threads start with the first list."""
 
-    def __init__(self, books: Books, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]) -> None:
+    def __init__(
+        self, books: CacheState, threads: int, bring: Callable[[Shard, str, Callable[[], None]], bool]
+    ) -> None:
         """`bring(shard, key, decided)` has a shard there, or says that there is no room for it. It calls `decided` once
         it has room, or has to wait for another process: only then is the next one begun, so room goes in order."""
         self._books = books

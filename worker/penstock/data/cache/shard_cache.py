@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from penstock.data.cache.cache_state import LONGEST_PAUSE_S, Books
+from penstock.data.cache.cache_state import LONGEST_PAUSE_S, CacheState
 from penstock.data.cache.download import Filling, put
 from penstock.data.cache.eviction import Room
 from penstock.data.cache.file_hashes import HASHES
@@ -136,7 +136,7 @@ class ShardCache:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # as a place's
         self._held: dict[str, _InUse] = {}
-        self._books = Books(self.folder, self.place, self._timeout_s, self._group)
+        self._books = CacheState(self.folder, self.place, self._timeout_s, self._group)
         self._ahead = Ahead(self._books, self._threads, self._bring)
         self._warned = False
         self._room = Room(self._books, self._limit, self._fetchable) if self._limit else None

@@ -42,11 +42,11 @@ from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import Helpers
 from penstock.worker.loader.crossing_kinds import more_careful
 from penstock.worker.processes.child_output import unblocked_logging
-from penstock.worker.processes.child_processes import START_DEADLINE_S, Zygote, end_orphans
-from penstock.worker.processes.fork_servers import Zygotes
+from penstock.worker.processes.child_processes import START_DEADLINE_S, ForkServer, end_orphans
+from penstock.worker.processes.fork_servers import ForkServers
 from penstock.worker.processes.orphans import become_subreaper
 from penstock.worker.processes.runner_user import find_user
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_code import BY_VALUE, MAIN, check_allowed, check_plain
 from penstock.worker.resources.processor_time import cores
 from penstock.worker.resources.turn_queue import TurnQueue
@@ -120,13 +120,13 @@ class Daemon:
         self.name = settings.name or own_name()
         self.coordinator = AsyncCoordinatorClient(settings.coordinator, settings.token, tls=settings.tls)
         self.scratches = TurnQueue(max(SCRATCH_AT_ONCE, cores()))
-        self.helpers = Helpers(self.zygote)
+        self.helpers = Helpers(self.fork_server)
         self.blobs = Blobs(self._connect)
         self.runner_memory = settings.runner_memory
         self.starts = TurnQueue(settings.starts or cores())
         user = find_user(settings.runner_user) if settings.runner_user else None
-        self._tempdirs = TempDirs(user)
-        self._zygotes = Zygotes(
+        self._tempdirs = TemporaryFolders(user)
+        self._fork_servers = ForkServers(
             self._tempdirs, self.starts, settings.start_timeout_s, caged=not settings.no_cage, user=user
         )
         self._heart = Heart(
@@ -242,7 +242,7 @@ class Daemon:
         for key in list(self._slots):
             self._stop_slot(key)
         await asyncio.gather(*self._tasks, *self._ending, return_exceptions=True)
-        await self._zygotes.close()
+        await self._fork_servers.close()
         self.blobs.close()
         await end_orphans()
         self._tempdirs.close()
@@ -422,14 +422,15 @@ class Daemon:
         task.add_done_callback(self._ending.discard)
 
     def _drop_unused(self) -> None:
-        """Let go what belongs to runs that have no slot here any more; zygotes a little later, for the next attempt."""
+        """Let go what belongs to runs that have no slot here any more; fork servers a little later, for the next
+        attempt."""
         attempts = {_attempt_of(slot.assignment) for slot in self._slots.values()}
         for attempt in [attempt for attempt in self._findings if attempt not in attempts]:
             del self._findings[attempt]
         self.helpers.forget(attempts)
         needed = [slot.assignment for slot in self._slots.values()]
         self.blobs.keep({name for each in needed for name in (each.loader.arguments_blob, each.resume.blob)})
-        self._zygotes.keep_for({slot.assignment.seed for slot in self._slots.values()})
+        self._fork_servers.keep_for({slot.assignment.seed for slot in self._slots.values()})
 
     async def _answer(self, request: coordinator_pb2.StateRequest) -> None:
         key = (request.run, request.attempt, request.box, request.slot, request.generation)
@@ -456,9 +457,9 @@ class Daemon:
 
     # ---- what slots need (Host)
 
-    async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
+    async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
         """The one with the run's hash seed, started if need be, and again if it died."""
-        return await self._zygotes.get(assignment)
+        return await self._fork_servers.get(assignment)
 
     def findings(self, assignment: records_pb2.WorkerAssignment) -> Findings:
         return self._findings.setdefault(_attempt_of(assignment), Findings())
@@ -534,7 +535,7 @@ async def serve(settings: Settings, ready: Callable[[str], None] | None = None) 
             loop.add_reader(os.pidfd_open(pid), daemon.stopping.set)
         except ProcessLookupError:
             return
-    become_subreaper()  # of what is below a zygote that dies
+    become_subreaper()  # of what is below a fork server that dies
     with unblocked_logging(), contextlib.ExitStack() as closing:
         if settings.http:
             from penstock.worker.daemon.worker_metrics import open_web

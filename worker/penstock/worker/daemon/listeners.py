@@ -1,7 +1,7 @@
 """The doors that consumers come in by: an abstract Unix socket for this host, a TCP port for others.
 
 A consumer says Hello; if it shows a ticket for the slot, its connection goes to the runner and the daemon is out of the
-way. A remote one gets a pump in between: to the runner it is a consumer like any other.
+way. A remote one gets a sender in between: to the runner it is a consumer like any other.
 
 Who has not said Hello is nobody yet, and must cost little: no thread, at most a handshake's and a Hello's bytes, and a
 deadline for both together. So many may wait at a time; one more, and the longest-waiting of the address that has most
@@ -42,7 +42,7 @@ from penstock.proto.rpc.channel import Tls, detail_of
 from penstock.proto.rpc.tls import Renewing, dns_names, no_tls_here
 from penstock.proto.v1 import lane_pb2
 from penstock.runtime.telemetry.logs import Repeated
-from penstock.worker.daemon.sender import Pump
+from penstock.worker.daemon.sender import Sender
 
 __all__ = ["LaneDoors", "SlotOf", "slot_of"]
 
@@ -96,9 +96,9 @@ class LaneDoors:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], str] = {}
         """Who has not said Hello, oldest first -> from which address."""
-        self._pumps: dict[Pump, SlotOf] = {}
+        self._senders: dict[Sender, SlotOf] = {}
         self._sent_bytes = 0
-        """Of pumps that have ended."""
+        """Of senders that have ended."""
         self.local_address = ""
         self.tcp_address = ""
 
@@ -126,27 +126,27 @@ class LaneDoors:
             self._spawn(self._accept(listener, greet))
 
     def close(self) -> None:
-        """Stop listening, and the pumps with it."""
+        """Stop listening, and the senders with it."""
         for task in self._tasks:
             task.cancel()
         for listener in self._sockets:
             listener.close()
-        for pump in self._pumps:
-            pump.stop()
+        for sender in self._senders:
+            sender.stop()
 
     def drop(self, slot: SlotOf) -> None:
         """End the senders of this slot: its runner ends, or has another lane.
 
-        Else a consumer whose host has vanished would keep the pump, the connection and the ring's memory until the
+        Else a consumer whose host has vanished would keep the sender, the connection and the ring's memory until the
         kernel gives up, and one that opens lanes again and again would have as many as it likes.
         """
-        for pump in [pump for pump, of in self._pumps.items() if of == slot]:
-            pump.stop(0)
-            self._forget(pump)
+        for sender in [sender for sender, of in self._senders.items() if of == slot]:
+            sender.stop(0)
+            self._forget(sender)
 
-    def _forget(self, pump: Pump) -> None:
-        self._sent_bytes += pump.sent_bytes
-        del self._pumps[pump]
+    def _forget(self, sender: Sender) -> None:
+        self._sent_bytes += sender.sent_bytes
+        del self._senders[sender]
 
     @property
     def certificate_expires_at(self) -> float:
@@ -156,12 +156,12 @@ class LaneDoors:
     @property
     def sent_bytes(self) -> int:
         """That were sent to other hosts."""
-        return self._sent_bytes + sum(pump.sent_bytes for pump in self._pumps)
+        return self._sent_bytes + sum(sender.sent_bytes for sender in self._senders)
 
     @property
     def remote(self) -> int:
         """Lanes to other hosts."""
-        return sum(pump.is_alive() for pump in self._pumps)
+        return sum(sender.is_alive() for sender in self._senders)
 
     async def _accept(self, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
@@ -247,18 +247,18 @@ class LaneDoors:
         except BaseException:
             lane.close()
             raise
-        for ended in [pump for pump in self._pumps if not pump.is_alive()]:
+        for ended in [sender for sender in self._senders if not sender.is_alive()]:
             self._forget(ended)
         self.drop(slot_of(hello))  # the runner has left an older lane for this one
         name = f"{hello.run} box {hello.box} slot {hello.slot}"
         try:
-            pump = Pump(lane, ours, hello, name)
-            pump.start()
+            sender = Sender(lane, ours, hello, name)
+            sender.start()
         except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
             ours.close()
             lane.close()
             raise LaneLostError(f"no sender can be started for {name}: {error}") from error
-        self._pumps[pump] = slot_of(hello)
+        self._senders[sender] = slot_of(hello)
 
     async def _under_tls(self, connection: socket.socket) -> socket.socket:
         """The connection as lanes use it. Raises TlsError for a peer that speaks the other way."""
@@ -306,7 +306,7 @@ async def _first_bytes(connection: socket.socket) -> bytes:
 
 
 async def _read_hello(lane: socket.socket) -> lane_pb2.Hello:
-    """The Hello, and not a byte more: what comes behind it is the pump's."""
+    """The Hello, and not a byte more: what comes behind it is the sender's."""
     reading = tcp.HelloReader()
     while reading.missing:
         try:

@@ -1,6 +1,6 @@
-"""The pump: a runner's ring -> TCP, for a box on another host.
+"""The sender: a runner's ring -> TCP, for a box on another host.
 
-A thread of the daemon, one for each TCP lane. Towards the runner it is a consumer like any other; towards the lander
+A thread of the daemon, one for each TCP lane. Towards the runner it is a consumer like any other; towards the receiver
 it writes the same frames, each BATCH frame followed by its payload straight from the ring's mapping, or compressed if
 the consumer asked for that. So the runner does not know where its batches go, keeps its processor, and what it had
 produced when it died is still sent.
@@ -14,11 +14,11 @@ The check behind a payload (penstock.proto.lane.tcp) is computed a piece at a ti
 the kernel copies from the processor's cache what the check has just brought there.
 
 A slot goes back to the runner when the far training loop was handed its batch, not when it was sent. So a TCP
-connection that breaks costs no computation: the pump leaves, the runner keeps what was not delivered, and the next
-lane gets it again. The acks in between (credits of the lander's ring) are the lander's own business.
+connection that breaks costs no computation: the sender leaves, the runner keeps what was not delivered, and the next
+lane gets it again. The acks in between (credits of the receiver's ring) are the receiver's own business.
 
-Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the pump stays to hear the last acks
-until the lander leaves; closing sooner would destroy what is still on its way. TCP gone: the pump leaves the runner
+Ends. Runner gone: all it had sent goes out, then the TCP direction is shut and the sender stays to hear the last acks
+until the receiver leaves; closing sooner would destroy what is still on its way. TCP gone: the sender leaves the runner
 without a word. Either side's close is passed on as what it is.
 """
 
@@ -43,7 +43,7 @@ from penstock.proto.lane.endpoints import Consumer
 from penstock.proto.lane.frames import BATCH, Ack, Frame, read_ack
 from penstock.proto.v1 import lane_pb2
 
-__all__ = ["Pump"]
+__all__ = ["Sender"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ FRAMES_A_TURN = 64
 PACKED_A_TURN = 1 << 20
 """Bytes of batches to compress before the others get their turn: 2 ms."""
 MAX_BACKLOG = 1 << 16
-"""Acks that the runner has not read, in messages and numbers, above which the lander is one that floods it."""
+"""Acks that the runner has not read, in messages and numbers, above which the receiver is one that floods it."""
 AT_ONCE = 512 << 10
 """Bytes made ready for one sendmsg, and of a payload in one piece of its check: what the send buffer of a near peer
-holds. With half of it or twice of it the pump takes a tenth more at 1 and 8 MiB."""
+holds. With half of it or twice of it the sender takes a tenth more at 1 and 8 MiB."""
 MAX_OUT = 512
 """Buffers on their way out above which the runner is not read: more than ring slots alone can be."""
 
@@ -86,13 +86,13 @@ class _Payload:
         return piece, False
 
 
-class Pump(threading.Thread):
+class Sender(threading.Thread):
     """Forwards one runner's lane to one TCP connection, until either side ends.
 
     tcp: connected, its Hello read and verified; under TLS it is a TlsSocket. local: the daemon's end of the SEQPACKET
-    pair whose other end the runner attaches, with the same Hello. hello: that one. Both sockets are the pump's from
+    pair whose other end the runner attaches, with the same Hello. hello: that one. Both sockets are the sender's from
     now on.
-    name: which worker, box and slot, for messages. on_end: called in the pump's thread when it is over.
+    name: which worker, box and slot, for messages. on_end: called in the sender's thread when it is over.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Pump(threading.Thread):
         local: socket.socket,
         hello: lane_pb2.Hello,
         name: str,
-        on_end: Callable[[Pump], None] | None = None,
+        on_end: Callable[[Sender], None] | None = None,
     ) -> None:
-        super().__init__(name=f"penstock-pump {name}", daemon=True)
+        super().__init__(name=f"penstock-sender {name}", daemon=True)
         self.reason = ""
         """Why it ended, once it has."""
         tcp.tune(tcp_socket)
@@ -184,7 +184,7 @@ class Pump(threading.Thread):
             # Frames that were received in one packet and not yet taken are nothing that a poll could see.
             events = dict(poll.poll(0 if more or look else None))
             if (look or events.get(tcp_fd, 0) & ~select.POLLOUT) and not self._take_acks():
-                return "the lander closed the connection"
+                return "the receiver closed the connection"
             look = False
             if self._runner.closed:
                 return "the consumer closed the lane"

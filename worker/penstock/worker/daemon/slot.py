@@ -190,8 +190,8 @@ class Slot:
         self._turn = turn = host.starts.join(urgent=a.recovery)
         try:
             await turn.came
-            zygote = await host.zygote(a)
-            child = self._child = await zygote.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
+            fork_server = await host.fork_server(a)
+            child = self._child = await fork_server.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
         except BaseException:
             turn.end()
             raise

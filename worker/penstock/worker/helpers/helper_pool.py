@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.proto.errors import WorkerLostError
 from penstock.proto.v1 import records_pb2
-from penstock.worker.processes.child_processes import Child, Zygote
+from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import Message
 from penstock.worker.processes.progress_page import Ledger
 
@@ -95,11 +95,11 @@ class _Crew:
 class Helpers:
     """
     Args:
-        zygote: what helpers are forked from.
+        fork server: what helpers are forked from.
     """
 
-    def __init__(self, zygote: Callable[[records_pb2.WorkerAssignment], Awaitable[Zygote]]) -> None:
-        self._zygote = zygote
+    def __init__(self, fork_server: Callable[[records_pb2.WorkerAssignment], Awaitable[ForkServer]]) -> None:
+        self._fork_server = fork_server
         self._crews: dict[_Key, _Crew] = {}
 
     @contextlib.contextmanager
@@ -158,7 +158,7 @@ class Helpers:
 
     async def _started(self, assignment: records_pb2.WorkerAssignment, ledger: Ledger, crew: _Crew) -> Helper | None:
         modules = crew.modules or []
-        zygote, helper = await self._zygote(assignment), Helper()
+        fork_server, helper = await self._fork_server(assignment), Helper()
         helper.modules = frozenset(modules)
         spec = records_pb2.LoaderSpec()
         spec.CopyFrom(assignment.loader)
@@ -166,7 +166,7 @@ class Helpers:
             spec.ClearField(unneeded)
         try:
             about: dict[str, str | int] = {"run": assignment.run, "attempt": assignment.attempt}
-            helper.child = await zygote.fork("helper", f"{assignment.run} helper", ledger, helper.hear, about)
+            helper.child = await fork_server.fork("helper", f"{assignment.run} helper", ledger, helper.hear, about)
             warm = helper.expect()
             await helper.child.send("warm", spec.SerializeToString(), modules=modules)
             either: set[asyncio.Future[Any]] = {warm, helper.child.exited}

@@ -14,7 +14,7 @@ from penstock.proto.v1 import records_pb2
 from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.helpers.blobs import Blobs
 from penstock.worker.helpers.helper_pool import Helper, Helpers
-from penstock.worker.processes.child_processes import Child, Zygote, about_slot
+from penstock.worker.processes.child_processes import Child, ForkServer, about_slot
 from penstock.worker.processes.control_channel import Message
 from penstock.worker.processes.exit_causes import descriptors_closed
 from penstock.worker.processes.progress_page import Ledger
@@ -35,7 +35,7 @@ class ScratchHost(Protocol):
     helpers: Helpers
     blobs: Blobs
 
-    async def zygote(self, assignment: records_pb2.WorkerAssignment) -> Zygote: ...
+    async def fork_server(self, assignment: records_pb2.WorkerAssignment) -> ForkServer: ...
 
 
 async def run_task(
@@ -121,9 +121,9 @@ async def _by_child(
     """The answer of a child of its own, or of another one if somebody kills it."""
     what = f"the scratch child of {name}"
     for last in (False, True):
-        zygote = await host.zygote(assignment)
+        fork_server = await host.fork_server(assignment)
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        child = await zygote.fork("scratch", f"{name} {task}", ledger, _first(answer), about_slot(assignment))
+        child = await fork_server.fork("scratch", f"{name} {task}", ledger, _first(answer), about_slot(assignment))
         try:
             await _ask(host, child, assignment, bases, task, fields)
             either: set[asyncio.Future[Any]] = {answer, child.exited}

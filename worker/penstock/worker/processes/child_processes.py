@@ -1,9 +1,9 @@
-"""The daemon's view of its children: zygotes, and what they fork.
+"""The daemon's view of its children: fork servers, and what they fork.
 
 All of it belongs to the event loop. A child is known by a control socket, the pipe that its output goes to, and a
-pidfd, which alone says that it has ended: its sockets may stay open in the hands of what it forked, and its zygote may
-be stopped. The zygote tells the exit status; without it the end is one of unknown cause. What a child said before it
-died is always read before its death is told.
+pidfd, which alone says that it has ended: its sockets may stay open in the hands of what it forked, and its fork server
+may be stopped. The fork server tells the exit status; without it the end is one of unknown cause. What a child said
+before it died is always read before its death is told.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.worker.processes.orphans import Orphans
 from penstock.worker.processes.progress_page import Ledger
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.processes.user_path import interpreter
 from penstock.worker.resources.processor_time import unless_it_stands_still
 
-__all__ = ["Child", "Zygote", "about_slot", "end_orphans"]
+__all__ = ["Child", "ForkServer", "about_slot", "end_orphans"]
 
 _log = logging.getLogger("penstock.worker")
 _user_log = logging.getLogger("penstock.user")
@@ -41,22 +41,22 @@ START_DEADLINE_S = 600.0
 STANDS_STILL = 0.1
 """Share of that deadline after which one that neither ran nor asked for a processor is given up."""
 FORK_DEADLINE_S = 15.0
-"""Seconds in which a zygote that neither runs nor asks for a processor does not answer: it is stopped, and is not asked
-again. To fork takes milliseconds, and on a busy machine its turn."""
+"""Seconds in which a fork server that neither runs nor asks for a processor does not answer: it is stopped, and is not
+asked again. To fork takes milliseconds, and on a busy machine its turn."""
 FORK_MOST_S = 300.0
 """Seconds for a fork however busy the machine is."""
 STATUS_S = 0.25
-"""For the zygote to tell a child's exit status after the kernel told its end, before we look ourselves."""
+"""For the fork server to tell a child's exit status after the kernel told its end, before we look ourselves."""
 LAST_STATUS_S = 2.5
-"""For a zygote that has collected the child and not told it yet."""
+"""For a fork server that has collected the child and not told it yet."""
 ORPHANS_LOOK_S = 0.03
 ORPHANS_LEAST_S = 1.0
 ORPHANS_S = 4.0
-"""For what a dead zygote had to end; at a daemon's end, too."""
+"""For what a dead fork server had to end; at a daemon's end, too."""
 KILL_S = 5.0
 """Seconds for the kernel to end a process that was killed; one that hangs in a driver or a file system does not."""
 END_S = 5.0
-"""For a zygote to end what is below it, and itself."""
+"""For a fork server to end what is below it, and itself."""
 _NOT_FOR_CHILDREN = (
     "PENSTOCK_TOKEN",
     "PENSTOCK_TOKEN_FILE",
@@ -180,7 +180,7 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the child; its zygote then kills what it leaves behind. Harmless when it is gone."""
+        """Kill the child; its fork server then kills what it leaves behind. Harmless when it is gone."""
         self.unwanted = True
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
@@ -203,7 +203,7 @@ class Child:
     # ---- its end
 
     def begun(self, pid: int, pidfd: int) -> None:
-        """The zygote forked it."""
+        """The fork server forked it."""
         self.pid, self.pidfd = pid, pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._ended)
         if self.unwanted:
@@ -219,7 +219,8 @@ class Child:
         loop.call_later(STATUS_S, self._gone_untold, loop.time() + LAST_STATUS_S)
 
     def _gone_untold(self, until: float) -> None:
-        """Its zygote is silent: it is stopped, and the dead child still there to be looked at, or it is just busy."""
+        """Its fork server is silent: it is stopped, and the dead child still there to be looked at, or it is just
+        busy."""
         if self.exited.done():
             return
         loop = asyncio.get_running_loop()
@@ -304,28 +305,32 @@ class _Own:
     """This process's own children: whatever else is below it is an orphan."""
 
     def __init__(self) -> None:
-        self.zygotes: set[asyncio.subprocess.Process] = set()
+        self.fork_servers: set[asyncio.subprocess.Process] = set()
         self.starting = 0
-        """Zygotes that may have been forked and are in no set yet."""
+        """Fork servers that may have been forked and are in no set yet."""
 
 
 _own = _Own()
 
 
 async def end_orphans(least_s: float = 0.0) -> None:
-    """Kill what came to this process because the zygote above it died. `least_s`: look for so long, for runners die a
-    little later than their zygote, and what is below them comes here only then."""
+    """Kill what came to this process because the fork server above it died. `least_s`: look for so long, for runners
+    die a little later than their fork server, and what is below them comes here only then."""
     orphans, begun = Orphans(), time.monotonic()
-    while _own.starting or orphans.end([zygote.pid for zygote in _own.zygotes]) or time.monotonic() < begun + least_s:
+    while (
+        _own.starting
+        or orphans.end([fork_server.pid for fork_server in _own.fork_servers])
+        or time.monotonic() < begun + least_s
+    ):
         if time.monotonic() > begun + ORPHANS_S:
             return
         await asyncio.sleep(ORPHANS_LOOK_S)
 
 
-class Zygote:
-    """One zygote process and the children it forked."""
+class ForkServer:
+    """One fork server process and the children it forked."""
 
-    def __init__(self, tempdirs: TempDirs) -> None:
+    def __init__(self, tempdirs: TemporaryFolders) -> None:
         self._tempdirs = tempdirs
         self._children: dict[int, Child] = {}
         self._next = 0
@@ -393,7 +398,7 @@ class Zygote:
                     stdin=asyncio.subprocess.DEVNULL,
                     process_group=0,
                 )
-            _own.zygotes.add(self._process)
+            _own.fork_servers.add(self._process)
         except BaseException:
             self._channel.close()
             raise
@@ -404,7 +409,7 @@ class Zygote:
 
     async def _reaped(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
-        _own.zygotes.discard(process)
+        _own.fork_servers.discard(process)
 
     async def fork(
         self,
@@ -511,6 +516,6 @@ class Zygote:
         if not self._up.done():
             self._up.set_exception(WorkerLostError("a runner's interpreter died at its start; see the worker's log"))
         for child in list(self._children.values()):
-            child.kill()  # it dies with its zygote, at once
+            child.kill()  # it dies with its fork server, at once
             child.gone(-int(signal.SIGKILL))
         self._ending = asyncio.ensure_future(end_orphans(ORPHANS_LEAST_S))

@@ -1,4 +1,4 @@
-"""The daemon's zygotes: one for each hash seed that its slots need, started when needed, kept for a while."""
+"""The daemon's fork servers: one for each hash seed that its slots need, started when needed, kept for a while."""
 
 from __future__ import annotations
 
@@ -6,55 +6,61 @@ import asyncio
 from collections.abc import Collection
 
 from penstock.proto.v1 import records_pb2
-from penstock.worker.processes.child_processes import Zygote
+from penstock.worker.processes.child_processes import ForkServer
 from penstock.worker.processes.runner_user import RunnerUser
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.resources.turn_queue import TurnQueue
 
-__all__ = ["Zygotes"]
+__all__ = ["ForkServers"]
 
 IDLE_S = 60.0
-"""Seconds that a zygote is kept for after its last slot: to start one takes seconds."""
+"""Seconds that a fork server is kept for after its last slot: to start one takes seconds."""
 IDLE_MOST = 2
 """Idle ones that are kept, the newest: of a trainer that is started again, its loaders for training and for evaluation.
 """
 
 
-class Zygotes:
+class ForkServers:
     """
     Args:
         tempdirs: for the directories of their children.
-        starts: has room for one start less while a zygote that was killed does not end.
-        deadline_s: seconds that one may take to start; see Zygote.start.
+        starts: has room for one start less while a fork server that was killed does not end.
+        deadline_s: seconds that one may take to start; see Fork server.start.
         caged: whether runners are; see sandbox.py.
         user: whose runners are, if not the daemon's own; see runner_user.py.
     """
 
     def __init__(
-        self, tempdirs: TempDirs, starts: TurnQueue, deadline_s: float, *, caged: bool, user: RunnerUser | None = None
+        self,
+        tempdirs: TemporaryFolders,
+        starts: TurnQueue,
+        deadline_s: float,
+        *,
+        caged: bool,
+        user: RunnerUser | None = None,
     ) -> None:
         self._tempdirs = tempdirs
         self._starts = starts
         self._deadline_s = deadline_s
         self._caged = caged
         self._user = user
-        self._zygotes: dict[int, asyncio.Task[Zygote]] = {}
+        self._fork_servers: dict[int, asyncio.Task[ForkServer]] = {}
         self._retiring: dict[int, asyncio.TimerHandle] = {}
-        self._given_up: set[asyncio.Task[Zygote]] = set()
+        self._given_up: set[asyncio.Task[ForkServer]] = set()
 
-    async def get(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
+    async def get(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
         """Return the one with the run's hash seed, started if need be, and again if it died."""
         seed = assignment.seed
-        starting = self._zygotes.get(seed)
+        starting = self._fork_servers.get(seed)
         if starting is None or (starting.done() and (not _is_up(starting) or starting.result().dead)):
-            starting = self._zygotes[seed] = asyncio.ensure_future(self._started(assignment))
+            starting = self._fork_servers[seed] = asyncio.ensure_future(self._started(assignment))
         return await asyncio.shield(starting)
 
-    async def _started(self, assignment: records_pb2.WorkerAssignment) -> Zygote:
-        zygote = Zygote(self._tempdirs)
+    async def _started(self, assignment: records_pb2.WorkerAssignment) -> ForkServer:
+        fork_server = ForkServer(self._tempdirs)
         try:
             main_script = bool(assignment.loader.main_path)
-            await zygote.start(
+            await fork_server.start(
                 assignment.seed,
                 main_script=main_script,
                 caged=self._caged,
@@ -62,13 +68,13 @@ class Zygotes:
                 deadline_s=self._deadline_s,
             )
         finally:
-            if zygote.dead and zygote.lives:
-                self._starts.lend_until(zygote.wait())
-        return zygote
+            if fork_server.dead and fork_server.lives:
+                self._starts.lend_until(fork_server.wait())
+        return fork_server
 
     def keep_for(self, seeds: Collection[int]) -> None:
         """Retire those that no slot with one of these seeds needs, a little later: the next attempt may need them."""
-        for seed in self._zygotes:
+        for seed in self._fork_servers:
             if seed in seeds and seed in self._retiring:
                 self._retiring.pop(seed).cancel()
             elif seed not in seeds and seed not in self._retiring:
@@ -79,7 +85,7 @@ class Zygotes:
 
     def _retire(self, seed: int) -> None:
         self._retiring.pop(seed, None)
-        starting = self._zygotes.pop(seed)
+        starting = self._fork_servers.pop(seed)
         if not starting.done():
             starting.cancel()
             self._given_up.add(starting)
@@ -91,13 +97,13 @@ class Zygotes:
         """End all of them; returns when they have ended, or cannot be killed."""
         for timer in self._retiring.values():
             timer.cancel()
-        there = [starting.result() for starting in self._zygotes.values() if _is_up(starting)]
-        for seed in list(self._zygotes):
+        there = [starting.result() for starting in self._fork_servers.values() if _is_up(starting)]
+        for seed in list(self._fork_servers):
             self._retire(seed)
         await asyncio.gather(*self._given_up, return_exceptions=True)
-        for zygote in there:
-            await zygote.wait()
+        for fork_server in there:
+            await fork_server.wait()
 
 
-def _is_up(starting: asyncio.Task[Zygote]) -> bool:
+def _is_up(starting: asyncio.Task[ForkServer]) -> bool:
     return starting.done() and not starting.cancelled() and starting.exception() is None

@@ -1,10 +1,10 @@
 """What a dead runner leaves behind: processes, and the shared memory of torch's loader processes.
 
 A runner is a subreaper: whatever its user code starts, and however far that moves away (a session of its own, a double
-fork), stays below the runner while it lives, and comes to the zygote when it dies; what a dead zygote had comes to the
-daemon. So any child there that nobody of ours started is an orphan, and is killed. Two kinds end by themselves once
-their users are gone and clean up as they do, so they get a moment: multiprocessing's resource tracker and torch's
-manager of shared memory.
+fork), stays below the runner while it lives, and comes to the fork server when it dies; what a dead fork server had
+comes to the daemon. So any child there that nobody of ours started is an orphan, and is killed. Two kinds end by
+themselves once their users are gone and clean up as they do, so they get a moment: multiprocessing's resource tracker
+and torch's manager of shared memory.
 
 Each process's own children are looked at, and nothing else: a number that the kernel has given to someone else is
 never killed.

@@ -15,12 +15,12 @@ import shutil
 from penstock.runtime.files.private_folders import OwnFolder
 from penstock.worker.processes.runner_user import RunnerUser
 
-__all__ = ["TempDirs"]
+__all__ = ["TemporaryFolders"]
 
 _log = logging.getLogger("penstock.worker")
 
 
-class TempDirs:
+class TemporaryFolders:
     """The directories of one daemon's children. `user`: whose these are, if not the daemon's own."""
 
     def __init__(self, user: RunnerUser | None = None) -> None:

@@ -1,17 +1,17 @@
 """The process that children are forked from: torch imported once, nothing started.
 
 Importing torch takes seconds and 150 MB; forking a process that has done so takes milliseconds, and the pages are
-shared. The daemon itself must never fork, for it runs gRPC; so each run has a zygote, a fresh interpreter (with the
-run's PYTHONHASHSEED, which only a fresh one takes) that imports what runners need, has no threads, no gRPC and no user
-code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
-whatever user code starts can be killed with it, and dies with its zygote.
+shared. The daemon itself must never fork, for it runs gRPC; so each run has a fork server, a fresh interpreter (with
+the run's PYTHONHASHSEED, which only a fresh one takes) that imports what runners need, has no threads, no gRPC and no
+user code, and then only forks. A child leads a process group of its own and is a subreaper (see orphans.py), so that
+whatever user code starts can be killed with it, and dies with its fork server.
 
 The daemon gets a pidfd of each child with the answer to its request: it sees the child's end by that, also while the
-zygote is stopped. The exit status is the zygote's to tell.
+fork server is stopped. The exit status is the fork server's to tell.
 
-A zygote outlives its daemon by a moment, for a killed one cannot clean up: it sees the end of the control socket, kills
-all that its children started, and what they left to it, and goes. So it is in a group of its own, or a kill of the
-daemon's group would take it along; and if somebody had stopped it, the daemon's death continues it.
+A fork server outlives its daemon by a moment, for a killed one cannot clean up: it sees the end of the control socket,
+kills all that its children started, and what they left to it, and goes. So it is in a group of its own, or a kill of
+the daemon's group would take it along; and if somebody had stopped it, the daemon's death continues it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 ORPHANS_S = 0.05
 """Between two looks at orphans that are about to end."""
 LAST_LOOKS = 90
-"""At orphans, at the end; a fork bomb may be quicker, and the zygote goes all the same."""
+"""At orphans, at the end; a fork bomb may be quicker, and the fork server goes all the same."""
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

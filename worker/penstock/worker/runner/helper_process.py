@@ -1,8 +1,8 @@
 """A helper process: it has imported what a run's loaders need, and forks a fresh process for each task.
 
-A scratch child that is forked from the zygote imports the user's modules first, and whatever his input_fn imports: a
-tenth of a second or a whole one, for each slot of a state. A helper does that once, and then only forks; the child does
-the task (replayer.py), answers on the helper's own socket, and is gone. So no task meets what another one left.
+A scratch child that is forked from the fork server imports the user's modules first, and whatever his input_fn imports:
+a tenth of a second or a whole one, for each slot of a state. A helper does that once, and then only forks; the child
+does the task (replayer.py), answers on the helper's own socket, and is gone. So no task meets what another one left.
 
 It is as good as a fresh one only if to import changed nothing but modules. Where the import drew random numbers, asked
 for its slot, started a thread or a process, or opened a file, the helper says so and ends: tasks are done without.
@@ -76,7 +76,7 @@ def _surroundings() -> dict[str, object]:
 
 def _serve(channel: Channel) -> None:
     """Until the daemon hangs up, a task dies, or leaves something behind: what is wrong then is told to a fresh child,
-    and the zygote cleans up."""
+    and the fork server cleans up."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     me = os.getpid()

@@ -1,4 +1,4 @@
-"""The pump between a producer of this process and a bare TCP socket that plays the lander."""
+"""The sender between a producer of this process and a bare TCP socket that plays the receiver."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from penstock.proto.lane.endpoints import Producer
 from penstock.proto.lane.frames import BATCH, CLOSE, END, MAX_PACKET, RING, STRUCTURE, Ack, Frame, framed, pack_shapes
 from penstock.proto.lane.tcp import CHECK_BYTES, check_of, is_checked
 from penstock.proto.v1 import lane_pb2
-from penstock.worker.daemon.sender import FRAMES_A_TURN, MAX_OUT, Pump
+from penstock.worker.daemon.sender import FRAMES_A_TURN, MAX_OUT, Sender
 
 
 class Rig:
-    """A producer, the pump, and the far end of its TCP connection."""
+    """A producer, the sender, and the far end of its TCP connection."""
 
     def __init__(self, **hello: object) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -41,14 +41,14 @@ class Rig:
         self.producer.know_structure(1, b"one")
         self.producer.attach(theirs, greeting)
         self.ended = threading.Event()
-        self.pump = Pump(near, ours, greeting, "slot 0", on_end=lambda _: self.ended.set())
+        self.sender = Sender(near, ours, greeting, "slot 0", on_end=lambda _: self.ended.set())
         self.total = 0
         self.compressed: list[int] = []
         """Batches read that came compressed."""
         self._inbox = tcp.Inbox()
 
     def start(self) -> Rig:
-        self.pump.start()
+        self.sender.start()
         return self
 
     def publish(self, *sizes: int) -> None:
@@ -100,7 +100,7 @@ class Rig:
     def close(self) -> None:
         self.far.close()
         self.producer.close(0)
-        assert self.pump.stop(DEADLINE_S)
+        assert self.sender.stop(DEADLINE_S)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_slot_comes_back_when_its_batch_was_delivered_and_not_before(rig: Rig)
     rig.publish(*[100] * 32)
     assert rig.producer.reserve(100) is None
     rig.batches(32)
-    rig.say(delivered=7, released=[1, 2, 3, 4])  # of the lander's ring: nobody's business here
+    rig.say(delivered=7, released=[1, 2, 3, 4])  # of the receiver's ring: nobody's business here
     rig.acks()
     assert rig.producer.free_slots == 7
     rig.say(delivered=32)
@@ -174,7 +174,7 @@ def test_stale_frames_are_known_from_the_hellos_count() -> None:
     while frame.kind != BATCH:
         frame, _ = rig.frame()
     assert frame.cut == 3
-    assert rig.pump._runner.cuts == 3
+    assert rig.sender._runner.cuts == 3
     rig.close()
 
 
@@ -187,7 +187,7 @@ def test_all_that_a_lost_runner_had_sent_goes_out_and_then_the_end(rig: Rig) -> 
     assert not rig.ended.is_set(), "it stays for the last acks: closing now could destroy what is on its way"
     rig.far.close()
     assert rig.ended.wait(DEADLINE_S)
-    assert "the peer vanished" in rig.pump.reason
+    assert "the peer vanished" in rig.sender.reason
 
 
 def test_the_runners_close_is_passed_on(rig: Rig) -> None:
@@ -198,7 +198,7 @@ def test_the_runners_close_is_passed_on(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("words", [{}, {"delivered": 2}, {"delivered": 2, "close": True}])
-def test_the_last_acks_of_a_lost_lander_reach_the_runner(rig: Rig, words: dict[str, object]) -> None:
+def test_the_last_acks_of_a_lost_receiver_reach_the_runner(rig: Rig, words: dict[str, object]) -> None:
     rig.publish(*[16 << 20] * 4)  # unread when it leaves: the kernel resets the connection
     if words:
         rig.say(**words)
@@ -208,14 +208,14 @@ def test_the_last_acks_of_a_lost_lander_reach_the_runner(rig: Rig, words: dict[s
         rig.acks()
     assert rig.producer.closed is bool(words.get("close"))
     assert rig.producer.delivered == words.get("delivered", 0)
-    assert rig.pump.reason
+    assert rig.sender.reason
 
 
-def test_a_lander_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_receiver_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.publish(100)
     rig.far.sendall(tcp.sealed(b"\xff\xff"))
     assert rig.ended.wait(DEADLINE_S)
-    assert rig.pump.reason.startswith("ProtocolError: an ack of 2 bytes that cannot be read")
+    assert rig.sender.reason.startswith("ProtocolError: an ack of 2 bytes that cannot be read")
     assert "ProtocolError" in caplog.text
     while rig.producer.attached:
         rig.acks()
@@ -227,7 +227,7 @@ def test_a_runner_that_talks_nonsense_costs_only_its_lane(rig: Rig, caplog: pyte
     assert rig.producer._sock is not None
     rig.producer._sock.send(framed(a_frame(kind=BATCH, ring=77).encode()))
     assert rig.ended.wait(DEADLINE_S)
-    assert "no ring slot that was announced" in rig.pump.reason
+    assert "no ring slot that was announced" in rig.sender.reason
     assert "no ring slot" in caplog.text
     assert rig.far.recv(1) == b""
 
@@ -239,7 +239,7 @@ def test_random_bytes_over_tcp(messages: list[bytes], tail: bytes) -> None:
     rig = Rig().start()
     try:
         rig.publish(*[100] * 8)
-        with contextlib.suppress(OSError):  # the pump may have hung up already
+        with contextlib.suppress(OSError):  # the sender may have hung up already
             rig.far.sendall(b"".join(map(tcp.sealed, messages)) + tail)
             rig.far.shutdown(socket.SHUT_WR)
         assert rig.ended.wait(DEADLINE_S)
@@ -254,10 +254,10 @@ def test_random_bytes_over_tcp(messages: list[bytes], tail: bytes) -> None:
 def test_stop_leaves_both_sides_at_once() -> None:
     rig = Rig().start()
     rig.publish(*[16 << 20] * 4)
-    assert rig.pump.stop(DEADLINE_S)
-    assert rig.pump.stop(DEADLINE_S)
+    assert rig.sender.stop(DEADLINE_S)
+    assert rig.sender.stop(DEADLINE_S)
     assert rig.ended.is_set()
-    assert rig.pump.reason == "stopped"
+    assert rig.sender.reason == "stopped"
     while rig.producer.attached:
         rig.acks()
     assert not rig.producer.closed
@@ -266,7 +266,7 @@ def test_stop_leaves_both_sides_at_once() -> None:
 
 def test_stop_before_the_start() -> None:
     rig = Rig()
-    assert rig.pump.stop()
+    assert rig.sender.stop()
     assert rig.far.recv(1) == b""
     rig.close()
 
@@ -283,11 +283,11 @@ def test_a_runner_that_floods_it_with_announcements_fills_no_memory(rig: Rig) ->
         try:
             sock.send(piece)
         except BlockingIOError:
-            return len(rig.pump._out) > MAX_OUT
+            return len(rig.sender._out) > MAX_OUT
         return False
 
     wait_for(stopped, "the flood was not stopped")
-    assert len(rig.pump._out) <= MAX_OUT + FRAMES_A_TURN
+    assert len(rig.sender._out) <= MAX_OUT + FRAMES_A_TURN
     rig.say(open_epochs=3)
     rig.acks()
     assert rig.producer.open_epochs == 3

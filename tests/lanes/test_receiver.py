@@ -1,4 +1,4 @@
-"""The lander as a process, between consumers of this process and bare TCP sockets that play the daemon."""
+"""The receiver as a process, between consumers of this process and bare TCP sockets that play the daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lane_frames import a_frame, ack_of, checked, read_sealed
 from tests.lanes.conftest import DEADLINE_S, content, next_frame, payload, wait_for
 
-from penstock.client.stream.receiver_process import Lander
+from penstock.client.stream.receiver_process import Receiver
 from penstock.proto.errors import LaneLostError, PenstockError
 from penstock.proto.lane import tcp
 from penstock.proto.lane.endpoints import MAX_FRAME, Consumer, connect_local
@@ -29,12 +29,12 @@ SLOT = 1 << 20
 
 
 class Rig:
-    """One lane through the lander; `far` is the daemon's end."""
+    """One lane through the receiver; `far` is the daemon's end."""
 
-    def __init__(self, lander: Lander, **hello: object) -> None:
+    def __init__(self, receiver: Receiver, **hello: object) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.settimeout(DEADLINE_S)
-        self.near = connect_local(lander.start(), DEADLINE_S)
+        self.near = connect_local(receiver.start(), DEADLINE_S)
         target = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.hello = lane_pb2.Hello(**{"next_total": 1, "target": target, **hello})  # type: ignore[arg-type]
         self.near.send(self.hello.SerializeToString())
@@ -42,14 +42,14 @@ class Rig:
         tcp.tune(self.far)
         self.received = tcp.read_hello(self.far, DEADLINE_S)
         self.far.settimeout(DEADLINE_S)
-        self.consumer = Consumer(self.near, "the lander")
+        self.consumer = Consumer(self.near, "the receiver")
         self.consumer.cuts = self.hello.cuts
 
     def begin(self, slot_bytes: int = SLOT) -> None:
         self.far.sendall(stream(ring(slot_bytes), ONE))
 
     def send_in_vain(self, data: bytes) -> None:
-        """Send what will be refused: the lander may hang up before it has all of it."""
+        """Send what will be refused: the receiver may hang up before it has all of it."""
         with contextlib.suppress(ConnectionError):
             self.far.sendall(data)
 
@@ -70,8 +70,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(lander: Lander) -> Iterator[Rig]:
-    rig = Rig(lander)
+def rig(receiver: Receiver) -> Iterator[Rig]:
+    rig = Rig(receiver)
     yield rig
     rig.close()
 
@@ -90,7 +90,7 @@ ONE = a_frame(kind=STRUCTURE, structure=1, inline=b"one", size=3)
 
 
 def stream(*frames: Frame) -> bytes:
-    """Frames with their payloads, as a pump sends them."""
+    """Frames with their payloads, as a sender sends them."""
     return b"".join(
         checked(frame, content(frame.total, frame.nbytes)) if frame.kind == BATCH else tcp.sealed(frame.encode())
         for frame in frames
@@ -100,9 +100,9 @@ def stream(*frames: Frame) -> bytes:
 # ---- the way in
 
 
-def test_the_hello_goes_on_without_what_is_the_landers_own(lander: Lander) -> None:
+def test_the_hello_goes_on_without_what_is_the_receivers_own(receiver: Receiver) -> None:
     rig = Rig(
-        lander,
+        receiver,
         run="job/0",
         ticket="secret",
         next_total=17,
@@ -120,11 +120,11 @@ def test_the_hello_goes_on_without_what_is_the_landers_own(lander: Lander) -> No
     rig.close()
 
 
-def test_batches_of_any_size_however_the_bytes_come(lander: Lander) -> None:
+def test_batches_of_any_size_however_the_bytes_come(receiver: Receiver) -> None:
     sizes = [0, 1, 100, 16383, 16384, 16385, 40_000, 5, 300_000, 0, SLOT, SLOT - 1, 3]
     rng = random.Random(3)
     for longest in (1, 7, 5000, 100_000, 1 << 22):
-        rig = Rig(lander)
+        rig = Rig(receiver)
         rig.begin()
         used = [size for size in sizes if size <= 200 * longest]
         data = stream(*(batch(total, size) for total, size in enumerate(used, 1)))
@@ -177,7 +177,7 @@ def test_without_a_free_slot_it_reads_nothing_more_and_still_hears_its_consumer(
             sent += push(rig.far, data[sent:])
         places.append((frame.ring, frame.slot))
         assert frame.total == total
-    # The ring is full: now the window closes, for the lander does not take bytes it has no place for.
+    # The ring is full: now the window closes, for the receiver does not take bytes it has no place for.
     while pushed := push(rig.far, data[sent:]):
         sent += pushed
     assert sent < 10 * size
@@ -219,7 +219,7 @@ def test_passes_left_while_their_batches_come_in(rig: Rig) -> None:
         rig.consumer.abandon(cut)
         ack = rig.ack()
         assert (ack.delivered, ack.abandon_epoch) == (total, cut + 1)
-        # The pump does not stop within a frame, and what it sends now has been overwritten: nobody may see it.
+        # The sender does not stop within a frame, and what it sends now has been overwritten: nobody may see it.
         second = len(stale) // 3
         rig.far.sendall(b"?" * (2 * second - 80_000) + stale[2 * second :])
         rig.far.sendall(stream(batch(total + 1, size, cut=cut + 1, epoch=cut + 1)))
@@ -239,8 +239,8 @@ def test_its_ring_is_no_larger_than_the_senders(rig: Rig) -> None:
     assert [known.slots for known in rig.consumer.rings.values()] == [3]
 
 
-def test_a_ring_of_each_lane_has_its_own_number(lander: Lander) -> None:
-    rigs = [Rig(lander), Rig(lander)]
+def test_a_ring_of_each_lane_has_its_own_number(receiver: Receiver) -> None:
+    rigs = [Rig(receiver), Rig(receiver)]
     for rig in rigs:
         rig.begin()
         rig.far.sendall(stream(batch(1, 10)))
@@ -288,12 +288,12 @@ def test_more_than_the_consumers_socket_holds_is_handed_on_after_the_end(rig: Ri
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "no-such-host.invalid"])
-def test_a_daemon_that_is_not_there_is_a_lost_lane(lander: Lander, host: str) -> None:
+def test_a_daemon_that_is_not_there_is_a_lost_lane(receiver: Receiver, host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]  # nobody's, once it is closed
-    sock = connect_local(lander.start(), DEADLINE_S)
+    sock = connect_local(receiver.start(), DEADLINE_S)
     sock.send(lane_pb2.Hello(target=f"{host}:{port}").SerializeToString())
-    consumer = Consumer(sock, "the lander")
+    consumer = Consumer(sock, "the receiver")
     said = next_frame(consumer)
     assert said.kind == CLOSE
     assert said.error.name == "LaneLostError"
@@ -315,8 +315,8 @@ def test_a_daemon_that_is_not_there_is_a_lost_lane(lander: Lander, host: str) ->
         b"",
     ],
 )
-def test_what_is_no_hello_is_not_answered(lander: Lander, data: bytes) -> None:
-    sock = connect_local(lander.start(), DEADLINE_S)
+def test_what_is_no_hello_is_not_answered(receiver: Receiver, data: bytes) -> None:
+    sock = connect_local(receiver.start(), DEADLINE_S)
     sock.send(data)
     assert sock.recv(10) == b""
     sock.close()
@@ -340,7 +340,7 @@ def test_a_consumer_that_vanishes_closes_nothing(rig: Rig) -> None:
     rig.far.sendall(stream(batch(1, 100)))
     rig.expect(1, 100)
     rig.consumer.close(say_so=False)
-    assert rig.far.recv(1) == b"", "the pump sees an end, and no Ack.close"
+    assert rig.far.recv(1) == b"", "the sender sees an end, and no Ack.close"
 
 
 # ---- streams that cannot be
@@ -370,9 +370,9 @@ def test_a_stream_that_cannot_be_what_it_claims_is_an_error_with_a_name(rig: Rig
         next_frame(rig.consumer)
 
 
-def test_what_a_consumer_does_not_read_waits_in_the_network(lander: Lander) -> None:
+def test_what_a_consumer_does_not_read_waits_in_the_network(receiver: Receiver) -> None:
     """A peer that says something without end fills no memory: every frame of its kind is kept until it is read."""
-    rig = Rig(lander)
+    rig = Rig(receiver)
     error = tcp.sealed(a_frame(kind=ERROR, total=1, inline=bytes(30_000)).encode())
     rig.far.settimeout(2.0)
     sent = 0
@@ -413,16 +413,16 @@ def test_a_slot_above_the_limit_is_refused_before_memory_is_taken(rig: Rig) -> N
         max_size=8,
     )
 )
-def test_random_streams_end_their_lane_and_no_other(lander: Lander, pieces: list[bytes]) -> None:
-    rig = Rig(lander)
-    pid = lander.pid
+def test_random_streams_end_their_lane_and_no_other(receiver: Receiver, pieces: list[bytes]) -> None:
+    rig = Rig(receiver)
+    pid = receiver.pid
     rig.send_in_vain(stream(ring(4096), ONE, batch(1, 10)) + b"".join(pieces))
     rig.far.close()
     rig.expect(1, 10)
     with pytest.raises(LaneLostError):
         drain(rig.consumer)
     rig.close()
-    assert lander.pid == pid
+    assert receiver.pid == pid
 
 
 def drain(consumer: Consumer) -> None:
@@ -430,8 +430,8 @@ def drain(consumer: Consumer) -> None:
         next_frame(consumer)
 
 
-def test_lanes_do_not_wait_for_each_other(lander: Lander) -> None:
-    stuck, half, free = rigs = [Rig(lander) for _ in range(3)]
+def test_lanes_do_not_wait_for_each_other(receiver: Receiver) -> None:
+    stuck, half, free = rigs = [Rig(receiver) for _ in range(3)]
     for rig in rigs:
         rig.begin()
     stuck.far.setblocking(False)
@@ -452,61 +452,61 @@ def test_lanes_do_not_wait_for_each_other(lander: Lander) -> None:
 # ---- the process
 
 
-def test_it_is_one_process_without_torch_or_numpy(lander: Lander) -> None:
-    name, pid = lander.start(), lander.pid
-    assert lander.start() == name
-    assert lander.pid == pid
+def test_it_is_one_process_without_torch_or_numpy(receiver: Receiver) -> None:
+    name, pid = receiver.start(), receiver.pid
+    assert receiver.start() == name
+    assert receiver.pid == pid
     maps = Path(f"/proc/{pid}/maps").read_text()
     assert "python" in maps
     assert [word for word in ("torch", "numpy", "grpc") if word in maps] == []
     assert len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
-def test_one_that_was_killed_is_started_again(lander: Lander) -> None:
-    name, pid = lander.start(), lander.pid
+def test_one_that_was_killed_is_started_again(receiver: Receiver) -> None:
+    name, pid = receiver.start(), receiver.pid
     assert pid is not None
-    rig = Rig(lander)
+    rig = Rig(receiver)
     os.kill(pid, 9)
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
     assert rig.far.recv(1) == b""
     rig.close()
-    wait_for(lambda: lander.pid is None, "a killed process still runs")
-    assert lander.start() != name
-    assert lander.pid not in (None, pid)
+    wait_for(lambda: receiver.pid is None, "a killed process still runs")
+    assert receiver.start() != name
+    assert receiver.pid not in (None, pid)
 
 
 def test_it_leaves_when_its_lifeline_does() -> None:
     lifeline = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    lander = Lander()
-    name = lander.start(lifeline.pid)
-    pid = lander.pid
+    receiver = Receiver()
+    name = receiver.start(lifeline.pid)
+    pid = receiver.pid
     assert pid is not None
-    rig = Rig(lander)
+    rig = Rig(receiver)
     lifeline.communicate(b"\n")
     with pytest.raises(LaneLostError):
         next_frame(rig.consumer)
     rig.close()
-    wait_for(lambda: lander.pid is None, "it outlived its lifeline")
+    wait_for(lambda: receiver.pid is None, "it outlived its lifeline")
     with pytest.raises(ConnectionRefusedError):
         connect_local(name, 1)
-    lander.stop()
+    receiver.stop()
 
 
 def test_stop_ends_it_and_may_be_said_twice() -> None:
-    lander = Lander()
-    lander.stop()
-    name = lander.start()
-    lander.stop()
-    lander.stop()
-    assert lander.pid is None
+    receiver = Receiver()
+    receiver.stop()
+    name = receiver.start()
+    receiver.stop()
+    receiver.stop()
+    assert receiver.pid is None
     with pytest.raises(ConnectionRefusedError):
         connect_local(name, 1)
 
 
 def test_one_that_cannot_listen_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: "x" * 200)
-    lander = Lander()
+    receiver = Receiver()
     with pytest.raises(PenstockError, match="ended with code 1 before it listened"):
-        lander.start()
-    assert lander.pid is None
+        receiver.start()
+    assert receiver.pid is None
