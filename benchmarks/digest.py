@@ -1,4 +1,4 @@
-"""What the flight record costs: the stream without digests, with them as they are, and over every byte, in one run.
+"""What the stream digest costs: the stream without digests, with them as they are, and over every byte, in one run.
 
     python -m benchmarks.digest [--rounds 5] [--json FILE]
 

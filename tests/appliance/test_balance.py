@@ -31,12 +31,12 @@ def ready(worker: FakeWorker, traits: records_pb2.LoaderTraits = SAVES) -> None:
 
 def planned(world: World, room: int = 10) -> list[tuple[int, str]]:
     """(slot, to worker)."""
-    return [(move.slot.key.slot, move.worker.name) for move in balance.plan(world.registry.books, world.now, room)]
+    return [(move.slot.key.slot, move.worker.name) for move in balance.plan(world.registry.cluster, world.now, room)]
 
 
 def hold_up(slot: Slot, share: float, world: World, *, others_ahead: bool = True) -> None:
     """The loop waits for the slot through this share of its time; the others have batches lying ready."""
-    _, box = world.registry.books.box_of(slot)
+    _, box = world.registry.cluster.box_of(slot)
     waits = box.waits
     waits.span_s = 10.0
     waits._seconds = waits._seconds or [0.0] * len(box.slots)
@@ -72,12 +72,12 @@ def two_and_a_spare(world: World) -> None:
 
 def test_slots_go_from_the_fullest_to_the_emptiest_until_that_makes_little_difference(world: World) -> None:
     crowded(world)
-    books = world.registry.books
+    cluster = world.registry.cluster
     went = 0
-    while moves := balance.plan(books, world.now, 10):
+    while moves := balance.plan(cluster, world.now, 10):
         assert [(move.slot.worker, move.worker.name) for move in moves] == [("full", "empty")]
-        books.appoint(moves[0].slot, moves[0].worker, moves[0].why, world.now)
-        books.take_over(moves[0].slot, moves[0].why, world.now - LIMITS.balance_after_s)
+        cluster.appoint(moves[0].slot, moves[0].worker, moves[0].why, world.now)
+        cluster.take_over(moves[0].slot, moves[0].why, world.now - LIMITS.balance_after_s)
         went += 1
     assert went == 2
 
@@ -90,12 +90,12 @@ def test_a_slot_that_came_lately_is_left_where_it_is(world: World) -> None:
 
 def test_a_slot_does_not_try_again_and_again_where_it_could_not_start(world: World) -> None:
     crowded(world)
-    slot, books = slots_of(world)[0], world.registry.books
+    slot, cluster = slots_of(world)[0], world.registry.cluster
     assert planned(world) == [(0, "empty")]
-    slot.unfit["empty"] = books.workers["empty"].session
+    slot.unfit["empty"] = cluster.workers["empty"].session
     assert planned(world) == [(1, "empty")]
     for other in slots_of(world):
-        other.unfit["empty"] = books.workers["empty"].session
+        other.unfit["empty"] = cluster.workers["empty"].session
     assert planned(world) == []
     world.worker("empty", 4, host="host-c", session="another")  # it was started again
     assert planned(world) == [(0, "empty")]
@@ -113,7 +113,7 @@ def test_a_slot_on_the_box_s_own_host_is_left_there(world: World) -> None:
 
 def test_nothing_goes_to_a_worker_that_drains_or_may_not_run_it(world: World) -> None:
     crowded(world)
-    empty = world.registry.books.workers["empty"]
+    empty = world.registry.cluster.workers["empty"]
     empty.draining = True
     assert planned(world) == []
     empty.draining, empty.allow = False, ("another",)
@@ -205,7 +205,7 @@ def test_the_coordinator_moves_by_itself_and_never_if_told_so() -> None:
         box = crowded(world)
         everybody = [FakeWorker(world, name, f"{name}-1", "", 4) for name in ("full", "empty")]
         world.run_for(1.5, [box, *everybody])
-        assert len(world.registry.books.appointed) == moved
+        assert len(world.registry.cluster.appointed) == moved
 
 
 # ------------------------------------------------------------------------------------------------------------- demand
@@ -221,7 +221,7 @@ def test_recommended_workers_follow_demand_and_supply(world: World) -> None:
     for report in reports:
         report.batch_s = 0.1
     worker.beat(*reports)
-    (at,) = world.registry.books.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
+    (at,) = world.registry.cluster.runs["job/0"].current.boxes.values()  # type: ignore[union-attr]
     # 20 steps a second and half of the time waited: 40 would be taken, of which a slot gives 10; a quarter more.
     at.usual_steps_per_s, at.usual_span_s = 20.0, 10.0
     hold_up(at.slots[0], 0.5, world)

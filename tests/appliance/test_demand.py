@@ -22,7 +22,7 @@ def measured(worker: FakeWorker, batch_s: float, cpu_s: float, delay_s: float = 
 
 def starved(world: World, steps_per_s: float, share: float = 0.9) -> pb.StatusReply:
     """The loops wait for all of their slots, and none is ahead."""
-    current = world.registry.books.runs["job/0"].current
+    current = world.registry.cluster.runs["job/0"].current
     assert current is not None
     for box in current.boxes.values():
         box.usual_steps_per_s, box.usual_span_s = steps_per_s, 10.0
@@ -97,15 +97,15 @@ def test_cores_of_all_machines(workers: Sequence[tuple[str, int]], cores: int) -
     world = World()
     for number, (host, count) in enumerate(workers):
         world.worker(f"w{number}", host=host, cores=count)
-    assert demand.cores(world.registry.books.workers.values()) == cores
+    assert demand.cores(world.registry.cluster.workers.values()) == cores
 
 
 def test_cores_of_draining_workers_do_not_count() -> None:
     world = World()
     world.worker("stays", host="a", cores=2)
     world.worker("goes", host="b", cores=2)
-    world.registry.books.workers["goes"].draining = True
-    assert demand.cores(world.registry.books.workers.values()) == 2
+    world.registry.cluster.workers["goes"].draining = True
+    assert demand.cores(world.registry.cluster.workers.values()) == 2
 
 
 @pytest.mark.parametrize("field", ["batch_cpu_s", "batch_delay_s"])

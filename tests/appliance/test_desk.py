@@ -10,7 +10,7 @@ from queries import ask, respond, values
 from penstock.appliance.core.state_queries import ROOM
 from penstock.appliance.model.entities import Attempt, SlotKey
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.appliance.testing import FakeBox, FakeWorker, World
 from penstock.proto.errors import OverloadedError
 from penstock.proto.state.position import Position
@@ -208,11 +208,11 @@ def test_so_many_steps_of_a_run_are_asked_for_at_a_time() -> None:
 
 def test_blobs_leave_room_for_snapshots() -> None:
     """Blobs that nobody names filled the budget, and no run could start: each slot has a first snapshot."""
-    ledger = Ledger(replace(Limits(), budget=1000))
-    ledger.add_blob("large", 880, 0.0)
-    assert "880 of 900 bytes of the coordinator's budget for blobs" in ledger.why_blob_refused(21)
-    assert not ledger.why_blob_refused(20)
-    assert not ledger.why_refused(SlotKey("job/0", 1, 0, 0), 120)
+    snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
+    snapshot_index.add_blob("large", 880, 0.0)
+    assert "880 of 900 bytes of the coordinator's budget for blobs" in snapshot_index.why_blob_refused(21)
+    assert not snapshot_index.why_blob_refused(20)
+    assert not snapshot_index.why_refused(SlotKey("job/0", 1, 0, 0), 120)
 
 
 def test_a_workers_slots_of_one_box_share_its_position(monkeypatch: pytest.MonkeyPatch) -> None:

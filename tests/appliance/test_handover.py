@@ -181,8 +181,8 @@ def test_a_successor_that_is_lost_is_no_reason_to_give_up_while_others_have_room
     world.now += 2.0
     for alive in (old, third):
         alive.report()
-    world.registry.books.drop_silent(world.now)
-    assert "new" not in world.registry.books.workers
+    world.registry.cluster.drop_silent(world.now)
+    assert "new" not in world.registry.cluster.workers
     assert old.beat().stuck == 0
     world.run_for(0.25, (old, box, third))
     assert [third.of(slot).successor for slot in (0, 1)] == [True, True]
@@ -229,10 +229,10 @@ def test_successors_are_dismissed_when_the_run_ends_or_its_box_is_gone(world: Wo
     old, box, new = two(world)
     drain(world, "old")
     world.run_for(LIMITS.client_lease_s + 1, (old, new))
-    assert not world.registry.books.appointed
+    assert not world.registry.cluster.appointed
     assert new.beat().assignments == []
     box.close()
-    assert world.registry.books.placed == 0
+    assert world.registry.cluster.placed == 0
 
 
 def test_a_failed_slot_keeps_its_worker_and_loses_its_successor(world: World) -> None:

@@ -1,4 +1,5 @@
-"""What the coordinator keeps so that a batch can be made again: in its books, and in its files when it is gone."""
+"""What the coordinator keeps so that a batch can be made again: in its cluster state, and in its files when it is
+gone."""
 
 from __future__ import annotations
 
@@ -30,19 +31,19 @@ def stopped(world: World, state: StateDir) -> StoppedCoordinator:
 
 
 def told(world: World) -> pb.History:
-    """By the books, of box 0."""
-    track = world.registry.books.track("job/0", 0)
+    """By the cluster state, of box 0."""
+    track = world.registry.cluster.track("job/0", 0)
     assert track is not None
     return track.message()
 
 
-def test_the_books_tell_where_the_box_was_and_what_it_left(state: StateDir) -> None:
+def test_the_cluster_tell_where_the_box_was_and_what_it_left(state: StateDir) -> None:
     world = World(directory=state)
     box = world.open(attempt_key="secret")
     box.deliver(5)
     box.leave()
     box.deliver(3)
-    slot = world.registry.books.slot(SlotKey("job/0", 1, 0, 1))
+    slot = world.registry.cluster.slot(SlotKey("job/0", 1, 0, 1))
     assert slot is not None
     slot.skips[1, 4] = 2
     history = told(world)
@@ -51,8 +52,8 @@ def test_the_books_tell_where_the_box_was_and_what_it_left(state: StateDir) -> N
     assert [(cut.epoch, cut.step) for cut in history.cuts] == [(0, 5)]
     assert [position.step for position in history.known][-1] == 8
     assert [(skip.epoch, skip.total, skip.count) for skip in history.slots[1].skips] == [(1, 4, 2)]
-    assert world.registry.books.track("job/0", 1) is None
-    assert world.registry.books.track("other/0", 0) is None
+    assert world.registry.cluster.track("job/0", 1) is None
+    assert world.registry.cluster.track("other/0", 0) is None
 
 
 def test_an_attempt_that_is_over_is_remembered_with_all_that_it_was(state: StateDir) -> None:
@@ -82,7 +83,7 @@ def test_breaks_outlive_the_coordinator(state: StateDir) -> None:
     world.journal.put("cuts", stale)  # of an attempt that a release ended which does not know them
     world.journal.commit()
     world.restart()
-    restored = world.registry.books.runs["job/0"].current
+    restored = world.registry.cluster.runs["job/0"].current
     assert restored is not None
     assert restored.boxes[0].cuts == {0: 5}
     with stopped(world, state) as files:
@@ -109,8 +110,8 @@ def test_the_flight_record_of_a_box_outlives_the_coordinator(state: StateDir, cl
     chained(other, 3)
     if closed:
         one.close()
-    for attempt in world.registry.books.open_attempts():
-        world.registry.books.save_track(attempt, attempt.boxes[0])  # as the coordinator does when it is told to stop
+    for attempt in world.registry.cluster.open_attempts():
+        world.registry.cluster.save_track(attempt, attempt.boxes[0])  # as the coordinator does when it is told to stop
     world.journal.commit()
     for _ in range(2):
         world.restart()

@@ -1,4 +1,4 @@
-"""The books on disk: what survives, and what is refused loudly."""
+"""The cluster state on disk: what survives, and what is refused loudly."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def test_a_place_is_proven_by_what_is_told_and_kept_nowhere(state: StateDir) -> 
         world.open(client_id="stranger", num_boxes=2)
     restarted(world)
     mine.watch()
-    held = world.registry.books.open_attempts()[0].boxes[0]
-    said = [taken.value.message, held.who(), held.client, str(world.registry.books.events.messages()), repr(held)]
+    held = world.registry.cluster.open_attempts()[0].boxes[0]
+    said = [taken.value.message, held.who(), held.client, str(world.registry.cluster.events.messages()), repr(held)]
     for shown in (*re.findall(r"[0-9a-f]{8,}", " ".join(said)), held.client):
         for call in (mine.watch, mine.close):
             mine.request.client_id = shown
@@ -173,7 +173,7 @@ def test_places_of_an_older_release_stay_their_clients(state: StateDir) -> None:
     world.journal.commit()
     restarted(world)
     box.watch()
-    assert not world.registry.books.open_attempts()[0].boxes[0].opening.client_id
+    assert not world.registry.cluster.open_attempts()[0].boxes[0].opening.client_id
 
 
 def test_an_error_that_was_final_stays_final(state: StateDir) -> None:
@@ -193,7 +193,7 @@ def test_only_the_last_attempts_are_remembered(state: StateDir) -> None:
         world.open(client_id=f"c{number}")
     assert len(world.journal.rows("attempts")) == world.limits.past_attempts + 1
     restarted(world)
-    assert sorted(world.registry.books.runs["job/0"].past) == list(range(4, 20))
+    assert sorted(world.registry.cluster.runs["job/0"].past) == list(range(4, 20))
 
 
 def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: StateDir) -> None:
@@ -203,12 +203,18 @@ def test_snapshots_of_attempts_that_are_over_are_dropped_at_the_start(state: Sta
     store.put_snapshot(header(KEY._replace(attempt=7), 4, 0, 1), b"stray")
     world.journal.close()
     journal = Journal(state)
-    world.ledger.load(*store.index(), 0.0)
+    world.snapshot_index.load(*store.index(), 0.0)
     world.registry = type(world.registry)(
-        journal, world.ledger, world.limits, clock=lambda: 0.0, wall=lambda: 0.0, fresh_seed=lambda: 1, changed=print
+        journal,
+        world.snapshot_index,
+        world.limits,
+        clock=lambda: 0.0,
+        wall=lambda: 0.0,
+        fresh_seed=lambda: 1,
+        changed=print,
     )
-    assert world.ledger.take_drops() == [DropAttempt("job/0", 7)]
-    assert world.ledger.snapshots(KEY) == [Kept(4, 0, 4)]
+    assert world.snapshot_index.take_drops() == [DropAttempt("job/0", 7)]
+    assert world.snapshot_index.snapshots(KEY) == [Kept(4, 0, 4)]
     journal.close()
     store.close()
 
@@ -233,7 +239,7 @@ def test_what_cannot_be_written_is_not_acknowledged_and_is_tried_again(state: St
     box.watch()
     assert world.open(**fields).reply.attempt == 1  # type: ignore[arg-type]
     restarted(world)
-    assert len(world.registry.books.runs) == 2
+    assert len(world.registry.cluster.runs) == 2
 
 
 def test_writing_stays_cheap(state: StateDir) -> None:

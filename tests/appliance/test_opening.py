@@ -27,7 +27,7 @@ from penstock.proto.v1 import records_pb2
 
 def resumed(world: World, step: int = 10, count: int = 2) -> dict[str, Any]:
     """The fields of an opening that goes on from a state."""
-    world.ledger.add_blob("blob", 5, world.now)
+    world.snapshot_index.add_blob("blob", 5, world.now)
     base = Position.start(count, step=step).to_proto()
     return {"resume": records_pb2.Resume(blob="blob"), "base": base}
 
@@ -63,7 +63,7 @@ def test_a_delayed_duplicate_of_an_old_opening_is_refused(world: World) -> None:
     world.open(client_id="new")
     with pytest.raises(SupersededError, match="superseded by attempt 2"):
         world.open(client_id="old")
-    assert world.registry.books.runs["job/0"].attempt == 2
+    assert world.registry.cluster.runs["job/0"].attempt == 2
 
 
 def test_boxes_without_a_key_gather_in_one_attempt(world: World) -> None:
@@ -174,7 +174,7 @@ def test_openings_that_cannot_be_meant(
 ) -> None:
     with pytest.raises(error, match=words):
         world.open(**fields)
-    assert world.registry.books.runs == {}
+    assert world.registry.cluster.runs == {}
 
 
 def test_an_opening_is_as_large_as_the_loop_can_take(world: World) -> None:
@@ -186,7 +186,7 @@ def test_an_opening_is_as_large_as_the_loop_can_take(world: World) -> None:
     large = records_pb2.LoaderSpec(arguments=b"x" * 300_000)
     with pytest.raises(InvalidArgumentError, match=r"at most 262144 bytes, got 3000\d\d: send large arguments with"):
         world.open(loader=large)
-    assert world.registry.books.runs == {}
+    assert world.registry.cluster.runs == {}
 
 
 def test_workers_of_open_runs_are_counted_by_token_and_in_all() -> None:

@@ -102,9 +102,9 @@ def test_a_worker_of_a_large_fleet_has_the_lease_that_it_was_told() -> None:
     reply = workers[0].beat()
     assert (reply.beat_s, reply.lease_s) == (10, 30)
     world.run_for(29, workers[1:])
-    assert "w0" in world.registry.books.workers
+    assert "w0" in world.registry.cluster.workers
     world.run_for(2, workers[1:])
-    assert "w0" not in world.registry.books.workers
+    assert "w0" not in world.registry.cluster.workers
 
 
 def test_a_lease_is_never_shorter_than_its_worker_knows() -> None:
@@ -114,28 +114,28 @@ def test_a_lease_is_never_shorter_than_its_worker_knows() -> None:
     for worker in workers[1:]:
         world.registry.deregister_worker(pb.DeregisterWorkerRequest(worker=worker.name, session=worker.session))
     world.run_for(CROWDED.shrinks_after_s + 32, [slow])
-    assert list(world.registry.books.workers) == ["w0"]
+    assert list(world.registry.cluster.workers) == ["w0"]
     assert slow.beat().lease_s == 3  # told now; but this reply is lost, and the worker goes on with what it knew
     request = pb.HeartbeatRequest(worker=slow.name, session=slow.session, lease_s=30)
     world.registry.heartbeat(request)
     world.run_for(29)
-    assert "w0" in world.registry.books.workers
+    assert "w0" in world.registry.cluster.workers
     world.run_for(2)
-    assert "w0" not in world.registry.books.workers
+    assert "w0" not in world.registry.cluster.workers
 
 
 def test_what_a_worker_says_that_it_was_told_has_a_bound() -> None:
     world = World()
     worker = world.worker("w")
     world.registry.heartbeat(pb.HeartbeatRequest(worker=worker.name, session=worker.session, lease_s=1e9))
-    assert world.registry.books.workers["w"].lease_until == world.now + world.limits.lease_max_s
+    assert world.registry.cluster.workers["w"].lease_until == world.now + world.limits.lease_max_s
 
 
 def test_the_pace_of_a_fleet_that_shrinks_stays_for_a_while() -> None:
     world = World(CROWDED)
     workers = [world.worker(f"w{number}", 1) for number in range(10)]
     world.run_for(35, workers[:2])
-    assert len(world.registry.books.workers) == 2
+    assert len(world.registry.cluster.workers) == 2
     assert workers[0].beat().beat_s == 10
     world.run_for(CROWDED.shrinks_after_s, workers[:2])
     assert workers[0].beat().beat_s == 2
@@ -148,9 +148,9 @@ def test_a_box_has_the_lease_that_it_was_told() -> None:
     told = boxes[0].watch().lease_s
     assert told == 48
     world.run_for(47, boxes[1:])
-    assert world.registry.books.live_boxes == 4
+    assert world.registry.cluster.live_boxes == 4
     world.run_for(2, boxes[1:])
-    assert world.registry.books.live_boxes == 3
+    assert world.registry.cluster.live_boxes == 3
 
 
 def test_after_a_restart_leases_are_as_long_as_they_were_promised(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_after_a_restart_leases_are_as_long_as_they_were_promised(tmp_path: Path
     holder = next(worker for worker in workers if worker.beat().assignments)
     world.restart()
     world.run_for(29, [box])
-    assert holder.name in world.registry.books.workers
+    assert holder.name in world.registry.cluster.workers
     world.run_for(10, [box])
-    assert holder.name not in world.registry.books.workers
+    assert holder.name not in world.registry.cluster.workers
     world.journal.close()
     directory.close()
 
@@ -199,10 +199,10 @@ def test_what_a_coordinator_is_late_does_not_count_against_leases() -> None:
     for _ in range(11):
         world.now += 0.3
         world.registry.tick()
-    assert "w" in world.registry.books.workers  # after 6.9 s, with a lease of 3 s: 1.2 s late, and then patient
+    assert "w" in world.registry.cluster.workers  # after 6.9 s, with a lease of 3 s: 1.2 s late, and then patient
     world.now += 0.6
     world.registry.tick()
-    assert "w" not in world.registry.books.workers
+    assert "w" not in world.registry.cluster.workers
 
 
 # ---- replies
@@ -232,5 +232,5 @@ def test_the_share_in_snapshots_follows_the_slots() -> None:
     for job in range(8):
         world.open(job=f"job{job}", num_workers_per_box=100)
     reply = worker.beat()
-    assert world.registry.books.placed == 800
+    assert world.registry.cluster.placed == 800
     assert (reply.snapshot_every_s, reply.snapshot_bytes_per_s) == (2, 32 * MIB / 800)

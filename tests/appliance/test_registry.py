@@ -53,7 +53,7 @@ def test_slots_wait_for_workers_and_are_counted_as_missing(world: World) -> None
 
 
 def test_an_assignment_says_all_that_a_worker_needs(world: World) -> None:
-    world.ledger.add_blob("blob", 5, world.now)
+    world.snapshot_index.add_blob("blob", 5, world.now)
     base = Position.start(2, step=10).to_proto()
     resume = records_pb2.Resume(blob="blob", same_shape=True)
     world.open(has_seed=True, seed=11, resume=resume, base=base, num_boxes=1)
@@ -228,7 +228,7 @@ def test_a_worker_whose_connection_ended_has_less_time_unless_it_comes_back(worl
     world.registry.worker_hung_up(other.name, "another session")
     back.report()
     world.run_for(world.limits.hung_up_s)
-    assert set(world.registry.books.workers) == {"back", "other"}
+    assert set(world.registry.cluster.workers) == {"back", "other"}
 
 
 def test_a_silent_worker_s_slots_move_and_its_late_calls_find_nothing(world: World) -> None:
@@ -344,7 +344,7 @@ KEY = SlotKey("job/0", 1, 0, 0)
 
 
 def totals(world: World) -> list[int]:
-    return [kept.total for kept in world.ledger.snapshots(KEY)]
+    return [kept.total for kept in world.snapshot_index.snapshots(KEY)]
 
 
 def test_of_the_snapshots_below_the_window_the_newest_is_kept(world: World) -> None:
@@ -357,8 +357,8 @@ def test_of_the_snapshots_below_the_window_the_newest_is_kept(world: World) -> N
     for _ in range(20):
         box.deliver(1)  # now at 30: the window reaches down to 20, and a state at 20 may be replayed from below it
     assert totals(world) == [15, 20, 25, 30, 35, 40]
-    assert world.ledger.take_drops() == [DropSnapshot(KEY, total, 0) for total in (0, 5, 10)]
-    assert world.ledger.used == 60
+    assert world.snapshot_index.take_drops() == [DropSnapshot(KEY, total, 0) for total in (0, 5, 10)]
+    assert world.snapshot_index.used == 60
 
 
 def test_coarse_reports_keep_more_never_less(world: World) -> None:
@@ -394,32 +394,32 @@ def test_a_snapshot_that_comes_after_its_attempt_is_removed_again(world: World) 
     world.worker("w").ready()
     put(world, 4)
     world.open(client_id="b")
-    assert world.ledger.take_drops() == [DropAttempt("job/0", 1)]
+    assert world.snapshot_index.take_drops() == [DropAttempt("job/0", 1)]
     with pytest.raises(SupersededError, match="superseded by attempt 2"):
         put(world, 5)
-    assert world.ledger.take_drops() == [DropSnapshot(KEY, 5, 0)]
-    assert world.ledger.used == 0
+    assert world.snapshot_index.take_drops() == [DropSnapshot(KEY, 5, 0)]
+    assert world.snapshot_index.used == 0
 
 
 def test_the_budget_refuses_and_keeps_what_is_there() -> None:
     world = World(Limits(budget=1000, cadence_share=0.5, value_max=900))
     world.open()
     world.worker("w").ready()
-    ledger = world.ledger
-    assert ledger.why_refused(KEY, 901) == "a snapshot of 901 bytes is above the 900 that can be kept"
-    assert ledger.why_refused(KEY, 800) == ""  # the first of a slot may use it all
+    snapshot_index = world.snapshot_index
+    assert snapshot_index.why_refused(KEY, 901) == "a snapshot of 901 bytes is above the 900 that can be kept"
+    assert snapshot_index.why_refused(KEY, 800) == ""  # the first of a slot may use it all
     put(world, 0, size=450)
     expected = "a snapshot of 51 bytes: 450 of 500 bytes of the snapshot budget are in use"
-    assert ledger.why_refused(KEY, 51).startswith(expected)
-    assert "--budget" in ledger.why_refused(KEY, 51)
-    assert ledger.why_refused(KEY, 50) == ""
-    with ledger.expecting(50):
-        assert "in use" in ledger.why_refused(KEY, 1)
-        assert ledger.free == 500
+    assert snapshot_index.why_refused(KEY, 51).startswith(expected)
+    assert "--budget" in snapshot_index.why_refused(KEY, 51)
+    assert snapshot_index.why_refused(KEY, 50) == ""
+    with snapshot_index.expecting(50):
+        assert "in use" in snapshot_index.why_refused(KEY, 1)
+        assert snapshot_index.free == 500
     put(world, 0, size=400)  # the same position again replaces
-    assert (totals(world), ledger.used) == ([0], 400)
-    assert ledger.why_blob_refused(600) == ""
-    refused = ledger.why_blob_refused(601)
+    assert (totals(world), snapshot_index.used) == ([0], 400)
+    assert snapshot_index.why_blob_refused(600) == ""
+    refused = snapshot_index.why_blob_refused(601)
     assert refused.startswith("601 bytes: 400 of 1000 bytes of the coordinator's budget are in use; raise it: ")
     assert "PENSTOCK_COORDINATOR_BUDGET" in refused
 
@@ -430,35 +430,39 @@ def test_blobs_stay_while_an_open_attempt_names_them() -> None:
         world.registry.blob_stored(name, 5)
     box = world.open(resume=records_pb2.Resume(blob="named"))
     world.run_for(40, [box])
-    assert (world.ledger.has_blob("named"), world.ledger.has_blob("idle"), world.ledger.used) == (True, False, 5)
+    assert (
+        world.snapshot_index.has_blob("named"),
+        world.snapshot_index.has_blob("idle"),
+        world.snapshot_index.used,
+    ) == (True, False, 5)
     box.close()
     world.run_for(40)
-    assert not world.ledger.has_blob("named")
+    assert not world.snapshot_index.has_blob("named")
 
 
 def test_behind_an_origin_one_is_kept_from_which_any_loader_goes_on(world: World) -> None:
-    ledger = world.ledger
+    snapshot_index = world.snapshot_index
     for kept in (Kept(0, 0, 1, True), Kept(3, 0, 1), Kept(5, 0, 1), Kept(5, 1, 1, True), Kept(9, 1, 1)):
-        ledger.add(KEY, kept)
-    ledger.trim(KEY, 7)
-    assert ledger.snapshots(KEY) == [Kept(5, 0, 1), Kept(5, 1, 1, True), Kept(9, 1, 1)]
-    ledger.trim(KEY, 10)
-    assert ledger.snapshots(KEY) == [Kept(9, 1, 1)]
+        snapshot_index.add(KEY, kept)
+    snapshot_index.trim(KEY, 7)
+    assert snapshot_index.snapshots(KEY) == [Kept(5, 0, 1), Kept(5, 1, 1, True), Kept(9, 1, 1)]
+    snapshot_index.trim(KEY, 10)
+    assert snapshot_index.snapshots(KEY) == [Kept(9, 1, 1)]
 
 
 def test_of_a_pass_that_was_left_only_snapshots_on_the_way_serve(world: World) -> None:
     """A runner produces ahead: one of its snapshots may lie beyond the batch after which the loop left the pass."""
-    ledger = world.ledger
+    snapshot_index = world.snapshot_index
     for kept in (Kept(0, 0, 1), Kept(8, 0, 1), Kept(5, 1, 1), Kept(12, 1, 1)):
-        ledger.add(KEY, kept)
-    ledger.trim(KEY, 9)  # the loop left pass 0 after batch 5: from batch 8 of that pass nobody comes to batch 9
-    assert ledger.snapshots(KEY) == [Kept(5, 1, 1), Kept(12, 1, 1)]
+        snapshot_index.add(KEY, kept)
+    snapshot_index.trim(KEY, 9)  # the loop left pass 0 after batch 5: from batch 8 of that pass nobody comes to batch 9
+    assert snapshot_index.snapshots(KEY) == [Kept(5, 1, 1), Kept(12, 1, 1)]
 
 
 def test_an_index_read_back_is_the_same_index(world: World) -> None:
-    world.ledger.load([(KEY, Kept(5, 0, 7)), (KEY, Kept(2, 0, 3))], [("b", 4)], 0.0)
-    assert world.ledger.snapshots(KEY) == [Kept(2, 0, 3), Kept(5, 0, 7)]
-    assert world.ledger.used == 14
+    world.snapshot_index.load([(KEY, Kept(5, 0, 7)), (KEY, Kept(2, 0, 3))], [("b", 4)], 0.0)
+    assert world.snapshot_index.snapshots(KEY) == [Kept(2, 0, 3), Kept(5, 0, 7)]
+    assert world.snapshot_index.used == 14
 
 
 # ------------------------------------------------------------------------------------------------------------- status

@@ -60,7 +60,7 @@ def test_an_asker_whose_query_could_not_be_written_is_none(
             write(self, rows)
 
         monkeypatch.setattr(Journal, "write", limited)
-        registry.books.journal.note("anything", "1")
+        registry.cluster.journal.note("anything", "1")
         with pytest.raises(JournalError, match="no room"):
             await client.fetch_state(asking(0, 2))
         full = False
@@ -159,7 +159,7 @@ def test_a_connection_that_is_found_lost_after_its_worker_is_back_costs_it_nothi
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         await client.register(pb.RegisterWorkerRequest(worker="w", session="s", slots=4))
         (registry,) = registries
-        (worker,) = registry.books.workers.values()
+        (worker,) = registry.cluster.workers.values()
         held = 0
         hold = registry.worker_hold
 
@@ -203,13 +203,13 @@ def test_a_blob_that_comes_again_while_it_waits_to_be_dropped_stays(monkeypatch:
     async def body(client: AsyncCoordinatorClient, address: str) -> None:
         name = await client.put_blob(b"state", "job/0")
         (service,) = services
-        ledger = service._ledger
+        snapshot_index = service._snapshot_index
         service._disk.drop([DropAttempt("another", 1)], service._not_dropped)  # which is large
-        ledger.drop_idle_blobs(set(), time.monotonic() + 2 * LIMITS.blob_idle_s)
-        assert not ledger.has_blob(name)
+        snapshot_index.drop_idle_blobs(set(), time.monotonic() + 2 * LIMITS.blob_idle_s)
+        assert not snapshot_index.has_blob(name)
         await until(lambda: service._drops == [DropBlob(name)])
         again = asyncio.create_task(client.put_blob(b"state", "job/0"))
-        await until(lambda: ledger.coming > 0)
+        await until(lambda: snapshot_index.coming > 0)
         go.set()
         assert await again == name
         await until(lambda: not service._drops and not service._disk.is_dropping)

@@ -353,7 +353,7 @@ def asked_ahead(world: World) -> tuple[list[FakeBox], FakeWorker, StateQuery]:
 @pytest.mark.parametrize("meanwhile", [0, 2, 5, 9])
 def test_a_state_has_the_flight_record_of_every_box(meanwhile: int, history: int) -> None:
     """Box 1 has not come to the step when it is asked for, and goes on while the workers answer; its report from before
-    may be among the positions that the books keep, or not."""
+    may be among the positions that the cluster state keeps, or not."""
     boxes, worker, gathering = asked_ahead(World(Limits(history_entries=history)))
     requests = list(worker.beat().state_requests)
     fly(boxes[1], meanwhile)

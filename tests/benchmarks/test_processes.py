@@ -124,7 +124,7 @@ def test_costs_are_told_by_role() -> None:
 MAPS = """\
 7f0000000000-7f0000020000 rw-s 00000000 00:01 77   /memfd:penstock-ring (deleted)
 7f0000020000-7f0000040000 rw-s 00020000 00:01 77   /memfd:penstock-ring (deleted)
-7f0000040000-7f0000041000 rw-s 00000000 00:01 78   /memfd:penstock-ledger (deleted)
+7f0000040000-7f0000041000 rw-s 00000000 00:01 78   /memfd:penstock-progress (deleted)
 7f0000050000-7f0000850000 rw-s 00000000 00:01 79   /memfd:penstock-ring (deleted)
 7f0001000000-7f0001001000 r--p 00000000 00:00 0
 """

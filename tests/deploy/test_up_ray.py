@@ -138,7 +138,7 @@ def test_a_lost_node_and_a_killed_coordinator_change_no_batch(
     # Ray has a place for the lost worker again: there it is, under its name, and the coordinator where it was.
     fleet.cluster.add_node(**OURS)
     until(lambda: set(now := fleet.lanes()) == set(lanes) and now["penstock-1"] != lanes["penstock-1"])
-    # The coordinator's actor itself: Ray starts another, which goes on from the same books at the same address.
+    # The coordinator's actor itself: Ray starts another, which goes on from the same cluster state at the same address.
     killed = time.monotonic()
     os.kill(daemons["penstock-coordinator"]["actor_pid"], signal.SIGKILL)
     until(lambda: (now := fleet.status()) != {} and now["coordinator"]["uptime_s"] < time.monotonic() - killed)

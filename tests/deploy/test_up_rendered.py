@@ -207,7 +207,7 @@ while [ -n "$(jobs -pr)" ]; do wait; done
 
 def test_the_job_script_runs_daemons_and_ends_them(shell: Any, tmp_path: Path, until: Any) -> None:
     """The real script and real daemons, but for srun. A killed worker comes back; SIGTERM ends all, as scancel does."""
-    done = shell.call(*SLURM, "--render", "--slots", "1", "--state-dir", str(tmp_path / "my books"))
+    done = shell.call(*SLURM, "--render", "--slots", "1", "--state-dir", str(tmp_path / "my cluster state"))
     assert done.returncode == 0, done.stderr
     assert not (shell.folder / "fleet").exists()
     programs, fleet = tmp_path / "bin", shell.folder / "fleet"
@@ -240,7 +240,7 @@ def test_the_job_script_runs_daemons_and_ends_them(shell: Any, tmp_path: Path, u
         os.killpg(job.pid, signal.SIGTERM)
         assert job.wait(60) == 0, (tmp_path / "log").read_text()
         assert not _session(job.pid)
-        assert (tmp_path / "my books" / "journal.db").exists()
+        assert (tmp_path / "my cluster state" / "journal.db").exists()
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)

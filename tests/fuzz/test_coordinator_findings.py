@@ -103,7 +103,7 @@ def test_a_state_beyond_all_counting_cannot_be_asked_for() -> None:
     worker.beat()
 
 
-def test_answers_and_reports_do_not_fill_the_books() -> None:
+def test_answers_and_reports_do_not_fill_the_cluster() -> None:
     world = World(Limits(ends_max=100, cuts_max=50))
     world.worker("w")
     box = world.open()
@@ -112,7 +112,7 @@ def test_answers_and_reports_do_not_fill_the_books() -> None:
     for epoch in range(200):
         box.position = Position(epoch, epoch, [0], 0, [1, 0], [epoch + 1, 0])
         box.watch()
-    (held,) = world.registry.books.open_attempts()[0].boxes.values()
+    (held,) = world.registry.cluster.open_attempts()[0].boxes.values()
     assert len(held.ends) <= 102
     assert (1, 199) in held.ends
     box.cuts = dict.fromkeys(range(51), 1)

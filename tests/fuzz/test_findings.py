@@ -44,7 +44,7 @@ from penstock.worker.daemon.snapshots import MAX_BYTES, MOST, Kept, SnapshotStor
 from penstock.worker.loader.restart_points import Base
 from penstock.worker.processes.child_processes import Child
 from penstock.worker.processes.control_channel import MAX_FDS, MAX_PAYLOAD, Channel, Inbox, Message, counts, encode_head
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 
 DEADLINE_S = 20.0
 
@@ -265,12 +265,12 @@ def test_every_step_is_announced_as_far_as_rings_reach_with_many_slots() -> None
 # ---- what a daemon hears of its children
 
 
-def test_a_child_cannot_take_the_ledger_from_under_its_daemon() -> None:
-    ledger = Ledger.create()
+def test_a_child_cannot_take_the_progress_page_from_under_its_daemon() -> None:
+    progress_page = ProgressPage.create()
     with pytest.raises(PermissionError):
-        os.ftruncate(ledger.fd, 0)
-    ledger.refresh()  # SIGBUS otherwise
-    ledger.close()
+        os.ftruncate(progress_page.fd, 0)
+    progress_page.refresh()  # SIGBUS otherwise
+    progress_page.close()
 
 
 @pytest.mark.parametrize("text", [b"[]", b"3", b'"kind"', b"{}", b'{"kind": 3}', b"[" * 100_000, b"\xff", b'{"kind": '])

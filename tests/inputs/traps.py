@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from penstock.proto.lane.endpoints import Producer
 from penstock.worker import current_assignment
 from penstock.worker.loader.restorable_loader import Source
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner import runner
 
 
@@ -56,10 +56,10 @@ POINTS = {
     # The first two batches of a runner are followed by snapshots, whatever they cost; which these are depends on how
     # far the loop was when the runner before died.
     "state_dict": Point(Source, "state", lambda self, args: bool(self.place.total >= 4), after=True),
-    "after the snapshot": Point(Ledger, "record", _recorded(CHECKPOINT)),
+    "after the snapshot": Point(ProgressPage, "record", _recorded(CHECKPOINT)),
     "before the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 8)),
     "after the send": Point(Producer, "publish", lambda self, args: bool(args[1] == 9), after=True),
-    "last batch": Point(Ledger, "record", _recorded(PASS)),
+    "last batch": Point(ProgressPage, "record", _recorded(PASS)),
     "end of the pass": Point(Producer, "end", lambda self, args: bool(args[1] == PASS)),
     "next pass": Point(Source, "_iterate", _total(PASS)),
     "second pass": Point(Source, "next", _total(PASS + 4)),

@@ -13,7 +13,7 @@ from bearer import metadata
 
 from penstock.appliance.edge.server import IN_MEMORY, serve
 from penstock.appliance.model.limits import MIB, Limits
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.appliance.storage.snapshot_writer import Room
 from penstock.appliance.testing import World
 from penstock.proto.errors import InvalidArgumentError, OverloadedError
@@ -53,13 +53,13 @@ def test_slots_are_placed_in_slices() -> None:
     for number in range(4):
         world.open(number, num_boxes=4, num_workers_per_box=2)
     worker = world.worker("w", 8)
-    books = world.registry.books
-    placed = [books.placed]
-    while books.waiting:
+    cluster = world.registry.cluster
+    placed = [cluster.placed]
+    while cluster.waiting:
         worker.report()
-        placed.append(books.placed)
+        placed.append(cluster.placed)
     assert placed == [3, 6, 8]
-    assert {len(box.slots) for attempt in books.open_attempts() for box in attempt.boxes.values()} == {2}
+    assert {len(box.slots) for attempt in cluster.open_attempts() for box in attempt.boxes.values()} == {2}
 
 
 def test_slots_that_no_worker_may_run_hold_up_nobody() -> None:
@@ -82,12 +82,12 @@ def test_a_fleet_that_is_lost_goes_in_slices() -> None:
     box = world.open(num_workers_per_box=12)
     for _ in range(4):
         workers[0].report()
-    books = world.registry.books
-    assert books.placed == 12
+    cluster = world.registry.cluster
+    assert cluster.placed == 12
     left = [6]
     while left[-1]:
         world.run_for(0.25, [box])
-        left.append(len(books.workers))
+        left.append(len(cluster.workers))
     assert left[-3:] == [4, 2, 0]
     assert [slot.worker for slot in world.slots()] == [""] * 12
 
@@ -99,7 +99,7 @@ def test_boxes_that_are_lost_go_in_slices() -> None:
     live = [6]
     while live[-1]:
         world.run_for(0.25)
-        live.append(world.registry.books.live_boxes)
+        live.append(world.registry.cluster.live_boxes)
     assert live[-3:] == [4, 2, 0]
 
 
@@ -109,14 +109,14 @@ def test_the_next_attempt_has_the_places_of_the_one_before() -> None:
     world.open(num_workers_per_box=8, attempt_key="1")
     for _ in range(4):
         world.registry.tick()
-    assert world.registry.books.placed == 8
+    assert world.registry.cluster.placed == 8
     world.open(num_workers_per_box=8, attempt_key="2", client_id="again")
     for _ in range(4):
         world.registry.tick()
     slots = world.slots()
     assert [slot.worker for slot in slots] == ["w"] * 8
     assert {slot.key.attempt for slot in slots} == {2}
-    assert world.registry.books.workers["w"].slots == {slot.key for slot in slots}
+    assert world.registry.cluster.workers["w"].slots == {slot.key for slot in slots}
 
 
 # ---------------------------------------------------------------------------------------------------- held answers
@@ -172,12 +172,14 @@ def test_a_token_has_so_many_queries_open() -> None:
 
 
 def test_one_token_does_not_fill_the_room_for_blobs() -> None:
-    ledger = Ledger(replace(Limits(), budget=1000))
-    ledger.add_blob("a", 500, 0.0, "one")
-    assert "500 of 600 bytes of the coordinator's budget for blobs of one token" in ledger.why_blob_refused(101, "one")
-    assert not ledger.why_blob_refused(100, "one")
-    assert not ledger.why_blob_refused(400, "two")
-    assert "500 of 900 bytes of the coordinator's budget for blobs are" in ledger.why_blob_refused(401, "two")
+    snapshot_index = SnapshotIndex(replace(Limits(), budget=1000))
+    snapshot_index.add_blob("a", 500, 0.0, "one")
+    assert "500 of 600 bytes of the coordinator's budget for blobs of one token" in snapshot_index.why_blob_refused(
+        101, "one"
+    )
+    assert not snapshot_index.why_blob_refused(100, "one")
+    assert not snapshot_index.why_blob_refused(400, "two")
+    assert "500 of 900 bytes of the coordinator's budget for blobs are" in snapshot_index.why_blob_refused(401, "two")
 
 
 def test_uploads_of_a_token_wait_for_their_own() -> None:

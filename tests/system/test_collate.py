@@ -14,7 +14,7 @@ from neighbours import beside
 
 from penstock.client import Appliance, DataExecutor, DataLoader
 from penstock.proto.batch.flatten import Flattener
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.worker.batch.entry_lease import VAIN_LIMIT
 
@@ -23,10 +23,10 @@ STEPS = 90
 
 def digests(appliance: Appliance, input_fn: Any, *arguments: Any, steps: int | None = None) -> list[int]:
     """Of all batches, each of which the loop then writes into."""
-    offprint = Offprint(Flattener())
+    replay_digest = ReplayDigest(Flattener())
     got = []
     for batch in DataExecutor(DataLoader(input_fn, *arguments), num_steps=steps, appliance=appliance):
-        got.append(offprint.take(batch)[0])
+        got.append(replay_digest.take(batch)[0])
         scribble(batch)
     return got
 
@@ -82,23 +82,23 @@ def test_resumed_runs(appliance: Appliance, default: list[int]) -> None:
     for _ in executor:
         if executor.step in (1, 37, 100):
             states[executor.step] = encode_state(loader.state_dict())
-    offprint = Offprint(Flattener())
+    replay_digest = ReplayDigest(Flattener())
     for saved_at, state in states.items():
         again = DataLoader(built.collated, "ours", 404, 0, True)
         again.load_state_dict(cast(dict[str, Any], decode_state(state)))
-        got = [offprint.take(b)[0] for b in DataExecutor(again, num_steps=50, appliance=appliance)]
+        got = [replay_digest.take(b)[0] for b in DataExecutor(again, num_steps=50, appliance=appliance)]
         assert got == default[saved_at : saved_at + 50], f"saved at step {saved_at}"
 
 
 @pytest.mark.parametrize("stateful", [True, False])
 def test_passes_that_the_loop_leaves(appliance: Appliance, stateful: bool) -> None:
     def run(how: str) -> list[int]:
-        offprint = Offprint(Flattener())
+        replay_digest = ReplayDigest(Flattener())
         executor = DataExecutor(DataLoader(built.collated, how, 400, 0, stateful), appliance=appliance)
         got = []
         for length in (3, 40, 1, 25):
             for taken, batch in enumerate(executor, 1):
-                got.append(offprint.take(batch)[0])
+                got.append(replay_digest.take(batch)[0])
                 if taken == length:
                     break
         return got
@@ -148,10 +148,10 @@ def test_a_worker_that_waits_for_a_slot_inside_user_code_can_be_stopped(applianc
 
 
 def test_a_loop_that_keeps_its_batches(appliance: Appliance) -> None:
-    offprint = Offprint(Flattener())
+    replay_digest = ReplayDigest(Flattener())
     kept = list(DataExecutor(DataLoader(built.collated, "ours"), num_steps=STEPS, appliance=appliance))
     expected = digests(appliance, built.collated, "default", steps=STEPS)
-    assert [offprint.take(batch)[0] for batch in kept] == expected
+    assert [replay_digest.take(batch)[0] for batch in kept] == expected
 
 
 def test_torchs_default_collate_is_no_look_and_shares_no_memory(appliance: Appliance) -> None:

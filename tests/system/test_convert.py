@@ -36,7 +36,7 @@ def saved(appliance: Appliance, input_fn: Any, steps: int, *args: Any) -> dict[s
 def goes_on(
     appliance: Appliance, state: Any, steps: int, input_fn: Any, *args: Any
 ) -> tuple[list[bytes], int, int | None]:
-    """The batches, and where it stands then: step and flight record."""
+    """The batches, and where it stands then: step and stream digest."""
     loader = DataLoader(input_fn, *args)
     loader.load_state_dict(state)
     executor = DataExecutor(loader, num_steps=steps, appliance=appliance)
@@ -68,7 +68,7 @@ def test_uneven_workers_in_the_middle_of_a_pass(appliance: Appliance, other: App
     state = saved(appliance, streams.shared, 31, 31)
     torch.save(state, tmp_path / "in.pt")
     (done,) = convert(tmp_path / "in.pt", tmp_path / "out.pt", 1, 3)
-    assert "the flight record of each box" in done["kept"]
+    assert "the stream digest of each box" in done["kept"]
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert goes_on(other, found, 20, streams.shared, 31) == goes_on(other, state, 20, streams.shared, 31)
 

@@ -52,7 +52,7 @@ def box(address: str, job: str, workers: int = 2, timeout_s: float = 60) -> Appl
 
 
 class Supervisor(threading.Thread):
-    """Starts a coordinator again whenever it dies, as systemd would, and looks at its books in between."""
+    """Starts a coordinator again whenever it dies, as systemd would, and looks at its cluster state in between."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__()

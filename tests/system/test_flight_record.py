@@ -1,4 +1,4 @@
-"""The flight record: the chain of a box's digests goes with its position, into every state and out of it again."""
+"""The stream digest: the chain of a box's digests goes with its position, into every state and out of it again."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_from_a_checkpoint(stage: Stage, job: str, args: str) -> None:
     files = [stage.seen.states[job]]
     alone = stage.replayed(None, job, 12, checkpoints=files, args=args)
     assert alone["replayed_from"] == {"step": 10, "what": "the checkpoint of step 10"}
-    assert alone["verification"] == "not verified: the flight record is not known at step 12 or after it"
+    assert alone["verification"] == "not verified: the stream digest is not known at step 12 or after it"
     with stage.archive() as archive:
         of_run = stage.replayed(archive, job, 12, checkpoints=files)
         assert of_run["replayed_from"]["step"] == 10
@@ -201,7 +201,7 @@ def test_an_attempt_that_went_on_from_a_state(stage: Stage, job: str, boxes: int
         stage.seen.batches[job, 0] = got
         found = stage.replayed(archive, job, 14)
         assert (found["attempt"], found["num_workers_per_box"]) == (2, workers)
-        assert found["verified"] == (job == "two"), "of other boxes there is no one flight record to go on with"
+        assert found["verified"] == (job == "two"), "of other boxes there is no one stream digest to go on with"
         file = [stage.seen.states[job]]
         found = stage.replayed(archive, job, 14, checkpoints=file)
         assert found["replayed_from"]["what"] == "the checkpoint of step 10"
@@ -240,7 +240,7 @@ def test_a_replay_that_does_not_end_in_time_or_dies(stage: Stage) -> None:
 
 def test_data_that_are_others_are_told(stage: Stage) -> None:
     with stage.archive() as archive:
-        with pytest.raises(errors.ReplayMismatchError, match="do not have the flight record"):
+        with pytest.raises(errors.ReplayMismatchError, match="do not have the stream digest"):
             stage.replayed(archive, "two", 4, args="[48]")
         assert not (stage.folder / "two-0-4.pst").exists(), "another batch was written under its name"
         with pytest.raises(errors.InvalidArgumentError, match="--row 4: the batch has rows 0 to 3"):

@@ -326,7 +326,7 @@ def test_what_it_inherits_and_may_do(cluster: Cluster, tmp_path: Path) -> None:
     assert environment["PATH"] == os.environ["PATH"]
     assert not [name for name in environment if name.startswith("PENSTOCK_TOKEN")]
     kinds = {link.partition(":[")[0].removesuffix(" (deleted)") for link in told["descriptors"]}
-    assert kinds == {"/dev/null", "/memfd:penstock-ledger", "/memfd:penstock-stack", "pipe", "socket"}
+    assert kinds == {"/dev/null", "/memfd:penstock-progress", "/memfd:penstock-stack", "pipe", "socket"}
     # Its output, and what it speaks with the daemon by.
     assert [len({link for link in told["descriptors"] if link.startswith(kind)}) for kind in ("pipe", "socket")] == [
         1,

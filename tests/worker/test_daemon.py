@@ -73,7 +73,7 @@ def test_cores_are_told_at_registration(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_slot_that_cannot_be_begun_is_reported_lost_and_the_others_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the daemon: no memory for one slot's ledger was an error of the heartbeat."""
+    """It ended the daemon: no memory for one slot's progress page was an error of the heartbeat."""
 
     class Begun:
         def __init__(self, host: Any, assignment: records_pb2.WorkerAssignment) -> None:

@@ -66,6 +66,6 @@ def test_each_successor_gets_what_is_newest_when_it_is_ready() -> None:
 
         told(hand_over=False)
         assert not slot.report().handed_over
-        slot.ledger.close()
+        slot.progress_page.close()
 
     asyncio.run(asyncio.wait_for(body(), 3 * DEADLINE_S))

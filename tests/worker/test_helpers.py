@@ -20,7 +20,7 @@ from penstock.worker.helpers.replayers import run_task
 from penstock.worker.loader.restorable_loader import Source
 from penstock.worker.processes.child_processes import ForkServer
 from penstock.worker.processes.control_channel import Message
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.temporary_folders import TemporaryFolders
 from penstock.worker.resources.turn_queue import TurnQueue
 from penstock.worker.runner.helper_process import _warm_up
@@ -49,7 +49,7 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
 
         helpers = Helpers(get)
         host: Any = SimpleNamespace(scratches=TurnQueue(2), fork_server=get, helpers=helpers, blobs=None)
-        ledger = Ledger.create()
+        progress_page = ProgressPage.create()
 
         async def burst(of: records_pb2.WorkerAssignment, base: bytes, tasks: int) -> list[Message]:
             fields: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
                 "digests": {},
             }
             fields |= {"doubting": False, "left": {}, "left_from": 0}
-            each = [run_task(host, of, "slot 0", ledger, [base], "state", **fields) for _ in range(tasks)]
+            each = [run_task(host, of, "slot 0", progress_page, [base], "state", **fields) for _ in range(tasks)]
             return await asyncio.gather(*each)
 
         with assigned(current_assignment()):
@@ -97,7 +97,7 @@ def test_tasks_of_helpers_are_those_of_fresh_processes(monkeypatch: pytest.Monke
         assert not helpers._crews
         fork_server.close()
         await fork_server.wait()
-        ledger.close()
+        progress_page.close()
 
     asyncio.run(asyncio.wait_for(body(), DEADLINE_S))
 

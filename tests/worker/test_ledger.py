@@ -1,15 +1,15 @@
-"""The ledger is read by another mapping of the same memory, as the daemon reads the runner's."""
+"""The progress page is read by another mapping of the same memory, as the daemon reads the runner's."""
 
 from __future__ import annotations
 
 import os
 
-from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, Entry, Ledger
+from penstock.worker.processes.progress_page import EARLY, ENDS, ENTRIES, Entry, ProgressPage
 
 
 def test_the_daemon_reads_what_the_runner_wrote() -> None:
-    daemon = Ledger.create()
-    runner = Ledger(os.dup(daemon.fd))
+    daemon = ProgressPage.create()
+    runner = ProgressPage(os.dup(daemon.fd))
     runner.place(10, 1, 40)
     runner.record(11, 1, 0xFEED, 44, delivered=9)
     runner.end(1, 11)
@@ -26,24 +26,24 @@ def test_the_daemon_reads_what_the_runner_wrote() -> None:
 
 
 def test_the_newest_batches_and_ends_are_kept_and_the_first() -> None:
-    ledger = Ledger.create()
+    progress_page = ProgressPage.create()
     last = ENTRIES + EARLY + 10
     for total in range(1, last + 1):
-        ledger.record(total, 0, total, total, delivered=0)
+        progress_page.record(total, 0, total, total, delivered=0)
     for epoch in range(ENDS + 2):
-        ledger.end(epoch, epoch)
-    assert ledger.entry(2) == Entry(2, 0, 2, 2)
-    assert ledger.entry(EARLY + 1) is None
-    assert ledger.entry(last) == Entry(last, 0, last, last)
-    assert len(ledger.ends()) == ENDS
-    assert min(ledger.ends()) == 2
-    ledger.close()
+        progress_page.end(epoch, epoch)
+    assert progress_page.entry(2) == Entry(2, 0, 2, 2)
+    assert progress_page.entry(EARLY + 1) is None
+    assert progress_page.entry(last) == Entry(last, 0, last, last)
+    assert len(progress_page.ends()) == ENDS
+    assert min(progress_page.ends()) == 2
+    progress_page.close()
 
 
 def test_a_pass_that_was_left_ends_where_it_was_left() -> None:
-    ledger = Ledger.create()
+    progress_page = ProgressPage.create()
     for epoch, total in enumerate((5, 10, 15)):
-        ledger.end(epoch, total)
-    ledger.cut(1, 7)
-    assert ledger.ends() == {0: 5, 1: 7}
-    ledger.close()
+        progress_page.end(epoch, total)
+    progress_page.cut(1, 7)
+    assert progress_page.ends() == {0: 5, 1: 7}
+    progress_page.close()

@@ -74,6 +74,6 @@ def test_a_runner_is_looked_at_while_its_last_snapshot_waits(grows: bool, monkey
             assert slot.outgrown  # so it was with the first look
         for task in slot._tasks:
             task.cancel()
-        slot.ledger.close()
+        slot.progress_page.close()
 
     asyncio.run(body())

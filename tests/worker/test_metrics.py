@@ -1,4 +1,4 @@
-"""Whether a worker is well, and what a ledger counts for its metrics."""
+"""Whether a worker is well, and what a progress page counts for its metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.worker.daemon.worker_metrics import health
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 
 
 @pytest.mark.parametrize(
@@ -26,20 +26,22 @@ def test_a_worker_is_well_while_it_is_answered_within_its_lease(
 
 
 @pytest.fixture
-def ledgers() -> Iterator[tuple[Ledger, Ledger]]:
+def progress_pages() -> Iterator[tuple[ProgressPage, ProgressPage]]:
     """The daemon's, and the runner's of the same memory."""
-    daemon = Ledger.create()
-    yield daemon, Ledger(daemon.fd)
+    daemon = ProgressPage.create()
+    yield daemon, ProgressPage(daemon.fd)
     daemon.close()
 
 
-def counts(daemon: Ledger) -> tuple[int, int, int]:
+def counts(daemon: ProgressPage) -> tuple[int, int, int]:
     daemon.refresh()
     return daemon.counts()
 
 
-def test_a_ledger_counts_what_its_runner_made_and_the_loop_took(ledgers: tuple[Ledger, Ledger]) -> None:
-    daemon, runner = ledgers
+def test_a_progress_page_counts_what_its_runner_made_and_the_loop_took(
+    progress_pages: tuple[ProgressPage, ProgressPage],
+) -> None:
+    daemon, runner = progress_pages
     assert counts(daemon) == (0, 0, 0)
     runner.place(1000, 2, 0)  # resumed there: what was before is not this runner's
     assert counts(daemon) == (0, 0, 0)
@@ -48,9 +50,9 @@ def test_a_ledger_counts_what_its_runner_made_and_the_loop_took(ledgers: tuple[L
     assert counts(daemon) == (10, 6, 0)
 
 
-def test_what_the_loop_left_behind_stays_counted_as_made(ledgers: tuple[Ledger, Ledger]) -> None:
+def test_what_the_loop_left_behind_stays_counted_as_made(progress_pages: tuple[ProgressPage, ProgressPage]) -> None:
     """The loop leaves the pass at batch 4 of 10 that were made: the runner goes on from there, and no counter falls."""
-    daemon, runner = ledgers
+    daemon, runner = progress_pages
     runner.place(0, 0, 0)
     for total in range(1, 11):
         runner.record(total, 0, 7, total, delivered=4)
@@ -63,9 +65,11 @@ def test_what_the_loop_left_behind_stays_counted_as_made(ledgers: tuple[Ledger, 
     assert counts(daemon) == (11, 4, 1)
 
 
-def test_what_the_loop_took_of_a_predecessor_is_not_a_successors(ledgers: tuple[Ledger, Ledger]) -> None:
+def test_what_the_loop_took_of_a_predecessor_is_not_a_successors(
+    progress_pages: tuple[ProgressPage, ProgressPage],
+) -> None:
     """It hears from the loop where that is, and is long on its way there."""
-    daemon, runner = ledgers
+    daemon, runner = progress_pages
     runner.doing("replay", delivered=784)
     for done in range(1, 4):
         runner.replayed()
@@ -77,8 +81,10 @@ def test_what_the_loop_took_of_a_predecessor_is_not_a_successors(ledgers: tuple[
     assert counts(daemon) == (1, 1, 3)
 
 
-def test_no_count_falls_where_a_runner_goes_back_while_it_is_read(ledgers: tuple[Ledger, Ledger]) -> None:
-    daemon, runner = ledgers
+def test_no_count_falls_where_a_runner_goes_back_while_it_is_read(
+    progress_pages: tuple[ProgressPage, ProgressPage],
+) -> None:
+    daemon, runner = progress_pages
     runner.place(0, 0, 0)
     runner.record(10, 0, 7, 10, delivered=4)
     daemon.refresh()

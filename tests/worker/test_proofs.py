@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import ReplayMismatchError
 from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import decode_state, encode_state
@@ -40,7 +40,7 @@ class Run:
     def __init__(self, assignment: records_pb2.WorkerAssignment, resume: dict[str, Any] | None = None) -> None:
         self.source = Source(assignment)
         self.source.build()
-        self.offprint = Offprint()
+        self.replay_digest = ReplayDigest()
         self.kept: list[Base] = []
         self.bases: dict[int, Base] = {}
         self.digests: dict[int, tuple[int, int]] = {}
@@ -53,7 +53,7 @@ class Run:
             raise ReplayMismatchError("it does not get there")
 
     def _seen(self, batch: Any) -> None:
-        self.source.digest, samples = self.offprint.take(batch)
+        self.source.digest, samples = self.replay_digest.take(batch)
         self.source.place.samples += samples
 
     def take(self, batches: int) -> list[list[int]]:
@@ -87,7 +87,7 @@ class Run:
             "rewinds": known,
         }
         beyond = [n for n in behind if n in self.digests and self.digests[n][0] > base.place.epoch]
-        return _prove(helper, base, fields, Offprint(), *(self.bases[n] for n in beyond[:1]))
+        return _prove(helper, base, fields, ReplayDigest(), *(self.bases[n] for n in beyond[:1]))
 
     def resumed(self, base: Base, *, value: Any = None, next_digest: int = 0, next_epoch: bool = False) -> Run:
         """The next launch, from here, over this restart point."""

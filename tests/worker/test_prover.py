@@ -16,7 +16,7 @@ from penstock.worker.daemon.proofs import FIRST_DEPTH, LAPSES, Findings, Prover
 from penstock.worker.daemon.slot import Slot
 from penstock.worker.daemon.snapshots import Kept, SnapshotStore
 from penstock.worker.processes.control_channel import Message
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 
 GOOD = {"same": True, "rewinds": "", "took": 0.0}
 
@@ -30,7 +30,7 @@ class Bench:
         self.failed: list[Any] = []
         self.rewinds: list[str] = []
         self.findings = Findings()
-        self.ledger = Ledger.create()
+        self.progress_page = ProgressPage.create()
         for total in range(1, batches + 1):
             self.make(total)
         self.store = SnapshotStore()
@@ -49,7 +49,7 @@ class Bench:
                 slots_here=lambda: 1,
             ),
             is_savable=True,
-            ledger=self.ledger,
+            progress_page=self.progress_page,
             left={},
             log=logging.getLogger("penstock.worker"),
             name="box 0 slot 0",
@@ -70,7 +70,7 @@ class Bench:
 
     def make(self, total: int, epoch: int = 0) -> None:
         """The next batch goes out."""
-        self.ledger.record(total, epoch, 100 + total, total, delivered=total)
+        self.progress_page.record(total, epoch, 100 + total, total, delivered=total)
 
     async def _scratch(self, bases: list[bytes], task: str, **fields: Any) -> Message:
         assert task == "prove"
@@ -175,10 +175,10 @@ def test_state_that_leads_elsewhere_later_ends_the_use_of_all() -> None:
 
 def test_proof_goes_over_the_ends_of_epochs() -> None:
     bench = Bench(lambda _: GOOD | {"rewinds": "kept"}, batches=12)
-    bench.ledger.end(0, 12)
+    bench.progress_page.end(0, 12)
     for total in range(13, 19):
         bench.make(total, epoch=1)
-    bench.ledger.end(1, 18)
+    bench.progress_page.end(1, 18)
     bench.make(19, epoch=2)
     bench.store.add(Kept(1, 1, 13, 13, False, 0, b"13"), 0)
     assert bench.prover._crossing(list(bench.store)) is bench.at(10)
@@ -192,9 +192,9 @@ def test_proof_goes_over_the_ends_of_epochs() -> None:
 
 
 def test_batches_beyond_a_place_where_the_loop_left_are_not_compared() -> None:
-    """What was made ahead of it stays in the ledger until it is written over."""
+    """What was made ahead of it stays in the progress page until it is written over."""
     bench = Bench(lambda _: GOOD, batches=30)
-    bench.ledger.cut(0, 22)
-    bench.ledger.place(22, 0, 22)
+    bench.progress_page.cut(0, 22)
+    bench.progress_page.place(22, 0, 22)
     bench.make(23, epoch=1)
     assert list(bench.prover._followers(bench.at(20), 16)) == ["21", "22", "23"]

@@ -1,4 +1,4 @@
-"""How fast a runner is, by its ledger."""
+"""How fast a runner is, by its progress page."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_report_of_a_slot_tells_processor_time() -> None:
         host: Any = SimpleNamespace(name="w", findings=lambda _: Findings())
         slot = Slot(host, records_pb2.WorkerAssignment(run="job/0", attempt=1, num_workers_per_box=1))
         slot._child = Mock(pid=os.getpid())  # which has had a tick of a processor at least
-        slot.ledger.record(1, 0, 0, 1, 0)
-        slot.ledger.worked_s = 1000.0
-        slot.ledger._write_head()
+        slot.progress_page.record(1, 0, 0, 1, 0)
+        slot.progress_page.worked_s = 1000.0
+        slot.progress_page._write_head()
         slot._rates.since -= 2.0
         report = slot.report()
         assert report.batch_s == 1000.0
         assert report.batch_cpu_s > 0.0
         assert 0.0 <= report.batch_delay_s <= used_by(os.getpid()).delay_s
-        slot.ledger.close()
+        slot.progress_page.close()
 
     asyncio.run(body())

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import StateUnavailableError
 from penstock.proto.state.assignment import assigned, current_assignment
 from penstock.proto.state.codec import encode_state
@@ -24,42 +24,44 @@ from penstock.worker.loader.epoch_crossing import catch_up, leave, travel
 from penstock.worker.loader.restart_points import END, Base
 from penstock.worker.loader.restorable_loader import Source
 from penstock.worker.processes.control_channel import Channel
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.replayer import _state
 
 DEADLINE_S = 10.0
 
 
 @pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    made = Ledger.create()
+def progress_page() -> Iterator[ProgressPage]:
+    made = ProgressPage.create()
     yield made
     made.close()
 
 
-def states_of(ledger: Ledger, **fields: Any) -> States:
+def states_of(progress_page: ProgressPage, **fields: Any) -> States:
     fields = {"assignment": records_pb2.WorkerAssignment(), "attached": True, "phase": pb.READY} | fields
     fields |= {"is_savable": True, "findings": Findings()}
-    return States(cast(Slot, SimpleNamespace(ledger=ledger, name="box 0 slot 1", drain=lambda: None, **fields)))
+    return States(
+        cast(Slot, SimpleNamespace(progress_page=progress_page, name="box 0 slot 1", drain=lambda: None, **fields))
+    )
 
 
 def request(epoch: int, delivered: int, total: int) -> pb.StateRequest:
     return pb.StateRequest(epoch=epoch, position=records_pb2.SlotPosition(delivered=delivered, total=total))
 
 
-def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(ledger: Ledger) -> None:
+def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(progress_page: ProgressPage) -> None:
     """It ran to the end of the pass, batch 8; the loop left the pass after the slot's batch 2."""
 
     async def body() -> None:
-        ledger.place(8, 0, 8)
-        ledger.here(0, 0)
-        ledger.end(0, 8)
+        progress_page.place(8, 0, 8)
+        progress_page.here(0, 0)
+        progress_page.end(0, 8)
         answer = pb.StateAnswer()
-        asking = asyncio.ensure_future(states_of(ledger)._produced(request(1, 0, 2), answer))
+        asking = asyncio.ensure_future(states_of(progress_page)._produced(request(1, 0, 2), answer))
         await asyncio.wait([asking], timeout=20 * POLL_S)
         assert not asking.done(), f"it took the end that it had reached for the pass's: {answer}"
-        ledger.cut(0, 2)
-        ledger.place(2, 0, 2)
+        progress_page.cut(0, 2)
+        progress_page.place(2, 0, 2)
         assert await asyncio.wait_for(asking, DEADLINE_S)
         assert not answer.ended
 
@@ -67,15 +69,15 @@ def test_a_runner_that_was_ahead_may_not_have_heard_of_the_break_yet(ledger: Led
 
 
 @pytest.mark.parametrize(("began", "end"), [(8, 2), (2, 8)])
-def test_where_a_pass_began_is_told_by_who_has_begun_it(ledger: Ledger, began: int, end: int) -> None:
+def test_where_a_pass_began_is_told_by_who_has_begun_it(progress_page: ProgressPage, began: int, end: int) -> None:
     """Then an asker who thinks otherwise is wrong, in whichever way."""
 
     async def body() -> None:
-        ledger.place(end, 1, end)
-        ledger.end(0, end)
-        ledger.here(1, 0)
+        progress_page.place(end, 1, end)
+        progress_page.end(0, end)
+        progress_page.here(1, 0)
         answer = pb.StateAnswer()
-        asking = states_of(ledger)._produced(request(1, 1, began + 1), answer)
+        asking = states_of(progress_page)._produced(request(1, 1, began + 1), answer)
         assert not await asyncio.wait_for(asking, DEADLINE_S)
         assert (answer.ended, answer.ended_epoch, answer.ended_total) == (True, 0, end)
 
@@ -112,7 +114,7 @@ def lazy() -> Iterator[tuple[Source, list[Base]]]:
 def saying(source: Source, base: Base, **fields: Any) -> SimpleNamespace:
     heard = Heard()
     fields = {"step": 0, "digests": {}, "left": {}, "left_from": 0} | fields
-    _state(source, base, fields, Offprint(), cast(Channel, heard))
+    _state(source, base, fields, ReplayDigest(), cast(Channel, heard))
     return heard.said
 
 
@@ -218,14 +220,14 @@ def test_what_was_taken_ahead_of_a_break_is_no_base() -> None:
     assert chosen(9, _0=8) == b"of the pass behind the end that the runner came to"
 
 
-def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(ledger: Ledger) -> None:
+def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(progress_page: ProgressPage) -> None:
     came: list[bytes] = []
 
     async def elsewhere(bases: list[bytes], *_: Any, **__: Any) -> Any:
         came.extend(bases)
         if bases == [b"third"]:
             store.add(Kept(2, 0, 4, 0, True, 0, b"fourth"), 0)
-            ledger.here(2, 0)
+            progress_page.here(2, 0)
         return SimpleNamespace(fields={"elsewhere": True}, payload=b"")
 
     store = SnapshotStore(lambda kept: True)
@@ -236,20 +238,20 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
         store.add(Kept(0, 0, 0, 0, True, 0, b"first"), 0)
         traits = records_pb2.LoaderTraits(state_methods=4, exact_states=True)
         kept: dict[str, Any] = {"store": store, "traits": traits, "scratch": elsewhere, "unsaved": None, "ready": ready}
-        states = states_of(ledger, **kept)
-        ledger.place(3, 0, 3)
-        ledger.cut(0, 3)
+        states = states_of(progress_page, **kept)
+        progress_page.place(3, 0, 3)
+        progress_page.cut(0, 3)
         asking = asyncio.ensure_future(states._state(request(1, 0, 3), pb.StateAnswer(), 1e12))
         await asyncio.wait([asking], timeout=20 * POLL_S)
         assert not asking.done()
         store.add(Kept(1, 0, 3, 0, True, 0, b"second"), 0)
-        ledger.here(1, 0)
+        progress_page.here(1, 0)
         assert await asyncio.wait_for(asking, DEADLINE_S) == b"second"
-        ledger.place(4, 1, 4)
+        progress_page.place(4, 1, 4)
         with pytest.raises(StateUnavailableError, match="lies behind a pass that the loop left, after batch 3 of"):
             await states._state(request(1, 1, 4), pb.StateAnswer(), 1e12)
         store.add(Kept(1, 1, 4, 0, False, 0, b"third"), 0)
-        ledger.cut(1, 4)
+        progress_page.cut(1, 4)
         # It begins the next pass while a child comes elsewhere from what was kept before.
         assert await states._state(request(2, 0, 4), pb.StateAnswer(), 1e12) == b"fourth"
         assert came == [b"first", b"second", b"third"]
@@ -257,7 +259,7 @@ def test_behind_a_break_a_runner_is_waited_for_until_it_has_begun_the_next_pass(
     asyncio.run(body())
 
 
-def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(ledger: Ledger) -> None:
+def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(progress_page: ProgressPage) -> None:
     """Whether that pass had ended, or was left, is to be found out."""
 
     async def elsewhere(*_: Any, **__: Any) -> Any:
@@ -272,7 +274,7 @@ def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(led
         store.add(Kept(0, 0, 0, 0, True, 0, b"origin", inherited=True, proven=True), 0)
         kept: dict[str, Any] = {"store": store, "scratch": elsewhere, "unsaved": None, "ready": ready}
         kept |= {"assignment": assignment, "attached": False, "traits": records_pb2.LoaderTraits()}
-        states = states_of(ledger, **kept)
+        states = states_of(progress_page, **kept)
         asked = request(1, 0, 3)
         asked.digests_after = 3
         with pytest.raises(StateUnavailableError, match="behind a pass that the loop left, after batch 3 of the worke"):
@@ -285,23 +287,23 @@ def test_the_origin_of_a_pass_before_is_no_state_of_a_loader_without_methods(led
 
 
 class TakenOver:
-    """A slot whose new runner waits for the training loop, so that its ledger is empty: its loader after 6 batches,
-    and what is kept of the runner before."""
+    """A slot whose new runner waits for the training loop, so that its progress page is empty: its loader after 6
+    batches, and what is kept of the runner before."""
 
-    def __init__(self, ledger: Ledger, methods: int) -> None:
+    def __init__(self, progress_page: ProgressPage, methods: int) -> None:
         self.assignment = records_pb2.WorkerAssignment(run="job/0", num_boxes=1, num_workers_per_box=1, seed=5)
         self.assignment.recovery = True
         self.assignment.loader.input_fn = "streams:fresh"
         self.assignment.loader.allow.append("streams")
         self.assignment.loader.options.replay_without_state = True
-        self.ledger, self.store, self.digests = ledger, SnapshotStore(lambda kept: True), list[int]()
+        self.progress_page, self.store, self.digests = progress_page, SnapshotStore(lambda kept: True), list[int]()
         self.traits = records_pb2.LoaderTraits(state_methods=methods)
-        source, offprint = Source(self.assignment), Offprint()
+        source, replay_digest = Source(self.assignment), ReplayDigest()
         source.build()
         origin = source.open_pass()
         self._keep(origin if methods else replace(origin, state=None), origin=True)
         for count in range(1, 7):
-            source.digest, _ = offprint.take(source.next())
+            source.digest, _ = replay_digest.take(source.next())
             self.digests.append(source.digest)
             if methods and count in (2, 6):
                 self._keep(source.snapshot(0), origin=False)
@@ -317,7 +319,7 @@ class TakenOver:
         asked = request(0, 6, 6)
         asked.digests_after, asked.deadline_s = reported, 60
         states = states_of(
-            self.ledger,
+            self.progress_page,
             assignment=self.assignment,
             attached=False,
             ready=ready,
@@ -337,26 +339,26 @@ class TakenOver:
         source, heard = Source(self.assignment), Heard()
         source.build()
         source.traits.state_methods = self.traits.state_methods
-        _state(source, Base.decode(bases[0]), fields, Offprint(), cast(Channel, heard))
+        _state(source, Base.decode(bases[0]), fields, ReplayDigest(), cast(Channel, heard))
         return heard.said
 
 
 @pytest.mark.parametrize("methods", [0, 2])
 @pytest.mark.parametrize("reported", [1, 2, 5, 6])
 def test_what_a_new_runner_has_not_seen_is_replayed_for_the_flight_record(
-    ledger: Ledger, reported: int, methods: int
+    progress_page: ProgressPage, reported: int, methods: int
 ) -> None:
     with assigned(current_assignment()):
-        slot = TakenOver(ledger, methods)
+        slot = TakenOver(progress_page, methods)
         answer, base = slot.answer(reported)
     assert base.place.total == ({1: 0, 2: 2, 5: 2, 6: 6}[reported] if methods else 0), "a restart point, and the count"
     assert list(answer.digests) == slot.digests[reported:]
 
 
 @pytest.mark.parametrize("methods", [0, 2])
-def test_a_state_knows_what_is_left_out_since_its_base_was_taken(ledger: Ledger, methods: int) -> None:
+def test_a_state_knows_what_is_left_out_since_its_base_was_taken(progress_page: ProgressPage, methods: int) -> None:
     with assigned(current_assignment()):
-        slot = TakenOver(ledger, methods)
+        slot = TakenOver(progress_page, methods)
         slot.assignment.skips.add(epoch=0, total=6, count=1)
         _, base = slot.answer(6)
     assert base.skips == ((0, 6, 1),)

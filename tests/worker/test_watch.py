@@ -1,11 +1,11 @@
-"""How long a runner has been in one thing, from looks at its ledger."""
+"""How long a runner has been in one thing, from looks at its progress page."""
 
 from __future__ import annotations
 
 import pytest
 
 from penstock.worker.daemon.stall_watch import HANG_S, Stall, hang_s
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 
 
 def test_a_batch_is_progress_although_the_activity_stays_the_same() -> None:
@@ -40,9 +40,9 @@ def test_it_is_told_at_half_of_the_loops_deadline() -> None:
     assert hang_s(0.0) == HANG_S
 
 
-def test_the_ledger_says_which_batch_is_being_made() -> None:
-    daemon = Ledger.create()
-    runner = Ledger(daemon.fd)
+def test_the_progress_page_says_which_batch_is_being_made() -> None:
+    daemon = ProgressPage.create()
+    runner = ProgressPage(daemon.fd)
     runner.doing("next", 0)
     runner.here(2, 1)
     daemon.refresh()

@@ -36,7 +36,7 @@ def main() -> int:
     defaults = Limits()
     parser = argparse.ArgumentParser("python -m penstock.appliance", description="A Penstock coordinator.")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or unix:/path")
-    parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the books, or {IN_MEMORY}")
+    parser.add_argument("--state-dir", default=IN_MEMORY, help=f"directory for the cluster state, or {IN_MEMORY}")
     parser.add_argument("--lifeline-pid", type=int, help="the parent process; ends with it")
     parser.add_argument("--folder-fd", type=int, help="the parent's own temporary folder, which goes with us")
     parser.add_argument("--ready-fd", type=int, help="where the address is written as one line once it listens")

@@ -15,7 +15,7 @@ from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.model.entities import Slot
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import PenstockError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -42,10 +42,10 @@ class World:
         """A fresh process on the directory."""
         self.journal = Journal(directory)
         weakref.finalize(self, self.journal.close)  # since Python 3.13 a database that nobody closed is a warning
-        self.ledger = Ledger(self.limits)
+        self.snapshot_index = SnapshotIndex(self.limits)
         self.registry = Registry(
             self.journal,
-            self.ledger,
+            self.snapshot_index,
             self.limits,
             clock=lambda: self.now,
             wall=lambda: self.wall,
@@ -72,7 +72,7 @@ class World:
             self.registry.tick()
 
     def slots(self) -> list[Slot]:
-        return [s for a in self.registry.books.open_attempts() for box in a.boxes.values() for s in box.slots]
+        return [s for a in self.registry.cluster.open_attempts() for box in a.boxes.values() for s in box.slots]
 
     def worker(
         self, name: str, slots: int = 8, *, host: str = "host-a", session: str = "", cores: int = 0

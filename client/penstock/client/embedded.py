@@ -74,8 +74,8 @@ class Embedded:
         self._children: list[_Child] = []
         try:
             folder = self._folder.fileno()
-            books = ["--listen", self.address, "--state-dir", ":memory:", "--folder-fd", str(folder)]
-            self._children.append(self._start("coordinator", "penstock.appliance", [*books, *lifeline], [folder]))
+            cluster = ["--listen", self.address, "--state-dir", ":memory:", "--folder-fd", str(folder)]
+            self._children.append(self._start("coordinator", "penstock.appliance", [*cluster, *lifeline], [folder]))
             lifeline += ["--lifeline-pid", str(self._children[0].process.pid)]
             what = ["--coordinator", self.address, "--slots", str(SLOTS), "--allow", "*", "--embedded"]
             if os.environ.get(NO_CAGE, "").lower() in ("1", "true", "yes", "on"):

@@ -1,5 +1,5 @@
-"""Decoders of what processes say that are no lanes: control messages and ledgers of children that run user code, calls
-to the coordinator, rows of its journal."""
+"""Decoders of what processes say that are no lanes: control messages and progress pages of children that run user code,
+calls to the coordinator, rows of its journal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from penstock.appliance.model.entities import SlotKey
 from penstock.appliance.model.limits import Limits
 from penstock.appliance.model.recent_events import Events
 from penstock.appliance.storage.journal import TABLES, Journal
-from penstock.appliance.storage.snapshot_index import Ledger as Snapshots
+from penstock.appliance.storage.snapshot_index import SnapshotIndex as Snapshots
 from penstock.appliance.testing import World
 from penstock.proto.errors import PenstockError, ProtocolError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.worker.processes.control_channel import Inbox, Message, counts, encode_head
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["TARGETS"]
 
@@ -56,34 +56,34 @@ def _control_seeds() -> list[bytes]:
     return [script((0, stream)), script((0, stream[:9]), (0, stream[9:])), script((1, text + bytes(64)))]
 
 
-def _ledger(data: bytes) -> None:
-    """User code has written here and there in the ledger; the daemon reads it. First the head, then wherever."""
-    ledger = Ledger.create()
-    size = os.fstat(ledger.fd).st_size
+def _progress_page(data: bytes) -> None:
+    """User code has written here and there in the progress page; the daemon reads it. First the head, then wherever."""
+    progress_page = ProgressPage.create()
+    size = os.fstat(progress_page.fd).st_size
     try:
         for at, piece in pieces(data):
             start = at * 97 * 8 % size
-            os.pwrite(ledger.fd, piece[: size - start], start)
-        ledger.refresh()
-        ledger.ends()
-        name, seconds = ledger.activity
+            os.pwrite(progress_page.fd, piece[: size - start], start)
+        progress_page.refresh()
+        progress_page.ends()
+        name, seconds = progress_page.activity
         f"{name} {seconds:.1f}"
-        for total in (0, 1, ledger.total, ledger.delivered, (1 << 64) - 1):
-            entry = ledger.entry(total)
+        for total in (0, 1, progress_page.total, progress_page.delivered, (1 << 64) - 1):
+            entry = progress_page.entry(total)
             assert entry is None or entry.total == total
-        pb.SlotReport(produced=ledger.total, delivered=ledger.delivered)
+        pb.SlotReport(produced=progress_page.total, delivered=progress_page.delivered)
     finally:
-        ledger.close()
+        progress_page.close()
 
 
-def _ledger_seeds() -> list[bytes]:
-    ledger = Ledger.create()
-    ledger.place(10, 1, 40)
-    ledger.record(11, 1, 5, 44, 9)
-    ledger.end(1, 11)
-    ledger.doing("next", 11)
-    head = os.pread(ledger.fd, 64, 0)
-    ledger.close()
+def _progress_page_seeds() -> list[bytes]:
+    progress_page = ProgressPage.create()
+    progress_page.place(10, 1, 40)
+    progress_page.record(11, 1, 5, 44, 9)
+    progress_page.end(1, 11)
+    progress_page.doing("next", 11)
+    head = os.pread(progress_page.fd, 64, 0)
+    progress_page.close()
     return [script((0, head)), script((0, head), (7, head))]
 
 
@@ -208,10 +208,10 @@ def _journal(data: bytes) -> None:
             rows[table].remove(row)
     journal = _Journal(rows)
     try:
-        books = ClusterState(
+        cluster = ClusterState(
             journal, Snapshots(Limits()), Limits(), lambda topic: None, Events(lambda: 0.0, lambda: 0.0)
         )
-        restore(books, 0.0, 3.0, 10.0)
+        restore(cluster, 0.0, 3.0, 10.0)
     finally:
         journal.close()
 
@@ -222,7 +222,7 @@ def _journal_seeds() -> list[bytes]:
 
 TARGETS = [
     Target("control", _control, _control_seeds),
-    Target("ledger", _ledger, _ledger_seeds),
+    Target("progress page", _progress_page, _progress_page_seeds),
     Target("coordinator", _coordinator, _coordinator_seeds, most_bytes=64 << 20, examples=100),
     Target("journal", _journal, _journal_seeds, examples=100),
 ]

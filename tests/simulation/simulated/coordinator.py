@@ -1,4 +1,4 @@
-"""The coordinator under test: the real Registry, Ledger and Service, on the simulated disk and network.
+"""The coordinator under test: the real Registry, Snapshot index and Service, on the simulated disk and network.
 
 A boot is what server.py does, without sockets. A crash takes the process with all that it has not synced; the next boot
 starts from what the disk holds.
@@ -18,7 +18,7 @@ from penstock.appliance.core.cluster_state import Topic
 from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge.service import Service, Signals
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 
 __all__ = ["NAME", "Coordinator"]
 
@@ -52,8 +52,8 @@ class Coordinator:
         store = SimulatedStore(disk, self._fate, process.kill)
         process.on_death.append(journal.close)
         process.on_death.append(store.close)
-        ledger = Ledger(self.limits)
-        ledger.load(*store.index(), world.now)
+        snapshot_index = SnapshotIndex(self.limits)
+        snapshot_index.load(*store.index(), world.now)
         signals = Signals()
 
         def changed(topic: Topic) -> None:
@@ -62,7 +62,7 @@ class Coordinator:
 
         self.registry = Registry(
             journal,
-            ledger,
+            snapshot_index,
             self.limits,
             clock=process.time,
             wall=process.time,

@@ -22,7 +22,7 @@ from penstock.appliance.core.state_machine import Registry
 from penstock.appliance.edge.service import Service
 from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.group_commit import Syncing
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 
 __all__ = ["MUTATIONS", "Mutation", "applied"]
 
@@ -66,13 +66,13 @@ MUTATIONS = (
         "a watch does not renew the lease",
         Registry,
         "_renew",
-        "box.lease_until = now + self.books.box_pace().promised(known_s, self.limits.lease_max_s)\n"
+        "box.lease_until = now + self.cluster.box_pace().promised(known_s, self.limits.lease_max_s)\n"
         "    box.reported_at = now",
         "pass",
     ),
     Mutation("leases are not whole after a restart", recovery, "_fill", "now + worker_lease_s", "now + 0.5"),
     Mutation("what it slept through is others' silence", Registry, "tick", "if late > 0:", "if False:"),
-    Mutation("the newest snapshot goes, not the oldest", Ledger, "trim", "kept[first:]", "kept[:first]"),
+    Mutation("the newest snapshot goes, not the oldest", SnapshotIndex, "trim", "kept[first:]", "kept[:first]"),
     Mutation(
         "the window of states is not kept",
         box_progress,
@@ -103,7 +103,9 @@ MUTATIONS = (
         "pass",
     ),
     Mutation("a successor's generation is not written down", ClusterState, "appoint", "self.journal.put(", "dict("),
-    Mutation("a restarted coordinator forgets who waits", recovery, "_slot", "books.waiting[slot.key] = slot", "pass"),
+    Mutation(
+        "a restarted coordinator forgets who waits", recovery, "_slot", "cluster.waiting[slot.key] = slot", "pass"
+    ),
 )
 
 

@@ -156,8 +156,8 @@ class History:
 
     def _waits_for(self) -> list[str]:
         waits = [line for job in self.jobs for line in job.waits_for()]
-        books = self.coordinator.registry.books
-        waits += [f"coordinator: {key} waits for a worker" for key in books.waiting]
+        cluster = self.coordinator.registry.cluster
+        waits += [f"coordinator: {key} waits for a worker" for key in cluster.waiting]
         return waits + [f"{daemon.name}: {len(daemon.runners)} of {daemon.slots}" for daemon in self._living()]
 
     def _heal(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulated.books import Before, check_books, check_disk, check_moves
+from simulated.cluster import Before, check_cluster, check_disk, check_moves
 from simulated.disk import Disk
 from simulated.reference import Batch, BoxPlan, RunPlan
 from simulated.virtual import World
@@ -33,7 +33,7 @@ PROMISES = (
     "one owner per slot and generation",
     "generations and attempts only rise",
     "what is said is on disk",
-    "the books agree with the journal",
+    "the cluster state agrees with the journal",
     "who is superseded owns nothing",
     "a slot moves only for a cause",
     "a slot is ready when its runner is",
@@ -96,7 +96,7 @@ class Truth:
     """... that the coordinator was told."""
     _came: dict[Owner, float] = field(default_factory=dict)
     """When a registration came. Its lease begins then; whether it was one is known when its reply leaves."""
-    _ledger_used: int = -1
+    _snapshot_index_used: int = -1
 
     def _must(self, holds: bool, promise: str, what: str) -> None:
         if not holds:
@@ -109,36 +109,36 @@ class Truth:
 
     def booted(self, registry: Registry) -> None:
         self.registry = registry
-        now, limits, books = self.world.now, self.limits, registry.books
+        now, limits, cluster = self.world.now, self.limits, registry.cluster
         self.before.boot(now)
-        for worker in books.workers.values():
+        for worker in cluster.workers.values():
             whole = worker.lease_until >= now + limits.worker_lease_s
             self._must(whole, "a lease is whole", f"worker {worker.name} has less than one after a restart")
-        for attempt in books.open_attempts():
+        for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
                 whole = box.lease_until >= now + limits.client_lease_s
                 self._must(whole, "a lease is whole", f"box {box.number} has less than one after a restart")
         for name, number in self._attempts.items():
-            run = books.runs.get(name)
+            run = cluster.runs.get(name)
             known = run is not None and run.attempt >= number
             self._must(known, "generations and attempts only rise", f"attempt {number} of {name} is forgotten")
-        self._ledger_used = -1
+        self._snapshot_index_used = -1
 
     def changed(self, wrote: bool) -> None:
         """After every event at the coordinator. `wrote`: something is to be written."""
         registry = self.registry
         if registry is None:
             return  # it is booting
-        if registry.books.ledger.used != self._ledger_used:
-            self._ledger_used = registry.books.ledger.used
+        if registry.cluster.snapshot_index.used != self._snapshot_index_used:
+            self._snapshot_index_used = registry.cluster.snapshot_index.used
             self._check_snapshots(registry)
         if not wrote and not self.stirred:
             return
         self.stirred = False
         fail = self.world.violated
-        check_books(fail, registry)
+        check_cluster(fail, registry)
         check_moves(fail, registry, self.before, self._lost, self.limits, self.world.now)
-        for attempt in registry.books.open_attempts():
+        for attempt in registry.cluster.open_attempts():
             for box in attempt.boxes.values():
                 for slot in box.slots:
                     if slot.phase == pb.READY and (*slot.key, slot.generation) not in self._ready:
@@ -154,15 +154,15 @@ class Truth:
 
     def _check_snapshots(self, registry: Registry) -> None:
         """What was acknowledged can be had, or something that serves as well for every place that may be asked for."""
-        ledger = registry.books.ledger
-        for attempt in registry.books.open_attempts():
+        snapshot_index = registry.cluster.snapshot_index
+        for attempt in registry.cluster.open_attempts():
             for box in attempt.boxes.values():
                 plan = self.plan(attempt.run, box.number)
                 where = (attempt.run, attempt.number, box.number)
                 self._reported[where] = max(box.step, self._reported.get(where, 0))
                 oldest = plan.records[max(box.base.step, self._reported[where] - box.retention)]
                 for slot in box.slots:
-                    kept = ledger.snapshots(slot.key)
+                    kept = snapshot_index.snapshots(slot.key)
                     for one in kept:
                         stored = self.disk.snapshots.get((slot.key, one.total, one.epoch))
                         if stored is None or len(stored[1]) != one.size:
@@ -189,7 +189,7 @@ class Truth:
     def arrived(self, method: str, request: Any) -> None:
         assert self.registry is not None
         if method == "Heartbeat":
-            worker = self.registry.books.workers.get(request.worker)
+            worker = self.registry.cluster.workers.get(request.worker)
             if worker is not None and worker.session == request.session and worker.registered:
                 self.before.heard[request.worker] = self.before.awake(self.world.now)
                 self.before.hung_up.discard(request.worker)
@@ -332,7 +332,7 @@ class Truth:
 
     def closed(self, run: str, attempt: int, box: int) -> None:
         assert self.registry is not None
-        current = self.registry.books.runs[run].current
+        current = self.registry.cluster.runs[run].current
         if current is not None and current.number == attempt and box in current.boxes:
             place = current.boxes[box].place.value
             self._must(place == "closed", "what is said is on disk", f"box {box} of {run} was closed, and is {place}")

@@ -15,7 +15,7 @@ worker that stragglers of the same run have left: it is the emptiest for that, a
 Neither for a loader that would replay its whole pass, or whose randomness is in no snapshot: the replay would hold the
 loop up for longer than it gains.
 
-Pure: books are looked at, never changed.
+Pure: cluster state is looked at, never changed.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Move:
     """For the loop waits for it: its own data may be the reason, and then no place helps."""
 
 
-def plan(books: ClusterState, now: float, room: int) -> list[Move]:
+def plan(cluster: ClusterState, now: float, room: int) -> list[Move]:
     """At most `room` moves, each slot and each worker in one of them at most."""
     moves: list[Move] = []
     taken: set[str] = set()
-    for move in (*_stragglers(books, now), *_levelled(books, now)):
+    for move in (*_stragglers(cluster, now), *_levelled(cluster, now)):
         if len(moves) >= room:
             break
         if move.worker.name not in taken and move.slot not in [other.slot for other in moves]:
@@ -62,7 +62,7 @@ def plan(books: ClusterState, now: float, room: int) -> list[Move]:
     return moves
 
 
-def _settled(books: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
+def _settled(cluster: ClusterState, slot: Slot, now: float, times: int = 1) -> bool:
     """It runs well where it is, has done so for long enough, and can be moved at little cost."""
     return (
         slot.phase == pb.READY
@@ -70,7 +70,7 @@ def _settled(books: ClusterState, slot: Slot, now: float, times: int = 1) -> boo
         and not slot.gauge.behind
         and _is_cheap(slot)
         and now >= slot.left_alone_until
-        and now - slot.moved_at >= books.limits.balance_after_s * times
+        and now - slot.moved_at >= cluster.limits.balance_after_s * times
     )
 
 
@@ -81,64 +81,64 @@ def _is_cheap(slot: Slot) -> bool:
     return traits is not None and traits.state_methods >= 2 and not traits.not_restartable and not traits.own_workers
 
 
-def _stragglers(books: ClusterState, now: float) -> Iterator[Move]:
-    for attempt in books.open_attempts():
+def _stragglers(cluster: ClusterState, now: float) -> Iterator[Move]:
+    for attempt in cluster.open_attempts():
         boxes = [box for box in attempt.boxes.values() if box.place is Place.LIVE and not box.pass_ended]
-        found = [finding for box in boxes if (finding := _held_up(books, box)) is not None]
+        found = [finding for box in boxes if (finding := _held_up(cluster, box)) is not None]
         slow = {finding.worker for finding in found}
         for finding in sorted(found, key=lambda finding: -finding.wait_share * finding.blame):
             assert finding.box is not None
             assert finding.slot is not None
             slot = attempt.boxes[finding.box].slots[finding.slot]
-            if len(slot.was_slow_at) >= NUDGES or not _settled(books, slot, now, 1 << len(slot.was_slow_at)):
+            if len(slot.was_slow_at) >= NUDGES or not _settled(cluster, slot, now, 1 << len(slot.was_slow_at)):
                 continue
-            worker = _elsewhere(books, slot, slow | slot.was_slow_at | slot.unfit_at(books.workers))
+            worker = _elsewhere(cluster, slot, slow | slot.was_slow_at | slot.unfit_at(cluster.workers))
             if worker is not None:
                 share = f"{finding.wait_share * finding.blame:.0%}"
                 why = f"box {finding.box} waited {share} of its time for it on worker {slot.worker}"
                 yield Move(slot, worker, why, nudge=True)
 
 
-def _held_up(books: ClusterState, box: Box) -> Finding | None:
+def _held_up(cluster: ClusterState, box: Box) -> Finding | None:
     """By one slot, enough to do something about it."""
-    finding = find([facts(books, box)])
+    finding = find([facts(cluster, box)])
     if finding is None or finding.kind not in ("straggler", "network") or finding.slot is None:
         return None
     return finding if finding.wait_share * finding.blame >= STRAGGLES else None
 
 
-def _elsewhere(books: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
+def _elsewhere(cluster: ClusterState, slot: Slot, slow: set[str]) -> Worker | None:
     """A place for a straggler: on another machine if there is one. `slow`: workers that will not do."""
-    _, box = books.box_of(slot)
+    _, box = cluster.box_of(slot)
     opening = box.opening
-    owner = books.workers.get(slot.worker)
-    here = {worker.name for worker in books.workers.values() if owner and worker.host_id == owner.host_id}
-    slow = slow | _far(books, box)
+    owner = cluster.workers.get(slot.worker)
+    here = {worker.name for worker in cluster.workers.values() if owner and worker.host_id == owner.host_id}
+    slow = slow | _far(cluster, box)
     for barred in (slow | here, slow | {slot.worker}):
-        worker = books.room.choose(slot, opening.host_id, opening.loader.input_fn, barred)
+        worker = cluster.room.choose(slot, opening.host_id, opening.loader.input_fn, barred)
         if worker is not None:
             return worker
     return None
 
 
-def _far(books: ClusterState, box: Box) -> set[str]:
+def _far(cluster: ClusterState, box: Box) -> set[str]:
     """Workers that the box could not reach of late."""
-    return box.unreachable_since(books.events.now - books.limits.unreachable_s)
+    return box.unreachable_since(cluster.events.now - cluster.limits.unreachable_s)
 
 
-def _levelled(books: ClusterState, now: float) -> Iterator[Move]:
-    there = [worker for worker in books.workers.values() if worker.registered and not worker.draining]
+def _levelled(cluster: ClusterState, now: float) -> Iterator[Move]:
+    there = [worker for worker in cluster.workers.values() if worker.registered and not worker.draining]
     fullest = sorted(there, key=lambda worker: (-worker.load, worker.name))
     emptiest = [worker for worker in reversed(fullest) if worker.free > 0]
-    slow = {(attempt.run, name) for attempt in books.open_attempts() for name in _slow_for(attempt)}
+    slow = {(attempt.run, name) for attempt in cluster.open_attempts() for name in _slow_for(attempt)}
     for full, empty in zip(fullest, emptiest, strict=False):
         if full.load - (len(empty.slots) + 1) / empty.capacity < WORTH:
             return
-        slots = [books.slot(key) for key in full.slots]
+        slots = [cluster.slot(key) for key in full.slots]
         fitting = [
             slot
             for slot in slots
-            if slot is not None and (slot.key.run, empty.name) not in slow and _may_go(books, slot, full, empty, now)
+            if slot is not None and (slot.key.run, empty.name) not in slow and _may_go(cluster, slot, full, empty, now)
         ]
         slot = min(fitting, key=lambda slot: slot.key, default=None)
         if slot is not None:
@@ -152,11 +152,11 @@ def _slow_for(attempt: Attempt) -> set[str]:
     return {name for slot in slots if len(slot.was_slow_at) < NUDGES for name in slot.was_slow_at}
 
 
-def _may_go(books: ClusterState, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
-    if slot.worker != full.name or not _settled(books, slot, now):
+def _may_go(cluster: ClusterState, slot: Slot, full: Worker, empty: Worker, now: float) -> bool:
+    if slot.worker != full.name or not _settled(cluster, slot, now):
         return False
-    _, box = books.box_of(slot)
+    _, box = cluster.box_of(slot)
     opening = box.opening
     near = full.host_id == opening.host_id != empty.host_id
-    barred = slot.was_slow_at | slot.unfit_at(books.workers) | _far(books, box)
+    barred = slot.was_slow_at | slot.unfit_at(cluster.workers) | _far(cluster, box)
     return not near and empty.name not in barred and empty.may_run(module_of(opening.loader.input_fn))

@@ -1,8 +1,8 @@
 """What is kept of a box's stream, so that a batch that was delivered can be made again: `penstock replay`.
 
 Batches are nowhere kept, and need not be: how the box was opened, which passes its loop left, which batches were left
-out, and any place to start from make every one of them again. A running coordinator tells this from its books; of
-attempts that are over, and of a coordinator that is stopped, the journal tells it.
+out, and any place to start from make every one of them again. A running coordinator tells this from its cluster state;
+of attempts that are over, and of a coordinator that is stopped, the journal tells it.
 
 Reading the files of a stopped coordinator changes nothing in them. Its lock is taken meanwhile, so that none is started
 on them; one that runs has the newer half of the truth in its memory, and is to be asked instead.
@@ -25,7 +25,7 @@ from penstock.appliance.core.opening import start_of
 from penstock.appliance.model.entities import Attempt, AttemptState, Box, Place, SlotKey
 from penstock.appliance.storage.database import SCHEMA, check_commits, read_only
 from penstock.appliance.storage.journal import TABLES, checked
-from penstock.appliance.storage.snapshot_index import Kept, Ledger
+from penstock.appliance.storage.snapshot_index import Kept, SnapshotIndex
 from penstock.proto.errors import JournalError
 from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
@@ -39,8 +39,8 @@ KNOWN = 8
 
 @dataclass(frozen=True)
 class Track:
-    """What the books have of a box, as of now. Taken in no time and made into a message later: of all boxes of a large
-    attempt that takes seconds, in which the event loop would hear no heartbeat."""
+    """What the cluster state has of a box, as of now. Taken in no time and made into a message later: of all boxes of a
+    large attempt that takes seconds, in which the event loop would hear no heartbeat."""
 
     attempt: int
     seed: int
@@ -77,7 +77,7 @@ class Track:
 
 
 def track_of(attempt: Attempt, box: Box) -> Track:
-    """As the books have it."""
+    """As the cluster state has it."""
     reports = box.place is Place.LIVE and attempt.state is AttemptState.OPEN
     settled = (box.told and (reports or box.place is Place.CLOSED)) or box.settled
     slots = [(dict(slot.skips), slot.traits) for slot in box.slots]
@@ -93,9 +93,9 @@ def _known(box: Box) -> list[Position | records_pb2.BoxPosition]:
     return [found[step] for step in sorted(found)]
 
 
-def with_snapshots(attempt: Attempt, box: Box, ledger: Ledger) -> Track:
+def with_snapshots(attempt: Attempt, box: Box, snapshot_index: SnapshotIndex) -> Track:
     """And with the snapshots that there are."""
-    snapshots = {slot.key: list(ledger.snapshots(slot.key)) for slot in box.slots}
+    snapshots = {slot.key: list(snapshot_index.snapshots(slot.key)) for slot in box.slots}
     return replace(track_of(attempt, box), snapshots=snapshots)
 
 

@@ -9,40 +9,40 @@ from penstock.proto.state.position import Position
 from penstock.proto.v1 import coordinator_pb2 as pb
 
 
-def advance(books: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+def advance(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """The box was handed all up to `request.delivered`, which is not before what is known."""
     position = Position.from_proto(request.delivered)
     steps, box.delivered = position.step - box.step, request.delivered
-    _note_ends(books, attempt, box, position)
+    _note_ends(cluster, attempt, box, position)
     box.measure(now, steps)
     # The positions of the window, thinned out: its lower edge may be late by a share of it, never early.
     history, edge = box.history, box.step - box.retention
-    if box.step - history[-1].step >= max(1, box.retention // books.limits.history_entries):
+    if box.step - history[-1].step >= max(1, box.retention // cluster.limits.history_entries):
         history.append(position)
     while len(history) > 1 and history[1].step <= edge:
         history.popleft()
         box.ends = {end: total for end, total in box.ends.items() if end[1] >= history[0].epoch}
     if history[0].step <= edge:
         for slot in box.slots:
-            books.ledger.trim(slot.key, history[0].total[slot.key.slot])
+            cluster.snapshot_index.trim(slot.key, history[0].total[slot.key.slot])
 
 
-def note_cuts(books: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
+def note_cuts(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest) -> None:
     """The passes that its loop left. Raises InvalidArgumentError for more than there is room for."""
     for cut in request.cuts:
         if cut.epoch in box.cuts:
             continue
-        if len(box.cuts) >= books.limits.cuts_max:
+        if len(box.cuts) >= cluster.limits.cuts_max:
             raise InvalidArgumentError(f"box {box.number} has left {len(box.cuts)} passes: there is no more room")
         for other in attempt.boxes.values() if attempt.note_cut(box, cut.epoch, cut.step) else [box]:
-            books.touch(attempt, other)
-        books.save_cut(attempt, box, cut.epoch)
+            cluster.touch(attempt, other)
+        cluster.save_cut(attempt, box, cut.epoch)
 
 
-def _note_ends(books: ClusterState, attempt: Attempt, box: Box, position: Position) -> None:
+def _note_ends(cluster: ClusterState, attempt: Attempt, box: Box, position: Position) -> None:
     for number in set(range(attempt.num_workers)) - set(position.live):
         box.ends[number, position.epoch] = position.total[number]
-    if len(box.ends) > books.limits.ends_max:
+    if len(box.ends) > cluster.limits.ends_max:
         epochs = sorted({epoch for _, epoch in box.ends})
         newer = epochs[len(epochs) // 2]
         box.ends = {end: total for end, total in box.ends.items() if end[1] > newer}

@@ -1,5 +1,5 @@
-"""The books: all runs and workers, and the elementary moves on them. Each move keeps four things in step: the objects,
-the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
+"""The cluster state: all runs and workers, and the elementary moves on them. Each move keeps four things in step: the
+objects, the journal's rows, the versions that long polls compare, and the list of slots that wait for a worker.
 
 Moves are small and total: `move` takes a slot from whoever has it, `end` closes an attempt, and so on. Who may ask for
 one, and when, is in state_machine.py.
@@ -30,7 +30,7 @@ from penstock.appliance.policies import quarantine
 from penstock.appliance.policies.lease_policy import Pace, Share, of_boxes, of_workers, share
 from penstock.appliance.policies.placement import Room
 from penstock.appliance.storage.journal import TABLES, Journal
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import OverloadedError, SupersededError, UnknownRunError
 from penstock.proto.rpc.channel import detail_of, error_of
 from penstock.proto.rpc.credentials.tickets import lane_key, make_ticket
@@ -44,10 +44,15 @@ Topic = tuple[str | int, ...]
 
 class ClusterState:
     def __init__(
-        self, journal: Journal, ledger: Ledger, limits: Limits, changed: Callable[[Topic], None], events: Events
+        self,
+        journal: Journal,
+        snapshot_index: SnapshotIndex,
+        limits: Limits,
+        changed: Callable[[Topic], None],
+        events: Events,
     ) -> None:
         self.journal = journal
-        self.ledger = ledger
+        self.snapshot_index = snapshot_index
         self.limits = limits
         self.changed = changed
         self.events = events
@@ -197,7 +202,7 @@ class ClusterState:
         run = self.runs.get(run_name)
         attempt = run.current if run is not None else None
         box = attempt.boxes.get(box_number) if attempt is not None else None
-        return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.ledger)
+        return None if attempt is None or box is None else box_history.with_snapshots(attempt, box, self.snapshot_index)
 
     def forget(self, run: Run) -> None:
         """Drops everything about a run that will not be opened again."""
@@ -284,7 +289,7 @@ class ClusterState:
             self.journal.drop("attempts", run=run.name, attempt=oldest)
             self.journal.drop("boxes", run=run.name, attempt=oldest)
             self.journal.drop("tracks", run=run.name, attempt=oldest)
-        self.ledger.drop_attempt(attempt.run, attempt.number)
+        self.snapshot_index.drop_attempt(attempt.run, attempt.number)
 
     def vacate(self, attempt: Attempt, box: Box, place: Place, note: str) -> None:
         """The box's client is gone or has closed: its workers are free at once."""
@@ -450,7 +455,7 @@ class ClusterState:
             del self.waiting[slot.key]
             slot.phase, slot.worker, slot.session = pb.STARTING, worker.name, worker.session
             # A slot that has given something out must be taken over; one that never ran just starts.
-            slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.ledger.snapshots(slot.key)))
+            slot.recovery = slot.restarts > 0 and (slot.ever_ready or bool(self.snapshot_index.snapshots(slot.key)))
             worker.slots.add(slot.key)
             self.placed += 1
             self.save_slot(slot)

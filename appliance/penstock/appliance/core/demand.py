@@ -72,12 +72,12 @@ def cores(workers: Iterable[Worker]) -> int:
     return sum(found.values())
 
 
-def daemons(books: ClusterState) -> int:
+def daemons(cluster: ClusterState) -> int:
     """Return the number of worker daemons for all open runs, of the size that is usual among those that are there."""
     slots = 0
-    for attempt in books.open_attempts():
+    for attempt in cluster.open_attempts():
         slots += len(_live(attempt)) * max(attempt.num_workers, advise(attempt, 0).needed)
-    capacities = [worker.capacity for worker in books.workers.values() if worker.registered and not worker.draining]
+    capacities = [worker.capacity for worker in cluster.workers.values() if worker.registered and not worker.draining]
     return math.ceil(slots / (median(capacities) if capacities else 1))
 
 

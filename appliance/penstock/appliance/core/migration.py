@@ -24,8 +24,8 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 class Migrations:
     """Decides which slots are handed over, and sees them through."""
 
-    def __init__(self, books: ClusterState) -> None:
-        self._books = books
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
         self._balanced_at = 0.0
 
     # ---- what workers say
@@ -40,38 +40,38 @@ class Migrations:
             successor.ready_at = now
             if report.HasField("traits"):
                 successor.traits = report.traits
-            worker = self._books.workers.get(slot.worker)
+            worker = self._cluster.workers.get(slot.worker)
             if worker is not None:
-                self._books.bump_worker(worker)  # to be told that it shall hand over
+                self._cluster.bump_worker(worker)  # to be told that it shall hand over
 
     def handed_over(self, slot: Slot, now: float) -> None:
         """The slot's worker says that all is durable that the successor needs."""
         if slot.successor is not None and slot.successor.ready_at:
-            self._books.take_over(slot, slot.successor.why, now)
+            self._cluster.take_over(slot, slot.successor.why, now)
 
     # ---- time
 
     def tick(self, now: float) -> None:
         """Sees to those under way, to workers that drain, and to the balance."""
-        books, limits = self._books, self._books.limits
-        for slot in list(books.appointed.values()):
+        cluster, limits = self._cluster, self._cluster.limits
+        for slot in list(cluster.appointed.values()):
             successor = slot.successor
             assert successor is not None
             if successor.ready_at and now - successor.ready_at > limits.hand_over_s:
-                books.take_over(slot, successor.why, now)
+                cluster.take_over(slot, successor.why, now)
             elif not successor.ready_at and now - successor.since > limits.successor_s:
                 waited = f"worker {successor.worker} was not ready to take it over within {limits.successor_s:g} s"
                 self._give_up(slot, waited, now)
-        for worker in books.workers.values():
+        for worker in cluster.workers.values():
             if worker.draining:
                 self.drain(worker, now)
         if limits.balance_after_s and now - self._balanced_at >= min(limits.balance_every_s, limits.balance_after_s):
             self._balanced_at = now
-            room = max(1, books.placed // balance.ONE_IN) - len(books.appointed)
-            for move in balance.plan(books, now, room):
+            room = max(1, cluster.placed // balance.ONE_IN) - len(cluster.appointed)
+            for move in balance.plan(cluster, now, room):
                 if move.nudge:
                     move.slot.was_slow_at |= {move.slot.worker}
-                books.appoint(move.slot, move.worker, move.why, now)
+                cluster.appoint(move.slot, move.worker, move.why, now)
 
     def drain(self, worker: Worker, now: float) -> None:
         """Appoints successors for what the worker has, as far as others have places."""
@@ -83,24 +83,24 @@ class Migrations:
             if other is None:
                 continue
             if slot.phase == pb.READY:
-                self._books.appoint(slot, other, why, now)
+                self._cluster.appoint(slot, other, why, now)
             else:  # it has given nothing out, so there is nothing to keep going
-                self._books.move(slot, why, None)
+                self._cluster.move(slot, why, None)
 
     def _elsewhere(self, slot: Slot, worker: Worker, now: float) -> Worker | None:
         """A place for a slot of a worker that drains: with one that could not take it over only if no other has one."""
-        books = self._books
-        _, box = books.box_of(slot)
+        cluster = self._cluster
+        _, box = cluster.box_of(slot)
         host_id, input_fn = box.opening.host_id, box.opening.loader.input_fn
-        far = box.unreachable_since(now - books.limits.unreachable_s)
-        other = books.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(books.workers) | far)
+        far = box.unreachable_since(now - cluster.limits.unreachable_s)
+        other = cluster.room.choose(slot, host_id, input_fn, {worker.name} | slot.unfit_at(cluster.workers) | far)
         if other is None and now >= slot.left_alone_until:
-            other = books.room.choose(slot, host_id, input_fn, {worker.name})
+            other = cluster.room.choose(slot, host_id, input_fn, {worker.name})
         return other
 
     def owned(self, worker: Worker) -> list[Slot]:
         """The slots of the worker, without those that it is getting ready for."""
-        slots = [self._books.slot(key) for key in sorted(worker.slots)]
+        slots = [self._cluster.slot(key) for key in sorted(worker.slots)]
         return [slot for slot in slots if slot is not None and slot.worker == worker.name]
 
     def stuck(self, worker: Worker, now: float) -> int:
@@ -114,9 +114,9 @@ class Migrations:
         Whether one that only the journal knows drains, it tells when it comes back: until then nobody is told that it
         does not, and it cannot be told so either.
         """
-        worker = self._books.workers.get(request.worker)
+        worker = self._cluster.workers.get(request.worker)
         if worker is None:
-            there = ", ".join(sorted(self._books.workers)[:8]) or "none"
+            there = ", ".join(sorted(self._cluster.workers)[:8]) or "none"
             raise UnknownWorkerError(f"there is no worker {request.worker!r}; there are: {there}")
         if request.undo and not worker.registered:
             raise UnknownWorkerError(
@@ -139,22 +139,22 @@ class Migrations:
             return
         worker.draining = draining
         kind, text = ("worker drains", "hands its slots over") if draining else ("worker back", "takes slots again")
-        self._books.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
+        self._cluster.events.add(kind, f"worker {worker.name} {text}", worker=worker.name)
         if draining:
-            for slot in [self._books.slot(key) for key in sorted(worker.slots)]:
+            for slot in [self._cluster.slot(key) for key in sorted(worker.slots)]:
                 if slot is not None and slot.worker != worker.name:
-                    self._books.dismiss(slot)  # it would come here to leave again
+                    self._cluster.dismiss(slot)  # it would come here to leave again
             self.drain(worker, now)
         else:
             for slot in self.owned(worker):
-                self._books.dismiss(slot)
-        self._books.bump_worker(worker)
+                self._cluster.dismiss(slot)
+        self._cluster.bump_worker(worker)
 
     def _give_up(self, slot: Slot, note: str, now: float) -> None:
         """It stays where it is, for now."""
         if slot.successor is not None:
             slot.unfit[slot.successor.worker] = slot.successor.session
-        self._books.dismiss(slot)
-        slot.left_alone_until = now + self._books.limits.left_alone_s
+        self._cluster.dismiss(slot)
+        slot.left_alone_until = now + self._cluster.limits.left_alone_s
         slot.note = note
-        self._books.bump_box(*self._books.box_of(slot))
+        self._cluster.bump_box(*self._cluster.box_of(slot))

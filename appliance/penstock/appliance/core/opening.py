@@ -6,7 +6,7 @@ gathering; a member that is gone makes the attempt broken, for nobody can rejoin
 the opener must be a successor; and a place that a live client holds cannot be told apart from a mistake, so it is an
 error, except for a single box: there the successor never waits for its dead predecessor.
 
-Pure functions over the books; nothing is changed here.
+Pure functions over the cluster state; nothing is changed here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock.appliance.model.entities import Attempt, AttemptState, Box, Place, Run, client_of, shape
 from penstock.appliance.model.limits import Limits
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.proto.errors import (
     BoxOutOfRangeError,
     BoxTakenError,
@@ -52,7 +52,7 @@ def run_name(request: pb.OpenRunRequest) -> str:
 
 
 def validate(request: pb.OpenRunRequest, limits: Limits) -> Position:
-    """Checks all that can be checked without the books; returns where the box starts."""
+    """Checks all that can be checked without the cluster state; returns where the box starts."""
     if not request.job or not request.loader.input_fn:
         raise InvalidArgumentError("an opening needs a job and an input_fn")
     if request.num_boxes < 1 or request.num_workers_per_box < 1:
@@ -96,13 +96,15 @@ def told(request: pb.OpenRunRequest) -> tuple[str, pb.OpenRunRequest]:
     return client_of(request.client_id), kept
 
 
-def check_room(request: pb.OpenRunRequest, run: Run | None, runs: int, ledger: Ledger, limits: Limits) -> None:
+def check_room(
+    request: pb.OpenRunRequest, run: Run | None, runs: int, snapshot_index: SnapshotIndex, limits: Limits
+) -> None:
     """Refuse what there is no room for, and what would keep the coordinator from everybody else's calls. What the
     journal has is not asked: another release may have let it in. `runs`: how many it knows."""
     if run is None and runs >= limits.runs_max:
         raise OverloadedError(f"the journal knows {runs} runs, which is the limit: go on with another state directory")
     for what, blob in (("resume from", request.resume.blob), ("make the loader of", request.loader.arguments_blob)):
-        if blob and not ledger.has_blob(blob):
+        if blob and not snapshot_index.has_blob(blob):
             raise InvalidArgumentError(f"the coordinator has no blob {blob} to {what}: send it with PutBlob first")
     if request.num_workers_per_box > limits.box_slots_max:
         raise InvalidArgumentError(

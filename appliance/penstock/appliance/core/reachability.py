@@ -20,26 +20,26 @@ _WHY = 300
 """Characters of what the box says."""
 
 
-def note(books: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
+def note(cluster: ClusterState, attempt: Attempt, box: Box, request: pb.WatchRunRequest, now: float) -> None:
     """Moves the slots whose lanes the box says are cut off, where another worker has room for them."""
     for claim in request.unreachable:
         slot = box.slots[claim.slot] if claim.slot < len(box.slots) else None
         if slot is None or slot.generation != claim.generation or slot.phase != pb.READY or not slot.worker:
             continue
-        believed = box.unreachable_since(now - books.limits.unreachable_per_s)
-        if slot.worker not in believed and len(believed) >= books.limits.unreachable_max:
+        believed = box.unreachable_since(now - cluster.limits.unreachable_per_s)
+        if slot.worker not in believed and len(believed) >= cluster.limits.unreachable_max:
             continue
         box.unreachable[slot.worker] = now
-        if _elsewhere(books, box, slot, now) is not None:
+        if _elsewhere(cluster, box, slot, now) is not None:
             why = f"the training job of box {box.number} cannot reach worker {slot.worker}: {claim.why[:_WHY]}"
-            books.move(slot, why, None)
+            cluster.move(slot, why, None)
 
 
-def _elsewhere(books: ClusterState, box: Box, slot: Slot, now: float) -> Worker | None:
+def _elsewhere(cluster: ClusterState, box: Box, slot: Slot, now: float) -> Worker | None:
     opening = box.opening
-    for since in (now - books.limits.unreachable_s, now - books.limits.unreachable_again_s):
+    for since in (now - cluster.limits.unreachable_s, now - cluster.limits.unreachable_again_s):
         barred = box.unreachable_since(since)
-        worker = books.room.choose(slot, opening.host_id, opening.loader.input_fn, barred | {slot.worker})
+        worker = cluster.room.choose(slot, opening.host_id, opening.loader.input_fn, barred | {slot.worker})
         if worker is not None:
             return worker
     return None

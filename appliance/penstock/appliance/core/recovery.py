@@ -1,4 +1,4 @@
-"""The books after a restart, from the journal.
+"""The cluster state after a restart, from the journal.
 
 Everybody has a full new lease. Workers that the journal knows are kept as they were, unregistered: with their next
 heartbeat they are told to register again, and one that does under the same session keeps its slots where they are, with
@@ -31,87 +31,87 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 from penstock.proto.v1 import records_pb2
 
 
-def restore(books: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    """Fills empty books. The leases are the longest that were promised before. Raises JournalError for rows that SQLite
-    can read and that make no books."""
+def restore(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
+    """Fills empty cluster state. The leases are the longest that were promised before. Raises JournalError for rows
+    that SQLite can read and that make no cluster state."""
     try:
-        _fill(books, now, worker_lease_s, client_lease_s)
+        _fill(cluster, now, worker_lease_s, client_lease_s)
     except (LookupError, TypeError, ValueError, AssertionError, DecodeError, PenstockError) as error:
         raise JournalError(
-            f"{books.journal.name} holds rows that do not fit together ({type(error).__name__}: {error}): restore it "
+            f"{cluster.journal.name} holds rows that do not fit together ({type(error).__name__}: {error}): restore it "
             "from a copy, or move it away to start anew"
         ) from error
 
 
-def _fill(books: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
-    journal = books.journal
+def _fill(cluster: ClusterState, now: float, worker_lease_s: float, client_lease_s: float) -> None:
+    journal = cluster.journal
     if journal.boots > 1:
-        books.events.add("coordinator restarted", "the coordinator was started again on its journal")
+        cluster.events.add("coordinator restarted", "the coordinator was started again on its journal")
     for row in journal.rows("runs"):
         seed = int(row["seed"])
         run = Run(row["run"], seed, row["num_boxes"], row["num_workers"], row["attempt"], row["generation"])
-        books.runs[run.name] = run
+        cluster.runs[run.name] = run
     for row in journal.rows("attempts"):
-        run, number, state = books.runs[row["run"]], row["attempt"], AttemptState(row["state"])
+        run, number, state = cluster.runs[row["run"]], row["attempt"], AttemptState(row["state"])
         if state is AttemptState.OPEN:
             shape = (run.num_boxes, run.num_workers)
             run.current = Attempt(run.name, number, row["key"], row["opened_by"], *shape, run.seed, last_live=now)
         else:
             run.past[number] = Past(number, row["key"], state, row["why"], {})
     for row in journal.rows("boxes"):
-        run = books.runs[row["run"]]
+        run = cluster.runs[row["run"]]
         if run.current is not None and row["attempt"] == run.current.number:
-            _box(books, run.current, row, now)
-            books.live_boxes += row["place"] == Place.LIVE.value
+            _box(cluster, run.current, row, now)
+            cluster.live_boxes += row["place"] == Place.LIVE.value
         else:
             run.past[row["attempt"]].clients[row["box"]] = client_in(row["client_id"])
     for row in journal.rows("slots"):
-        _slot(books, row, now)
+        _slot(cluster, row, now)
     for row in journal.rows("skips"):
-        slot = books.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
+        slot = cluster.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
         assert slot is not None
         slot.skips[row["epoch"], row["total"]] = row["count"]
         slot.skipped[row["epoch"], row["total"]] = row["own"]
     for row in journal.rows("reserved"):
-        slot = books.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
+        slot = cluster.slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]))
         if slot is not None:  # else a release that does not know them ended the attempt
             slot.reserved = row["generation"]
     for row in journal.rows("cuts"):
-        attempt = books.runs[row["run"]].current
+        attempt = cluster.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:  # else a release that does not know them ended it
             attempt.note_cut(attempt.boxes[row["box"]], row["epoch"], row["step"])
     for row in journal.rows("tracks"):
-        attempt = books.runs[row["run"]].current
+        attempt = cluster.runs[row["run"]].current
         if attempt is not None and attempt.number == row["attempt"]:
             box, track = attempt.boxes[row["box"]], pb.History.FromString(row["history"])
             box.earlier, box.settled = tuple(track.known), track.settled and box.place is Place.CLOSED
-    worker_lease_s = max(worker_lease_s, books.worker_pace().lease_s)
-    for worker in books.workers.values():
+    worker_lease_s = max(worker_lease_s, cluster.worker_pace().lease_s)
+    for worker in cluster.workers.values():
         worker.lease_until = now + worker_lease_s
-    client_lease_s = max(client_lease_s, books.box_pace().lease_s)
-    for attempt in books.open_attempts():
+    client_lease_s = max(client_lease_s, cluster.box_pace().lease_s)
+    for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             box.lease_until = now + client_lease_s
-    still_open = {(attempt.run, attempt.number) for attempt in books.open_attempts()}
-    for run_name, number in books.ledger.attempts() - still_open:
-        books.ledger.drop_attempt(run_name, number)
+    still_open = {(attempt.run, attempt.number) for attempt in cluster.open_attempts()}
+    for run_name, number in cluster.snapshot_index.attempts() - still_open:
+        cluster.snapshot_index.drop_attempt(run_name, number)
 
 
-def _box(books: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
+def _box(cluster: ClusterState, attempt: Attempt, row: Mapping[str, Any], now: float) -> None:
     request = pb.OpenRunRequest.FromString(row["opening"])
     request.ClearField("client_id")  # which releases before this one kept
-    base = opening.validate(request, books.limits)
-    box = Box(row["box"], client_in(row["client_id"]), request, base, Place(row["place"]), now, books.next_version())
+    base = opening.validate(request, cluster.limits)
+    box = Box(row["box"], client_in(row["client_id"]), request, base, Place(row["place"]), now, cluster.next_version())
     box.reported_at, box.told, box.restored = now, False, True
     box.history.append(base)
     if box.place is Place.CLOSED:
-        box.lingers_until = now + books.limits.linger_s
+        box.lingers_until = now + cluster.limits.linger_s
     attempt.boxes[box.number] = box
-    books.slots_held[box.credential] += attempt.num_workers
+    cluster.slots_held[box.credential] += attempt.num_workers
 
 
-def _slot(books: ClusterState, row: Mapping[str, Any], now: float) -> None:
-    attempt = books.runs[row["run"]].current
+def _slot(cluster: ClusterState, row: Mapping[str, Any], now: float) -> None:
+    attempt = cluster.runs[row["run"]].current
     assert attempt is not None  # rows of slots go with their attempt, in one transaction
     box = attempt.boxes[row["box"]]
     slot = Slot(SlotKey(row["run"], row["attempt"], row["box"], row["slot"]), row["generation"], row["phase"])
@@ -121,11 +121,11 @@ def _slot(books: ClusterState, row: Mapping[str, Any], now: float) -> None:
     slot.error = None if row["error"] is None else records_pb2.ErrorDetail.FromString(row["error"])
     box.slots.append(slot)
     if slot.worker:
-        worker = books.workers.get(slot.worker)
+        worker = cluster.workers.get(slot.worker)
         if worker is None:
-            worker = Worker(slot.worker, slot.session, "", 0, "", "", False, now, now, books.next_version())
-            books.workers[worker.name] = worker
+            worker = Worker(slot.worker, slot.session, "", 0, "", "", False, now, now, cluster.next_version())
+            cluster.workers[worker.name] = worker
         worker.slots.add(slot.key)
-        books.placed += 1
+        cluster.placed += 1
     elif slot.phase == pb.WAITING and box.place is Place.LIVE:
-        books.waiting[slot.key] = slot
+        cluster.waiting[slot.key] = slot

@@ -1,9 +1,9 @@
 """The coordinator as a state machine: calls in, replies out. No I/O but the journal's; time and seeds are given.
 
 Each public method is one call of coordinator.proto or the passing of time (`tick`). It checks who speaks, makes its
-moves on the books, gives waiting slots to workers, plans state queries again where something moved, and commits; the
-reply is made after that, so what it says is on disk. All calls are idempotent, and late ones of fenced peers change
-nothing: see the order contract that opens coordinator.proto.
+moves on the cluster state, gives waiting slots to workers, plans state queries again where something moved, and
+commits; the reply is made after that, so what it says is on disk. All calls are idempotent, and late ones of fenced
+peers change nothing: see the order contract that opens coordinator.proto.
 
 Single-threaded by construction: methods never wait. The service waits, on the topics that `changed` announces.
 
@@ -43,7 +43,7 @@ from penstock.appliance.policies.lease_policy import Promise, patience_s, strain
 from penstock.appliance.policies.placement import nobody_may
 from penstock.appliance.states.state_query import StateQuery
 from penstock.appliance.storage.journal import Journal
-from penstock.appliance.storage.snapshot_index import Kept, Ledger
+from penstock.appliance.storage.snapshot_index import Kept, SnapshotIndex
 from penstock.proto.errors import (
     BoxTakenError,
     InputFnNotAllowedError,
@@ -66,8 +66,8 @@ _NO_REASON = records_pb2.ErrorDetail(name="PenstockError", message="the worker g
 class Registry:
     """
     Args:
-        journal: where the books are kept.
-        ledger: the index of snapshots and blobs, filled from the store.
+        journal: where the cluster state is kept.
+        snapshot_index: the index of snapshots and blobs, filled from the store.
         limits: see there.
         clock: monotonic seconds.
         wall: seconds since the epoch, for what replies say of it.
@@ -79,7 +79,7 @@ class Registry:
     def __init__(
         self,
         journal: Journal,
-        ledger: Ledger,
+        snapshot_index: SnapshotIndex,
         limits: Limits,
         *,
         clock: Callable[[], float],
@@ -88,55 +88,55 @@ class Registry:
         changed: Callable[[Topic], None],
         host: str = "",
     ) -> None:
-        self.books = ClusterState(journal, ledger, limits, changed, Events(clock, wall))
+        self.cluster = ClusterState(journal, snapshot_index, limits, changed, Events(clock, wall))
         self.limits = limits
         self._clock = clock
         self._wall = wall
         self._fresh_seed = fresh_seed
-        self.desk = StateQueries(self.books)
-        self._hand_overs = Migrations(self.books)
+        self.desk = StateQueries(self.cluster)
+        self._hand_overs = Migrations(self.cluster)
         self._old_sessions: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._started = self._ticked = now = clock()
-        self.books.tickets_expire = expiry(wall())
+        self.cluster.tickets_expire = expiry(wall())
         self._to_workers = Promise(journal, "worker_lease_s", limits.worker_lease_s, now)
         self._to_boxes = Promise(journal, "client_lease_s", limits.client_lease_s, now)
         away_s = limits.return_s if journal.noted("host", "") not in ("", host) else 0.0
         if journal.noted("host", "") != host:
             journal.note("host", host)
         self._found_by = now + max(self._to_workers.lease_s, away_s)
-        restore(self.books, now, max(self._to_workers.lease_s, away_s), max(self._to_boxes.lease_s, away_s))
+        restore(self.cluster, now, max(self._to_workers.lease_s, away_s), max(self._to_boxes.lease_s, away_s))
 
     # ------------------------------------------------------------------------------------------------------ common
 
     def _settle(self) -> None:
         """After every change: place what waits, plan what is asked, commit."""
-        books = self.books
-        books.place_waiting()
+        cluster = self.cluster
+        cluster.place_waiting()
         self.desk.settle()
-        books.journal.commit()
+        cluster.journal.commit()
 
     # -------------------------------------------------------------------------------------------------------- clients
 
     def open_run(self, request: pb.OpenRunRequest, credential: str = "") -> pb.OpenRunReply:
         """`credential`: which token the caller showed, by its digest."""
-        now, books = self._clock(), self.books
+        now, cluster = self._clock(), self.cluster
         base = opening.validate(request, self.limits)
         client, request = opening.told(request)
         name = opening.run_name(request)
-        run = books.runs.get(name)
-        opening.check_room(request, run, len(books.runs), books.ledger, self.limits)
+        run = cluster.runs.get(name)
+        opening.check_room(request, run, len(cluster.runs), cluster.snapshot_index, self.limits)
         match opening.decide(run, request, client, now):
             case opening.Same(box):
-                attempt = books.attempt(name, run.attempt if run is not None else 0)
+                attempt = cluster.attempt(name, run.attempt if run is not None else 0)
                 self._renew(attempt, box, now)
             case opening.Join(attempt):
-                books.check_room(request, credential, None)
-                books.add_box(attempt, client, request, base, now, credential)
+                cluster.check_room(request, credential, None)
+                cluster.add_box(attempt, client, request, base, now, credential)
             case opening.Next():
-                books.check_room(request, credential, run.current if run is not None else None)
+                cluster.check_room(request, credential, run.current if run is not None else None)
                 attempt = self._next_attempt(name, run, client, request, now)
-                books.add_box(attempt, client, request, base, now, credential)
-        pace = books.box_pace()
+                cluster.add_box(attempt, client, request, base, now, credential)
+        pace = cluster.box_pace()
         self._to_boxes.keep(pace.lease_s, now)
         self._settle()
         return pb.OpenRunReply(
@@ -149,33 +149,33 @@ class Registry:
         )
 
     def _next_attempt(self, name: str, run: Run | None, client: str, request: pb.OpenRunRequest, now: float) -> Attempt:
-        books = self.books
+        cluster = self.cluster
         seed = opening.seed_of(run, request, self._fresh_seed)
         opener = f"box {request.box}, client {shown(client)} on host {request.host_id or '?'}"
         if run is None:
-            run = books.runs[name] = Run(name, seed, 0, 0, 0, 0)
+            run = cluster.runs[name] = Run(name, seed, 0, 0, 0, 0)
         number = run.attempt + 1
         if run.current is not None:
             why = f"attempt {run.current.number} of run {name} was superseded by attempt {number}, opened by {opener}"
-            books.end(run.current, AttemptState.SUPERSEDED, why)
+            cluster.end(run.current, AttemptState.SUPERSEDED, why)
         run.seed, run.attempt = seed, number
         run.num_boxes, run.num_workers = request.num_boxes, request.num_workers_per_box
         run.current = Attempt(
             name, number, request.attempt_key, opener, run.num_boxes, run.num_workers, seed, last_live=now
         )
-        books.save_run(run)
-        books.save_attempt(run.current)
+        cluster.save_run(run)
+        cluster.save_attempt(run.current)
         return run.current
 
     def _renew(self, attempt: Attempt, box: Box, now: float, known_s: float = 0.0) -> None:
         """`known_s`: the lease that the box goes by."""
         if box.place is Place.GONE:
-            self.books.revive(attempt, box, now)
-        box.lease_until = now + self.books.box_pace().promised(known_s, self.limits.lease_max_s)
+            self.cluster.revive(attempt, box, now)
+        box.lease_until = now + self.cluster.box_pace().promised(known_s, self.limits.lease_max_s)
         box.reported_at = now
 
     def _place_of(self, run: str, attempt_number: int, number: int, client_id: str) -> tuple[Attempt, Box]:
-        attempt = self.books.attempt(run, attempt_number)
+        attempt = self.cluster.attempt(run, attempt_number)
         box = attempt.boxes.get(number)
         if box is None:
             raise UnknownRunError(f"box {number} of run {run} has not been opened in attempt {attempt_number}")
@@ -195,18 +195,18 @@ class Registry:
 
     def box_view(self, request: pb.WatchRunRequest) -> pb.WatchRunReply:
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
-        pace = self.books.box_pace()
+        pace = self.cluster.box_pace()
         self._to_boxes.keep(pace.lease_s, box.reported_at)
         box.lease_until = max(box.lease_until, box.reported_at + pace.lease_s)
-        self.books.journal.commit()
-        reply = views.watch_reply(self.books, attempt, box, request.seen_version, pace, self._wall())
-        reply.commit_mark = self.books.journal.mark()
+        self.cluster.journal.commit()
+        reply = views.watch_reply(self.cluster, attempt, box, request.seen_version, pace, self._wall())
+        reply.commit_mark = self.cluster.journal.mark()
         return reply
 
     def box_hold(self, request: pb.WatchRunRequest) -> float:
         """Seconds that a watch with nothing to tell is held."""
         name = f"{request.run}.{request.box}"
-        return min(request.hold_s, self.books.box_pace().left(self._clock(), name))
+        return min(request.hold_s, self.cluster.box_pace().left(self._clock(), name))
 
     def box_version(self, request: pb.WatchRunRequest) -> int:
         _, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
@@ -215,7 +215,7 @@ class Registry:
     def _report(self, request: pb.WatchRunRequest) -> tuple[Attempt, Box]:
         now = self._clock()
         by_slot_s = request.waited_by_slot_s
-        self.books.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
+        self.cluster.journal.confirm(request.commit_mark, f"box {request.box} of run {request.run}")
         check_measures(hold_s=request.hold_s, waited_s=request.waited_s, waited_by_slot_s=sum(by_slot_s))
         attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         for cut in request.cuts:
@@ -223,21 +223,21 @@ class Registry:
         self._renew(attempt, box, now, request.lease_s)
         if not box.told:
             box.told = True
-            self.books.touch(attempt, box)
+            self.cluster.touch(attempt, box)
         delivered = request.delivered
         if delivered.slots and len(delivered.slots) != attempt.num_workers:
             raise InvalidArgumentError(f"a position of {len(delivered.slots)} slots for {attempt.num_workers} workers")
-        box_progress.note_cuts(self.books, attempt, box, request)
+        box_progress.note_cuts(self.cluster, attempt, box, request)
         if delivered.step >= box.delivered.step:  # else it was overtaken by a later report
             passed = attempt.left_between(box.step, delivered.step)
             if request.pass_ended != box.pass_ended or delivered.epoch != box.delivered.epoch or passed:
-                self.books.touch(attempt, box)
+                self.cluster.touch(attempt, box)
             attempt.set_ended(box, request.pass_ended)
             box.waiting_for, box.waited_s = request.waiting_for, request.waited_s
             box.note_waits(now, by_slot_s)
             if delivered.slots:
-                box_progress.advance(self.books, attempt, box, request, now)
-        reachability.note(self.books, attempt, box, request, now)
+                box_progress.advance(self.cluster, attempt, box, request, now)
+        reachability.note(self.cluster, attempt, box, request, now)
         self._settle()
         return attempt, box
 
@@ -246,7 +246,7 @@ class Registry:
         try:
             attempt, box = self._place_of(request.run, request.attempt, request.box, request.client_id)
         except (SupersededError, UnknownRunError):
-            self.books.journal.commit()
+            self.cluster.journal.commit()
             return
         if request.HasField("progress"):
             self._report(request.progress)
@@ -255,20 +255,20 @@ class Registry:
         if attempt.any_live():
             box.lingers_until = self._clock() + self.limits.linger_s
             for slot in box.slots:
-                self.books.waiting.pop(slot.key, None)
-            self.books.save_box(attempt, box)
-            self.books.save_track(attempt, box)
-            self.books.touch(attempt, box)
+                self.cluster.waiting.pop(slot.key, None)
+            self.cluster.save_box(attempt, box)
+            self.cluster.save_track(attempt, box)
+            self.cluster.touch(attempt, box)
         else:
-            self.books.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
+            self.cluster.end(attempt, AttemptState.ENDED, f"attempt {attempt.number} of run {attempt.run} was closed")
             if request.forget:
-                self.books.forget(self.books.runs[attempt.run])
+                self.cluster.forget(self.cluster.runs[attempt.run])
         self._settle()
 
     # -------------------------------------------------------------------------------------------------------- workers
 
     def register_worker(self, request: pb.RegisterWorkerRequest) -> pb.RegisterWorkerReply:
-        now, books = self._clock(), self.books
+        now, cluster = self._clock(), self.cluster
         if not request.worker or not request.session or request.slots < 1:
             raise InvalidArgumentError("a worker needs a name, a session and at least one slot")
         if request.slots > self.limits.worker_slots_max:
@@ -276,20 +276,20 @@ class Registry:
                 f"slots must be at most {self.limits.worker_slots_max} for one worker, got {request.slots}: start "
                 "several workers"
             )
-        books.journal.confirm(request.commit_mark, f"worker {request.worker}")
+        cluster.journal.confirm(request.commit_mark, f"worker {request.worker}")
         if (request.worker, request.session) in self._old_sessions:
             raise SupersededError(
                 f"another process has registered as worker {request.worker}: give every worker a name of its own"
             )
-        if request.worker not in books.workers and len(books.workers) >= self.limits.workers_max:
-            raise OverloadedError(f"{len(books.workers)} workers are registered, which is the limit")
-        old = books.workers.get(request.worker)
+        if request.worker not in cluster.workers and len(cluster.workers) >= self.limits.workers_max:
+            raise OverloadedError(f"{len(cluster.workers)} workers are registered, which is the limit")
+        old = cluster.workers.get(request.worker)
         keeps: set[SlotKey] = set()
         draining = request.draining
         if old is not None and old.session == request.session:
             keeps, draining = old.slots, old.draining or request.draining
         elif old is not None:
-            books.drop_worker(old, f"worker {old.name} was started anew", now)
+            cluster.drop_worker(old, f"worker {old.name} was started anew", now)
             self._old_sessions[old.name, old.session] = None
             while len(self._old_sessions) > self.limits.past_sessions:
                 self._old_sessions.popitem(last=False)
@@ -303,30 +303,30 @@ class Registry:
             registered=True,
             lease_until=now,
             seen_at=now,
-            version=books.next_version(),
+            version=cluster.next_version(),
             draining=draining,
             allow=tuple(request.allow),
             release=request.version,
             cores=request.cores,
             slots=keeps,
         )
-        books.workers[worker.name] = worker
-        books.events.add("worker joined", f"worker {worker.name} has {worker.capacity} slots", worker=worker.name)
-        books.count_fleet(now)
-        pace = books.worker_pace()
+        cluster.workers[worker.name] = worker
+        cluster.events.add("worker joined", f"worker {worker.name} has {worker.capacity} slots", worker=worker.name)
+        cluster.count_fleet(now)
+        pace = cluster.worker_pace()
         self._to_workers.keep(pace.lease_s, now)
         worker.lease_until = now + pace.lease_s
-        books.room.offer(worker)
+        cluster.room.offer(worker)
         for key in sorted(worker.slots)[worker.capacity :]:
-            slot = books.slot(key)
+            slot = cluster.slot(key)
             if slot is not None and slot.worker == worker.name:
-                books.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
+                cluster.move(slot, f"worker {worker.name} came back with {worker.capacity} slots", None)
             elif slot is not None:
-                books.dismiss(slot)
+                cluster.dismiss(slot)
         for key in sorted(worker.slots):  # its addresses may be new
-            slot = books.slot(key)
+            slot = cluster.slot(key)
             if slot is not None:
-                books.bump_box(*books.box_of(slot))
+                cluster.bump_box(*cluster.box_of(slot))
         self._settle()
         return pb.RegisterWorkerReply(lease_s=pace.lease_s, version=VERSION, beat_s=pace.beat_s)
 
@@ -342,7 +342,7 @@ class Registry:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.seen_at = now
-            worker.lease_until = now + self.books.worker_pace().promised(request.lease_s, self.limits.lease_max_s)
+            worker.lease_until = now + self.cluster.worker_pace().promised(request.lease_s, self.limits.lease_max_s)
             for report in request.slots:
                 self._slot_report(worker, report, now)
             if request.leaving and not worker.draining:
@@ -353,27 +353,27 @@ class Registry:
         """Its connection ended under a heartbeat. That is no proof, but a reason to wait less."""
         worker = self._registered(name, session)
         if worker is not None:
-            longer = self.books.worker_pace().lease_s / self.limits.worker_lease_s
+            longer = self.cluster.worker_pace().lease_s / self.limits.worker_lease_s
             worker.lease_until = min(worker.lease_until, self._clock() + self.limits.hung_up_s * longer)
 
     def worker_view(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         worker = self._registered(request.worker, request.session)
         if worker is None:
-            self.books.journal.commit()
+            self.cluster.journal.commit()
             return pb.HeartbeatReply(register_again=True)
-        pace = self.books.worker_pace()
+        pace = self.cluster.worker_pace()
         self._to_workers.keep(pace.lease_s, worker.seen_at)
         worker.lease_until = max(worker.lease_until, worker.seen_at + pace.lease_s)
-        self.books.journal.commit()
+        self.cluster.journal.commit()
         wants = self.desk.wants(worker.name, self._clock())
         stuck = self._hand_overs.stuck(worker, self._clock()) if worker.draining else 0
-        reply = views.heartbeat_reply(self.books, worker, request, pace, self._wall(), wants, stuck)
-        reply.commit_mark = self.books.journal.mark()
+        reply = views.heartbeat_reply(self.cluster, worker, request, pace, self._wall(), wants, stuck)
+        reply.commit_mark = self.cluster.journal.mark()
         return reply
 
     def worker_hold(self, request: pb.HeartbeatRequest) -> float:
         """Seconds that a heartbeat with nothing to tell is held."""
-        return min(request.hold_s, self.books.worker_pace().left(self._clock(), request.worker))
+        return min(request.hold_s, self.cluster.worker_pace().left(self._clock(), request.worker))
 
     def worker_version(self, request: pb.HeartbeatRequest) -> int:
         """-1, which nobody has seen, for a worker that is to register again."""
@@ -381,20 +381,20 @@ class Registry:
         return -1 if worker is None else worker.version
 
     def _registered(self, name: str, session: str) -> Worker | None:
-        worker = self.books.workers.get(name)
+        worker = self.cluster.workers.get(name)
         return worker if worker is not None and worker.session == session and worker.registered else None
 
     def _slot_report(self, worker: Worker, report: pb.SlotReport, now: float) -> None:
-        slot = self.books.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
+        slot = self.cluster.slot(SlotKey(report.run, report.attempt, report.box, report.slot))
         if slot is not None and slot.is_succeeded_by(worker.name, report.generation):
             self._hand_overs.heard(slot, report, now)
             return
         if slot is None or slot.generation != report.generation or slot.worker != worker.name:
             return  # fenced: the worker sees from its assignments that it has nothing to do there
-        self.books.note_rate(slot, report, now)
+        self.cluster.note_rate(slot, report, now)
         if report.doing != slot.doing:
             slot.doing, slot.stack = report.doing[:_DOING], report.stack[:_STACK]
-            self.books.bump_box(*self.books.box_of(slot))
+            self.cluster.bump_box(*self.cluster.box_of(slot))
         if report.phase == pb.FAILED and slot.phase != pb.FAILED:
             if report.recycle:
                 self._recycle(slot, report)
@@ -402,16 +402,16 @@ class Registry:
                 what = report.error.message or "its runner died"
                 slot.stack = report.error.remote_traceback[:_STACK]
                 making = report.making if report.HasField("making") and quarantine.is_place(report.making) else None
-                self.books.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
+                self.cluster.move(slot, f"runner of {slot} on worker {worker.name} died: {what}", now, making)
             else:
-                self.books.fail(slot, report.error if report.HasField("error") else _NO_REASON)
+                self.cluster.fail(slot, report.error if report.HasField("error") else _NO_REASON)
         elif report.phase == pb.READY and slot.phase in (pb.STARTING, pb.READY):
             traits = report.traits if report.HasField("traits") else slot.traits
             if slot.phase != pb.READY or traits != slot.traits:
                 slot.moved_at = now if slot.phase != pb.READY else slot.moved_at
                 slot.phase, slot.ever_ready, slot.traits = pb.READY, True, traits
-                self.books.save_slot(slot)
-                self.books.bump_box(*self.books.box_of(slot))
+                self.cluster.save_slot(slot)
+                self.cluster.bump_box(*self.cluster.box_of(slot))
             if report.handed_over:
                 self._hand_overs.handed_over(slot, now)
 
@@ -422,17 +422,17 @@ class Registry:
                 f"{report.error.message}; it held that much before its second batch, and so did the runner before: "
                 "raise the limit (--runner-memory), or make smaller batches"
             )
-            self.books.fail(slot, detail_of(error))
+            self.cluster.fail(slot, detail_of(error))
             return
         slot.outgrown = slot.generation if report.outgrown else 0
-        self.books.move(slot, report.error.message, None)
+        self.cluster.move(slot, report.error.message, None)
 
     def deregister_worker(self, request: pb.DeregisterWorkerRequest) -> None:
         worker = self._registered(request.worker, request.session)
         if worker is not None:
             worker.draining = worker.left = True
-            self.books.events.add("worker left", f"worker {worker.name} was told to end", worker=worker.name)
-            self.books.drop_worker(worker, f"worker {worker.name} drains", None)
+            self.cluster.events.add("worker left", f"worker {worker.name} was told to end", worker=worker.name)
+            self.cluster.drop_worker(worker, f"worker {worker.name} drains", None)
         self._settle()
 
     def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerReply:
@@ -445,15 +445,15 @@ class Registry:
 
     def slot_to_recover(self, key: SlotKey, generation: int) -> Slot:
         """The slot, if `generation` is its present one or that of its successor. SupersededError if not."""
-        slot = self.books.slot(key)
+        slot = self.cluster.slot(key)
         if slot is not None and slot.successor is not None and slot.successor.generation == generation:
             return slot
         return self.slot_of_generation(key, generation)
 
     def slot_of_generation(self, key: SlotKey, generation: int) -> Slot:
         """The slot, if `generation` is its present one. SupersededError if not."""
-        attempt = self.books.attempt(key.run, key.attempt)
-        slot = self.books.slot(key)
+        attempt = self.cluster.attempt(key.run, key.attempt)
+        slot = self.cluster.slot(key)
         if slot is None:
             raise UnknownRunError(f"run {key.run} (attempt {attempt.number}) has no box {key.box} slot {key.slot}")
         if slot.generation != generation or not slot.worker:
@@ -470,17 +470,17 @@ class Registry:
         """
         key = SlotKey(header.run, header.attempt, header.box, header.slot)
         kept = Kept(header.total, header.epoch, header.size, header.origin)
-        slot = self.books.slot(key)
+        slot = self.cluster.slot(key)
         if slot is None:
-            self.books.ledger.discard(key, kept)
+            self.cluster.snapshot_index.discard(key, kept)
         else:
-            self.books.ledger.add(key, kept)
+            self.cluster.snapshot_index.add(key, kept)
             slot.gauge.saved_at = self._clock()
         self.slot_of_generation(key, header.generation)
 
     def blob_stored(self, name: str, size: int, credential: str = "") -> None:
         """`credential`: the token that it came with."""
-        self.books.ledger.add_blob(name, size, self._clock(), credential)
+        self.cluster.snapshot_index.add_blob(name, size, self._clock(), credential)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -535,25 +535,25 @@ class Registry:
 
     def tick(self) -> None:
         """Looks at the leases. Call it several times a lease."""
-        now, books, limits = self._clock(), self.books, self.limits
+        now, cluster, limits = self._clock(), self.cluster, self.limits
         gap, self._ticked = now - self._ticked, now
-        books.strain = strained(books.strain, gap, limits.tick_s)
+        cluster.strain = strained(cluster.strain, gap, limits.tick_s)
         late = gap if gap > limits.stall_s else gap - 2 * limits.tick_s
         if late > 0:
             gap = late
-            for worker in books.workers.values():
+            for worker in cluster.workers.values():
                 worker.lease_until += gap
-            for attempt in books.open_attempts():
+            for attempt in cluster.open_attempts():
                 attempt.last_live += gap
                 for box in attempt.boxes.values():
                     box.lease_until += gap
-        books.drop_silent(now, patience_s(books.strain, books.worker_pace().lease_s))
-        books.count_fleet(now)
-        overdue = now - patience_s(books.strain, books.box_pace().lease_s)
+        cluster.drop_silent(now, patience_s(cluster.strain, cluster.worker_pace().lease_s))
+        cluster.count_fleet(now)
+        overdue = now - patience_s(cluster.strain, cluster.box_pace().lease_s)
         vacated = 0  # slots; of more than `slots_at_once` the rest is left to the next tick
         named: set[str] = set()
-        books.live_boxes = 0
-        for attempt in books.open_attempts():
+        cluster.live_boxes = 0
+        for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
                 named |= {box.opening.resume.blob, box.opening.loader.arguments_blob}
                 if vacated >= limits.slots_at_once:
@@ -562,55 +562,55 @@ class Registry:
                     vacated += len(box.slots)
                     silent = now - box.reported_at
                     note = f"the training job of box {box.number} was not heard of for {silent:.1f} s"
-                    books.vacate(attempt, box, Place.GONE, note)
+                    cluster.vacate(attempt, box, Place.GONE, note)
                 elif 0.0 < box.lingers_until <= now:
                     box.lingers_until = 0.0
                     vacated += len(box.slots)
-                    books.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
+                    cluster.vacate(attempt, box, Place.CLOSED, f"box {box.number} was closed")
             live = sum(box.place is Place.LIVE for box in attempt.boxes.values())
-            books.live_boxes += live
+            cluster.live_boxes += live
             if live:
                 attempt.last_live = now
             elif now - attempt.last_live > limits.abandoned_s:
                 why = (
                     f"no box of attempt {attempt.number} of run {attempt.run} was heard of for {limits.abandoned_s:g} s"
                 )
-                books.end(attempt, AttemptState.ENDED, why)
-        books.ledger.drop_idle_blobs(named, now)
+                cluster.end(attempt, AttemptState.ENDED, why)
+        cluster.snapshot_index.drop_idle_blobs(named, now)
         self._hand_overs.tick(now)
         self._renew_tickets()
         self._fail_what_nobody_may_run(now)
-        self._to_workers.take_back(books.worker_pace().lease_s, now)
-        self._to_boxes.take_back(books.box_pace().lease_s, now)
+        self._to_workers.take_back(cluster.worker_pace().lease_s, now)
+        self._to_boxes.take_back(cluster.box_pace().lease_s, now)
         self._settle()
 
     def _renew_tickets(self) -> None:
         expires = expiry(self._wall())
-        if expires != self.books.tickets_expire:
-            self.books.tickets_expire = expires
-            for attempt in self.books.open_attempts():
+        if expires != self.cluster.tickets_expire:
+            self.cluster.tickets_expire = expires
+            for attempt in self.cluster.open_attempts():
                 for box in attempt.boxes.values():
-                    self.books.bump_box(attempt, box)
+                    self.cluster.bump_box(attempt, box)
 
     def _fail_what_nobody_may_run(self, now: float) -> None:
         """Slots that never ran and that no worker which is there may run. One that did run waits for its worker to come
         back; and a coordinator that has just started waits for all of them, for as long as their leases."""
-        books = self.books
-        if now < self._found_by or not books.waiting:
+        cluster = self.cluster
+        if now < self._found_by or not cluster.waiting:
             return
         asked: dict[str, str] = {}
         failed = 0
-        for box in [box for attempt in books.open_attempts() for box in attempt.boxes.values()]:
+        for box in [box for attempt in cluster.open_attempts() for box in attempt.boxes.values()]:
             input_fn = box.opening.loader.input_fn
             if input_fn not in asked:
-                asked[input_fn] = nobody_may(input_fn, books.workers.values())
+                asked[input_fn] = nobody_may(input_fn, cluster.workers.values())
             for slot in box.slots if asked[input_fn] else ():
-                if slot.key in books.waiting and not slot.restarts:
+                if slot.key in cluster.waiting and not slot.restarts:
                     failed += 1
                     if failed > self.limits.slots_at_once:
                         return
-                    del books.waiting[slot.key]
-                    books.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
+                    del cluster.waiting[slot.key]
+                    cluster.fail(slot, detail_of(InputFnNotAllowedError(asked[input_fn])))
 
     def status(self) -> pb.StatusReply:
         reply = pb.StatusReply()
@@ -622,4 +622,4 @@ class Registry:
         """Fills the reply in steps."""
         now = self._clock()
         reply.wall_s = self._wall()
-        return views.fill_status(reply, self.books, now, now - self._started)
+        return views.fill_status(reply, self.cluster, now, now - self._started)

@@ -27,8 +27,8 @@ ROOM = ("room",)
 
 
 class StateQueries:
-    def __init__(self, books: ClusterState) -> None:
-        self._books = books
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
         self._open: dict[int, StateQuery] = {}
         """All that have askers or open requests, by serial."""
         self._joinable: dict[_Key, StateQuery] = {}
@@ -48,10 +48,10 @@ class StateQueries:
 
     def begin(self, request: pb.FetchStateRequest, asker: int | None, now: float) -> StateQuery:
         """`asker`: the box that asks, if one does. Raises StateUnavailableError, UnknownRunError, SupersededError."""
-        run = self._books.runs.get(request.run)
+        run = self._cluster.runs.get(request.run)
         if run is None:
             raise UnknownRunError(f"the coordinator knows no run {request.run!r}")
-        attempt = self._books.attempt(run.name, request.attempt or run.attempt)
+        attempt = self._cluster.attempt(run.name, request.attempt or run.attempt)
         boxes = list(attempt.boxes.values())
         going = [box for box in boxes if not box.pass_ended]
         first = max([box.base.step for box in boxes] + [box.step - box.retention for box in going])
@@ -70,14 +70,14 @@ class StateQueries:
         self._forget(attempt, first)
         gathering = self._finished.get(key) or self._joinable.get(key)
         if gathering is None:
-            gathering = StateQuery(*key[:3], self._books.next_version(), attempt.num_boxes)
-            gathering.at_once = self._books.limits.asked_at_once
+            gathering = StateQuery(*key[:3], self._cluster.next_version(), attempt.num_boxes)
+            gathering.at_once = self._cluster.limits.asked_at_once
         return self._ask(gathering, now + request.deadline_s)
 
     def begin_aggregation(self, request: pb.FetchStateRequest, box: int, now: float) -> StateQuery:
         """Have a worker of the box aggregate the states in a blob."""
-        attempt = self._books.attempt(request.run, request.attempt)
-        serial = self._books.next_version()
+        attempt = self._cluster.attempt(request.run, request.attempt)
+        serial = self._cluster.next_version()
         wanted = Aggregation(attempt.run, attempt.number, request.step, serial, box=box, blob=request.aggregate_blob)
         return self._ask(self._joinable.get(wanted.key) or wanted, now + request.deadline_s)
 
@@ -94,13 +94,13 @@ class StateQueries:
 
     def _check_room(self, gathering: StateQuery) -> None:
         there = sum(one.run == gathering.run for one in self._open.values())
-        if there >= self._books.limits.queries_max + 2 * self._books.runs[gathering.run].num_boxes:
+        if there >= self._cluster.limits.queries_max + 2 * self._cluster.runs[gathering.run].num_boxes:
             raise OverloadedError(f"{there} state queries of run {gathering.run} are open, which is the limit")
 
     def sent(self, gathering: StateQuery, box: int) -> None:
         """One of the askers has been sent the box's records."""
         gathering.sent[box] += 1
-        if gathering.sent[box] >= gathering.askers and self.held > self._books.limits.answers_max // 2:
+        if gathering.sent[box] >= gathering.askers and self.held > self._cluster.limits.answers_max // 2:
             self._let_go(gathering)
 
     def end(self, gathering: StateQuery, sent: int) -> None:
@@ -114,7 +114,7 @@ class StateQueries:
                 del self._joinable[gathering.key]
             gathering.ask_no_more()
             self._announce(gathering)
-            self._books.changed(ROOM)
+            self._cluster.changed(ROOM)
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -132,10 +132,10 @@ class StateQueries:
         gathering = self._asked.get(request)
         if gathering is None or request in gathering.coming:
             return None
-        if self.held + size > self._books.limits.answers_max:
+        if self.held + size > self._cluster.limits.answers_max:
             self._make_room(size)
             is_next = gathering.is_next(gathering.requests[request])
-            if self.held + size > self._books.limits.answers_max and not is_next:
+            if self.held + size > self._cluster.limits.answers_max and not is_next:
                 return max(0.0, gathering.deadline - now)
         gathering.coming[request] = size
         gathering.held += size
@@ -145,10 +145,10 @@ class StateQueries:
         gathering = self._asked.get(request)
         if gathering is not None:
             gathering.held -= gathering.coming.pop(request, 0)
-            self._books.changed(ROOM)
+            self._cluster.changed(ROOM)
 
     def _make_room(self, size: int) -> None:
-        limit = self._books.limits.answers_max
+        limit = self._cluster.limits.answers_max
         while self._finished and self.held + size > limit:
             self._finished.popitem(last=False)
         for gathering in list(self._open.values()):
@@ -165,7 +165,7 @@ class StateQueries:
             for kept in (self._joinable, self._finished):
                 if kept.get(gathering.key) is gathering:
                     del kept[gathering.key]
-            self._books.changed(ROOM)
+            self._cluster.changed(ROOM)
 
     def answer(self, answer: pb.StateAnswer, data: bytes) -> None:
         """A request's id names its gathering."""
@@ -173,17 +173,17 @@ class StateQueries:
         if gathering is None:
             return
         want = gathering.requests[answer.request]
-        attempt = self._books.attempt(gathering.run, gathering.attempt)
+        attempt = self._cluster.attempt(gathering.run, gathering.attempt)
         gathering.answered(attempt, answer, data)
         self._announce(gathering, heard=want.id)
         if answer.ended:  # an end that the others can use
-            self._books.touch(attempt, attempt.boxes[want.key.box])
+            self._cluster.touch(attempt, attempt.boxes[want.key.box])
 
     # ------------------------------------------------------------------------------------------------------- planning
 
     def settle(self) -> None:
         """Plans again what has been touched since."""
-        touched, self._books.touched = self._books.touched, set()
+        touched, self._cluster.touched = self._cluster.touched, set()
         if not touched:
             return
         for run, attempt, box in sorted(touched):  # a set's order differs in each process
@@ -192,7 +192,7 @@ class StateQueries:
                     self._replan(gathering, box)
         over = {key[:2] for key in self._finished} & {place[:2] for place in touched}
         for key in [key for key in self._finished if key[:2] in over]:
-            known = self._books.runs.get(key[0])
+            known = self._cluster.runs.get(key[0])
             if known is None or known.current is None or known.current.number != key[1]:
                 gathering = self._finished.pop(key)
                 before = self._closed.get(key[0], gathering)
@@ -206,7 +206,7 @@ class StateQueries:
 
     def _replan(self, gathering: StateQuery, box: int | None = None) -> None:
         try:
-            gathering.refresh(self._books.attempt(gathering.run, gathering.attempt), box)
+            gathering.refresh(self._cluster.attempt(gathering.run, gathering.attempt), box)
         except (SupersededError, UnknownRunError) as error:
             gathering.fail(error)
         self._announce(gathering)
@@ -224,9 +224,9 @@ class StateQueries:
                 self._asked.pop(want.id, None)
                 withdrawn |= want.id != heard  # its answer may have been on the way, or at the door
         for name in sorted({want.worker for want in changed if want.id != heard}):
-            worker = self._books.workers.get(name)
+            worker = self._cluster.workers.get(name)
             if worker is not None:
-                self._books.bump_worker(worker)
+                self._cluster.bump_worker(worker)
         if gathering.done:
             asked = self._joinable.get(gathering.key) is gathering
             if asked:
@@ -235,9 +235,9 @@ class StateQueries:
                 self._finished[gathering.key] = gathering
                 self._make_room(0)
         for box in range(gathering.num_boxes) if gathering.failure is not None else completed:
-            self._books.changed(gathering.topic(box))
+            self._cluster.changed(gathering.topic(box))
         if completed or withdrawn or gathering.failure is not None:
-            self._books.changed(ROOM)
+            self._cluster.changed(ROOM)
 
     def _forget(self, attempt: Attempt, first: int) -> None:
         """Drops results out of the window, and those that took for final what a box has since left behind."""

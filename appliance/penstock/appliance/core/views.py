@@ -1,4 +1,4 @@
-"""What the books look like from outside: the messages that replies are made of."""
+"""What the cluster state looks like from outside: the messages that replies are made of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP = 64
 """Workers in a step of a status reply."""
 
 
-def slot_view(books: ClusterState, slot: Slot) -> pb.SlotView:
+def slot_view(cluster: ClusterState, slot: Slot) -> pb.SlotView:
     view = pb.SlotView(
         slot=slot.key.slot,
         generation=slot.generation,
@@ -37,21 +37,21 @@ def slot_view(books: ClusterState, slot: Slot) -> pb.SlotView:
         start_place=slot.start_place[0],
         start_queue=slot.start_place[1],
     )
-    worker = books.workers.get(slot.worker)
+    worker = cluster.workers.get(slot.worker)
     if worker is not None and slot.phase in (pb.READY, pb.FAILED):
         # A failed slot keeps its lane as long as its worker: batches before the error come first.
         view.host_id, view.local_address, view.tcp_address = worker.host_id, worker.local_address, worker.tcp_address
-        view.ticket = books.ticket(slot.key, slot.generation)
+        view.ticket = cluster.ticket(slot.key, slot.generation)
     return view
 
 
 def watch_reply(
-    books: ClusterState, attempt: Attempt, box: Box, seen_version: int, pace: Pace, wall_s: float
+    cluster: ClusterState, attempt: Attempt, box: Box, seen_version: int, pace: Pace, wall_s: float
 ) -> pb.WatchRunReply:
     others = [number for number in sorted(attempt.ended) if number != box.number]
     return pb.WatchRunReply(
         version=box.version,
-        slots=[slot_view(books, slot) for slot in box.slots] if box.version != seen_version else (),
+        slots=[slot_view(cluster, slot) for slot in box.slots] if box.version != seen_version else (),
         missing_slots=sum(slot.phase == pb.WAITING for slot in box.slots),
         wall_s=wall_s,
         ended=[pb.BoxEnd(box=number, step=attempt.boxes[number].step) for number in others],
@@ -61,7 +61,7 @@ def watch_reply(
 
 
 def assignment(
-    books: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, base: records_pb2.BoxPosition
+    cluster: ClusterState, attempt: Attempt, box: Box, slot: Slot, worker: Worker, base: records_pb2.BoxPosition
 ) -> records_pb2.WorkerAssignment:
     """What the worker is told of the slot: it has it, or is to get ready for it. `base`: of the box, which is made once
     for all of its slots."""
@@ -74,7 +74,7 @@ def assignment(
         num_workers_per_box=attempt.num_workers,
         seed=attempt.seed,
         loader=box.opening.loader,
-        lane_key=books.lane_key(slot.key, generation),
+        lane_key=cluster.lane_key(slot.key, generation),
         resume=box.opening.resume,
         base=base,
         recovery=slot.recovery or successor is not None,
@@ -85,7 +85,7 @@ def assignment(
 
 
 def heartbeat_reply(
-    books: ClusterState,
+    cluster: ClusterState,
     worker: Worker,
     request: pb.HeartbeatRequest,
     pace: Pace,
@@ -95,7 +95,7 @@ def heartbeat_reply(
 ) -> pb.HeartbeatReply:
     """`wants`: the worker's open state requests, with the seconds that their most patient asker still has. `stuck`: of
     a worker that drains, the slots for which there is no other place."""
-    part = books.snapshot_share()
+    part = cluster.snapshot_share()
     reply = pb.HeartbeatReply(
         version=worker.version,
         wall_s=wall_s,
@@ -111,46 +111,46 @@ def heartbeat_reply(
         return reply
     bases: dict[tuple[str, int], records_pb2.BoxPosition] = {}
     for key in sorted(worker.slots):
-        slot = books.slot(key)
+        slot = cluster.slot(key)
         assert slot is not None
-        attempt, box = books.box_of(slot)
+        attempt, box = cluster.box_of(slot)
         of_box = key.run, key.box
         if of_box not in bases:
             bases[of_box] = box.base.to_proto()
-        reply.assignments.append(assignment(books, attempt, box, slot, worker, bases[of_box]))
+        reply.assignments.append(assignment(cluster, attempt, box, slot, worker, bases[of_box]))
     reply.state_requests.extend(want.request(left_s) for want, left_s in wants)
-    reply.taken.extend(_taken(books, worker, request.slots))
+    reply.taken.extend(_taken(cluster, worker, request.slots))
     return reply
 
 
-def _taken(books: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
+def _taken(cluster: ClusterState, worker: Worker, reports: Iterable[pb.SlotReport]) -> Iterator[pb.TakenSlot]:
     """Of the slots that a worker reports, those that it shall run no more."""
     for report in reports:
         key = SlotKey(report.run, report.attempt, report.box, report.slot)
         if key in worker.slots:
-            slot = books.slot(key)
+            slot = cluster.slot(key)
             successor = slot.successor if slot is not None else None
             if slot is None or report.generation == slot.generation:
                 continue
             if successor is not None and successor.generation == report.generation:
                 continue
-        yield pb.TakenSlot(**key._asdict(), generation=report.generation, why=_why_taken(books, key))
+        yield pb.TakenSlot(**key._asdict(), generation=report.generation, why=_why_taken(cluster, key))
 
 
-def _why_taken(books: ClusterState, key: SlotKey) -> str:
-    slot = books.slot(key)
+def _why_taken(cluster: ClusterState, key: SlotKey) -> str:
+    slot = cluster.slot(key)
     if slot is not None:
         where = f"worker {slot.worker} has it" if slot.worker else "no worker has it"
         return f"{slot.note or 'another worker was to have it'}; {where}"
-    run = books.runs.get(key.run)
+    run = cluster.runs.get(key.run)
     if run is None:
         return f"the coordinator does not know run {key.run}"
     past = run.past.get(key.attempt)
     return past.why if past is not None else f"attempt {key.attempt} of run {key.run} is over"
 
 
-def _slot_status(books: ClusterState, box: Box, slot: Slot, now: float) -> pb.SlotView:
-    view, gauge = slot_view(books, slot), slot.gauge
+def _slot_status(cluster: ClusterState, box: Box, slot: Slot, now: float) -> pb.SlotView:
+    view, gauge = slot_view(cluster, slot), slot.gauge
     view.ClearField("ticket")  # an operator may look, not open lanes
     view.queued, view.batches_per_s = gauge.queued, slot.batches_per_s
     view.wait_share, view.batch_s = box.waits.of(slot.key.slot), slot.batch_s
@@ -159,7 +159,7 @@ def _slot_status(books: ClusterState, box: Box, slot: Slot, now: float) -> pb.Sl
     return view
 
 
-def _box_status(books: ClusterState, box: Box, now: float) -> pb.BoxStatus:
+def _box_status(cluster: ClusterState, box: Box, now: float) -> pb.BoxStatus:
     waiting_for = ""
     if 0 < box.waiting_for <= len(box.slots):
         slot = box.slots[box.waiting_for - 1]
@@ -173,15 +173,15 @@ def _box_status(books: ClusterState, box: Box, now: float) -> pb.BoxStatus:
         waited_s=box.waited_s,
         waited_share=box.waited_share,
         waiting_for=waiting_for,
-        slots=[_slot_status(books, box, slot, now) for slot in box.slots],
+        slots=[_slot_status(cluster, box, slot, now) for slot in box.slots],
         pass_ended=box.pass_ended,
         wait_share=box.waits.share,
     )
 
 
-def facts(books: ClusterState, box: Box) -> BoxFacts:
+def facts(cluster: ClusterState, box: Box) -> BoxFacts:
     """What a bottleneck is found by."""
-    host, workers = box.opening.host_id, books.workers
+    host, workers = box.opening.host_id, cluster.workers
     near = {slot.worker for slot in box.slots if slot.worker in workers and workers[slot.worker].host_id == host}
     slots = [
         SlotFacts(
@@ -214,13 +214,13 @@ def _bottleneck(found: Finding) -> pb.Bottleneck:
     )
 
 
-def fill_status(reply: pb.StatusReply, books: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
-    """In steps of a box or STEP workers; the books may change between them."""
+def fill_status(reply: pb.StatusReply, cluster: ClusterState, now: float, uptime_s: float) -> Iterator[None]:
+    """In steps of a box or STEP workers; the cluster state may change between them."""
     reply.version, reply.protocol, reply.uptime_s = VERSION, PROTOCOL, uptime_s
     caused: Counter[str] = Counter()
     """Share of a box's time that it waited for a worker's slots, over all boxes."""
-    cores = demand.cores(books.workers.values())
-    for run in list(books.runs.values()):
+    cores = demand.cores(cluster.workers.values())
+    for run in list(cluster.runs.values()):
         status = reply.runs.add(
             run=run.name,
             attempt=run.attempt,
@@ -231,10 +231,10 @@ def fill_status(reply: pb.StatusReply, books: ClusterState, now: float, uptime_s
         if run.current is not None:
             advice = demand.advise(run.current, cores)
             status.recommended_workers_per_box = advice.workers_per_box
-            yield from _fill_run(status, books, run.current, now, caused, advice.busy_cores)
-    reply.recommended_workers = demand.daemons(books)
-    for number, worker in enumerate(list(books.workers.values())):
-        slots = [books.slot(key) for key in worker.slots]
+            yield from _fill_run(status, cluster, run.current, now, caused, advice.busy_cores)
+    reply.recommended_workers = demand.daemons(cluster)
+    for number, worker in enumerate(list(cluster.workers.values())):
+        slots = [cluster.slot(key) for key in worker.slots]
         reply.workers.add(
             worker=worker.name,
             host_id=worker.host_id,
@@ -251,20 +251,20 @@ def fill_status(reply: pb.StatusReply, books: ClusterState, now: float, uptime_s
         )
         if number % STEP == STEP - 1:
             yield
-    reply.events.extend(books.events.messages())
+    reply.events.extend(cluster.events.messages())
 
 
 def _fill_run(
-    status: pb.RunStatus, books: ClusterState, attempt: Attempt, now: float, caused: Counter[str], busy_cores: int
+    status: pb.RunStatus, cluster: ClusterState, attempt: Attempt, now: float, caused: Counter[str], busy_cores: int
 ) -> Iterator[None]:
     going: list[BoxFacts] = []
     for _, box in sorted(attempt.boxes.items()):
         status.input_fn = box.opening.loader.input_fn
-        told = _box_status(books, box, now)
+        told = _box_status(cluster, box, now)
         status.boxes.append(told)
         status.recoveries += sum(slot.restarts for slot in told.slots)
         if told.live and not told.pass_ended:
-            going.append(facts(books, box))
+            going.append(facts(cluster, box))
             status.steps_per_s += told.steps_per_s
             status.batches_per_s += sum(slot.batches_per_s for slot in told.slots)
             status.wait_share = max(status.wait_share, told.wait_share)

@@ -1,9 +1,9 @@
 """What a coordinator shows to browsers and collectors: a dict of routes for penstock.runtime.web.http_server.
 
-Routes run on threads of the web server, and the books belong to the event loop: so a route never touches them. It asks
-the loop for what it shows, waits for that with a deadline, and makes its page of it on its own thread. However many
-look at once, there is one status under way; and a page that is younger than FRESH_S serves whoever asks next. So what
-viewers cost the loop does not grow with their number.
+Routes run on threads of the web server, and the cluster state belongs to the event loop: so a route never touches them.
+It asks the loop for what it shows, waits for that with a deadline, and makes its page of it on its own thread. However
+many look at once, there is one status under way; and a page that is younger than FRESH_S serves whoever asks next. So
+what viewers cost the loop does not grow with their number.
 
 The dashboard itself is three files beside this module, served as they are: no build, no framework, nothing from
 elsewhere.

@@ -1,4 +1,4 @@
-"""A coordinator process, from its books to its end.
+"""A coordinator process, from its cluster state to its end.
 
 It ends in one of three ways, all of them orderly: by SIGTERM or SIGINT; by `stop`, for a program that embeds it in its
 own event loop; or, with a lifeline, when the process that started it is gone. The lifeline is a pidfd: it becomes
@@ -31,7 +31,7 @@ from penstock.appliance.edge.pages import Pages, open_web
 from penstock.appliance.edge.service import Service, Signals
 from penstock.appliance.model.limits import MEMORY_BUDGET, STOP_GRACE_S, Limits
 from penstock.appliance.storage.journal import Journal, StateDir
-from penstock.appliance.storage.snapshot_index import Ledger
+from penstock.appliance.storage.snapshot_index import SnapshotIndex
 from penstock.appliance.storage.snapshot_store import Store
 from penstock.proto.errors import JournalError
 from penstock.proto.rpc.channel import Served, Tls, host_id, server_aio
@@ -41,7 +41,7 @@ from penstock.runtime.telemetry.counters import CallTally
 from penstock.runtime.web.prometheus import in_loop
 
 IN_MEMORY = ":memory:"
-"""State directory of a coordinator whose books end with it."""
+"""State directory of a coordinator whose cluster state ends with it."""
 
 
 async def serve(
@@ -62,7 +62,7 @@ async def serve(
 
     Args:
         listen: "host:port" (port 0 takes a free one) or "unix:/path", in a folder of this user alone.
-        state_dir: a directory on a local disk, made if it is not there; ":memory:" keeps the books in memory.
+        state_dir: a directory on a local disk, made if it is not there; ":memory:" keeps the cluster state in memory.
         tokens: what callers must show, one bare token or lines "role:token".
         tls: what to show to callers; with a CA in it they must show certificates too.
         insecure: allows an address that other machines can reach without TLS.
@@ -96,12 +96,12 @@ async def serve(
         closing.callback(journal.close)
         store = Store(directory)
         closing.callback(store.close)
-        ledger = Ledger(limits)
-        ledger.load(*store.index(), time.monotonic())
+        snapshot_index = SnapshotIndex(limits)
+        snapshot_index.load(*store.index(), time.monotonic())
         signals = Signals()
         registry = Registry(
             journal,
-            ledger,
+            snapshot_index,
             limits,
             clock=time.monotonic,
             wall=time.time,
@@ -109,7 +109,7 @@ async def serve(
             changed=signals.changed,
             host=host_id(),
         )
-        registry.books.events.listen(tell)
+        registry.cluster.events.listen(tell)
         service = Service(registry, store, signals, limits)
         closing.callback(service.close)
         calls = CallTally()

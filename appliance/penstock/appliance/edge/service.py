@@ -129,12 +129,12 @@ class Service(CoordinatorServicer):
 
     def __init__(self, registry: Registry, store: Store, signals: Signals, limits: Limits) -> None:
         self._registry = registry
-        self._ledger = registry.books.ledger
+        self._snapshot_index = registry.cluster.snapshot_index
         self._store = store
         self._signals = signals
         self._limits = limits
         self._admission = RateLimiter(limits.admissions, time.monotonic)
-        self._journal = Syncing(registry.books.journal)
+        self._journal = Syncing(registry.cluster.journal)
         self._disk = Writer(store)
         self._snapshots_in, self._blobs_in = Inflow(limits.transfers_max), Inflow(limits.transfers_max)
         self._reads = Inflow(limits.reads_max)
@@ -152,10 +152,10 @@ class Service(CoordinatorServicer):
         """URL of the dashboard, if one is served."""
 
     async def run_ticker(self) -> None:
-        """Looks at the leases and removes from disk what the ledger has dropped; for ever.
+        """Looks at the leases and removes from disk what the snapshot index has dropped; for ever.
 
         JournalError: a peer has shown that commits are missing in the journal."""
-        journal = self._registry.books.journal
+        journal = self._registry.cluster.journal
         while True:
             await asyncio.sleep(self._limits.tick_s)
             if journal.lost is not None:
@@ -164,7 +164,7 @@ class Service(CoordinatorServicer):
                 async with self._journal.synced():
                     self._registry.tick()
                 await self._keep_closed()
-                self._drops += self._ledger.take_drops()
+                self._drops += self._snapshot_index.take_drops()
                 if self._drops and not self._disk.is_dropping:
                     drops, self._drops = self._drops, []
                     self._disk.drop(drops, self._not_dropped)
@@ -193,7 +193,7 @@ class Service(CoordinatorServicer):
 
     def _spare(self, drop: Drop) -> None:
         """It is written again, and may still be on the list of what goes, behind a large attempt."""
-        self._ledger.spare(drop)
+        self._snapshot_index.spare(drop)
         self._drops = [other for other in self._drops if other != drop]
         self._disk.spare(drop)
 
@@ -204,11 +204,11 @@ class Service(CoordinatorServicer):
 
     async def note_tracks(self) -> None:
         """The last thing written: how far each box has come."""
-        books = self._registry.books
-        for attempt in books.open_attempts():
+        cluster = self._registry.cluster
+        for attempt in cluster.open_attempts():
             for box in attempt.boxes.values():
                 if box.told:
-                    books.save_track(attempt, box)
+                    cluster.save_track(attempt, box)
         await self._journal.sync()
 
     def close(self) -> None:
@@ -232,7 +232,9 @@ class Service(CoordinatorServicer):
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: _Context) -> pb.OpenRunReply:
         self._admission.admit(address_of(context.peer()), "OpenRun")
-        check_name("job", request.job)  # not in the books: what an older release let in must come back from the journal
+        check_name(
+            "job", request.job
+        )  # not in the cluster state: what an older release let in must come back from the journal
         async with self._journal.synced():
             return self._registry.open_run(request, credential())
 
@@ -304,7 +306,7 @@ class Service(CoordinatorServicer):
 
     def _is_over(self, request: pb.FetchStateRequest) -> bool:
         """It asks for a state of a run that has ended."""
-        run = self._registry.books.runs.get(request.run)
+        run = self._registry.cluster.runs.get(request.run)
         own = request.HasField("progress") or request.aggregate_blob
         return run is not None and run.current is None and not own
 
@@ -396,26 +398,26 @@ class Service(CoordinatorServicer):
             check_counts(samples=header.samples, step=header.step)
             key = SlotKey(header.run, header.attempt, header.box, header.slot)
             self._registry.slot_of_generation(key, header.generation)
-            if refused := self._ledger.why_refused(key, header.size):
-                return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
+            if refused := self._snapshot_index.why_refused(key, header.size):
+                return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
             transfer = Transfer("PutSnapshot", header.size)
             async with self._snapshots_in.taken(header.size, credential()):
-                if refused := self._ledger.why_refused(key, header.size):  # by now
-                    return pb.PutSnapshotReply(refused=refused, free_bytes=self._ledger.free)
-                with self._ledger.expecting(header.size):
+                if refused := self._snapshot_index.why_refused(key, header.size):  # by now
+                    return pb.PutSnapshotReply(refused=refused, free_bytes=self._snapshot_index.free)
+                with self._snapshot_index.expecting(header.size):
                     transfer.add(first.data)
                     async for part in coming:
                         transfer.add(part.data)
                     self._registry.slot_of_generation(key, header.generation)
                     await self._disk.put_snapshot(header, transfer.all())
             self._registry.snapshot_stored(header)
-            return pb.PutSnapshotReply(free_bytes=self._ledger.free)
+            return pb.PutSnapshotReply(free_bytes=self._snapshot_index.free)
 
     async def GetSnapshots(self, request: pb.GetSnapshotsRequest, context: _Context) -> AsyncIterator[pb.SnapshotPart]:
         key = SlotKey(request.run, request.attempt, request.box, request.slot)
         async with self._journal.synced():
             self._registry.slot_to_recover(key, request.generation)
-        for kept in self._ledger.snapshots(key):
+        for kept in self._snapshot_index.snapshots(key):
             async with self._reads.taken(kept.size, credential()):
                 found = await self._disk.run(self._store.snapshot, key, kept)
                 if found is None:
@@ -472,16 +474,16 @@ class Service(CoordinatorServicer):
         coming = Paced("PutBlob", parts, self._limits)
         first = await anext(coming, pb.BlobPart())
         name, size = first.blob, first.size
-        if not self._ledger.has_blob(name):
+        if not self._snapshot_index.has_blob(name):
             self._check_blob(first)
             async with self._blobs_in.taken(size, credential()):
-                if not self._ledger.has_blob(name):  # another box has sent it meanwhile
+                if not self._snapshot_index.has_blob(name):  # another box has sent it meanwhile
                     await self._take_blob(first, coming)
         self._registry.blob_stored(name, size, credential())
         return pb.PutBlobReply(blob=name)
 
     def _check_blob(self, first: pb.BlobPart) -> None:
-        refused = self._ledger.why_blob_refused(first.size, "" if alone() else credential())
+        refused = self._snapshot_index.why_blob_refused(first.size, "" if alone() else credential())
         if refused:
             raise InvalidArgumentError(f"a blob for run {first.run_hint or '?'} cannot be kept: {refused}")
 
@@ -489,7 +491,7 @@ class Service(CoordinatorServicer):
         self._check_blob(first)
         name, size = first.blob, first.size
         transfer = Transfer("PutBlob", size)
-        with self._ledger.expecting(size):
+        with self._snapshot_index.expecting(size):
             async for part in coming:
                 transfer.add(part.data)
             data = transfer.all()
@@ -499,7 +501,7 @@ class Service(CoordinatorServicer):
             await self._disk.run(self._store.put_blob, name, data)
 
     async def GetBlob(self, request: pb.GetBlobRequest, context: _Context) -> AsyncIterator[pb.BlobPart]:
-        async with self._reads.taken(self._ledger.blob_size(request.blob), credential()):
+        async with self._reads.taken(self._snapshot_index.blob_size(request.blob), credential()):
             data = await self._disk.run(self._store.blob, request.blob)
             if data is None:
                 raise StateUnavailableError(f"the coordinator has no blob {request.blob!r}")
@@ -519,7 +521,7 @@ class Service(CoordinatorServicer):
             at = request.snapshot
             check_counts(attempt=at.attempt, epoch=at.epoch, total=at.total)
             key = SlotKey(at.run, at.attempt, at.box, at.slot)
-            kept = self._ledger.find(key, at.total, at.epoch)
+            kept = self._snapshot_index.find(key, at.total, at.epoch)
             async with self._reads.taken(kept.size, credential()):
                 found = await self._disk.run(self._store.snapshot, key, kept)
                 if found is None:
@@ -530,8 +532,8 @@ class Service(CoordinatorServicer):
                 async for piece in self._read("FetchHistory", found[1]):
                     yield pb.HistoryPart(data=piece)
             return
-        books = self._registry.books
-        journal, track = books.journal.path, books.track(request.run, request.box)
+        cluster = self._registry.cluster
+        journal, track = cluster.journal.path, cluster.track(request.run, request.box)
         past = [] if journal is None else await asyncio.to_thread(box_history.past, journal, request.run, request.box)
         for one in past:
             if track is None or one.attempt != track.attempt:  # else it has ended meanwhile
@@ -544,17 +546,17 @@ class Service(CoordinatorServicer):
 
     def vitals(self, calls: CallTally) -> Vitals:
         """What metrics tell and a status does not. `calls`: those of the server."""
-        books = self._registry.books
+        cluster = self._registry.cluster
         boxes = {
             (attempt.run, box.number): (box.base.step, box.waiting_for)
-            for attempt in books.open_attempts()
+            for attempt in cluster.open_attempts()
             for box in attempt.boxes.values()
         }
-        return Vitals(calls, self._journal.seconds, self._ledger.used, self._limits.budget, boxes)
+        return Vitals(calls, self._journal.seconds, self._snapshot_index.used, self._limits.budget, boxes)
 
     def attempts(self) -> list[Attempt]:
         """Those that are open."""
-        return self._registry.books.open_attempts()
+        return self._registry.cluster.open_attempts()
 
     async def snapshot(self) -> pb.StatusReply:
         """Everything that an operator may see, as it is now; one that is under way serves all who ask meanwhile."""

@@ -253,7 +253,7 @@ class Box:
         )
 
     def chain(self, step: int) -> int | None:
-        """The flight record at `step`, if a position of just that step was reported with it."""
+        """The stream digest at `step`, if a position of just that step was reported with it."""
         return next((at.chain for at in self._known() if at.step == step and at.chain is not None), None)
 
     def _known(self) -> list[Position]:

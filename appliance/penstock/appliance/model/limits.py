@@ -188,7 +188,7 @@ class Limits:
 
 
 MEMORY_BUDGET = 512 * MIB
-"""The budget of a coordinator that keeps its books in memory (embedded)."""
+"""The budget of a coordinator that keeps its cluster state in memory (embedded)."""
 TICK_SHARE = 10
 """Leases are looked at so many times a lease."""
 STOP_GRACE_S = 1.0

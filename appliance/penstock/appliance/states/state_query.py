@@ -58,7 +58,7 @@ class SlotStateRequest:
     total: int
     digests_after: int = field(compare=False)
     """The slot's total at the nearest position that the box reported: from there on the digests of its batches are
-    asked for, to go on with the box's flight record."""
+    asked for, to go on with the box's stream digest."""
     round: int
     """How often the slot has answered with an end so far: a question asked again is a new one."""
     serial: int
@@ -190,8 +190,8 @@ class StateQuery:
     """What a slot was asked, and what was known, when it answered with an end that was known: the mistake is with
     another slot, so it is not asked again before more is known."""
     _anchors: dict[int, Position] = field(default_factory=dict)
-    """Of each box: the newest position from which its flight record was asked for. It stays good when the books have
-    dropped it for a report of a later step."""
+    """Of each box: the newest position from which its stream digest was asked for. It stays good when the cluster state
+    has dropped it for a report of a later step."""
     _missing: dict[int, list[str]] = field(default_factory=dict)
     """Of each box: what it waits for besides answers."""
 
@@ -250,7 +250,7 @@ class StateQuery:
         self.coming.clear()
 
     def refresh(self, attempt: Attempt, box: int | None = None) -> None:
-        """Plans again, from the books as they are now: a box, if it has been begun, or all."""
+        """Plans again, from the cluster state as they are now: a box, if it has been begun, or all."""
         if self.done:
             return
         try:

@@ -1,4 +1,5 @@
-"""The coordinator's books on disk: SQLite in WAL mode with synchronous=FULL, one writer, committed before any reply.
+"""The coordinator's cluster state on disk: SQLite in WAL mode with synchronous=FULL, one writer, committed before any
+reply.
 
 journal.db holds who owns what: runs, attempts, boxes, slots, a few rows each, at about 110 us a commit. Rows are
 written whole, and changes gather in memory until `commit`; one that fails (disk full) leaves them gathered, so that
@@ -66,13 +67,13 @@ def filesystem(path: Path, mounts: str) -> str:
 
 
 def _refuse_strangers(path: Path) -> None:
-    """Raises JournalError for a directory that another user could have put books into, or can read."""
+    """Raises JournalError for a directory that another user could have put cluster state into, or can read."""
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.geteuid():
         raise JournalError(
             f"the state directory {path} must belong to the user that the coordinator runs as ({os.geteuid()}), got "
-            f"{found.st_uid}, who could have written its books: choose another directory"
+            f"{found.st_uid}, who could have written its cluster state: choose another directory"
         )
     if mode & 0o077:
         raise JournalError(

@@ -67,7 +67,7 @@ class _Blob:
     """Which token it came with, by its digest; "" if that is not known: before a restart."""
 
 
-class Ledger:
+class SnapshotIndex:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._snapshots: dict[SlotKey, list[Kept]] = {}

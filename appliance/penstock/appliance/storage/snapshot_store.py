@@ -1,4 +1,5 @@
-"""snapshots.db: the bytes of snapshots and blobs. The ledger decides what is here; this writes, reads and removes.
+"""snapshots.db: the bytes of snapshots and blobs. The snapshot index decides what is here; this writes, reads and
+removes.
 
 One thread uses it (the service's), so that a commit of a large value does not hold up the event loop, and leases with
 it.

@@ -84,7 +84,7 @@ class Appliance:
             (benchmarks/compression.md); what does not shrink travels as it is. Needs `pip install
             penstock[compression]`; a worker without it sends batches as they are.
         max_batch_bytes: a larger batch is an error (1 GiB).
-        digest: what the flight record's digest of a batch covers: "sample" (all of a small batch, the ends and a sample
+        digest: what the stream digest's digest of a batch covers: "sample" (all of a small batch, the ends and a sample
             of a large one, 1 to 2 us), "full" (every byte, 9 us a MiB), or "rows" (every byte of each row, summed, so
             that it can be compared over other numbers of boxes: see DataExecutor.digest; about 0.5 us more for each
             row of each tensor) (as the loaded state has it, else "sample").

@@ -148,7 +148,7 @@ class DataExecutor:
 
     @property
     def digest(self) -> int | None:
-        """The flight record: a fingerprint of all batches of this box in order, over the whole life of the run.
+        """The stream digest: a fingerprint of all batches of this box in order, over the whole life of the run.
 
         Equal for equal streams: it goes on where a loaded state left it, on any number of workers. chain(0) = 0,
         chain(n) = xxh3_64(little-endian u64 chain(n - 1), u64 digest of batch n). None where it is not known: before

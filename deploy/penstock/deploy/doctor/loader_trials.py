@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 
 from penstock.deploy.forking_interpreter import begin, fork
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import EmptyInputError, LaneLostError, UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state import assignment as place_of
 from penstock.proto.state.codec import decode_state, encode_state
@@ -118,7 +118,7 @@ class _Stream:
 
     def run(self) -> None:
         source, place = self._source, self._source.place
-        offprint = Offprint()
+        replay_digest = ReplayDigest()
         self._open("start")
         if source.by_own_methods and self._slot == 0 and self._workers > 1:
             self._keep.setdefault(2, "uneven")
@@ -129,7 +129,7 @@ class _Stream:
                 self._end(epoch)
                 continue
             self._batch_s.append(time.monotonic() - started)
-            _take(source, offprint, batch)
+            _take(source, replay_digest, batch)
             self._events.append([epoch, place.total, source.digest])
             del batch
             self._save()
@@ -193,10 +193,10 @@ class _Stream:
             self._channel.send("base", data, name=self._keep[total], total=total, origin=False)
 
 
-def _take(source: Source, offprint: Offprint, batch: Any) -> None:
+def _take(source: Source, replay_digest: ReplayDigest, batch: Any) -> None:
     """Note the batch's digest and samples, as its delivery would."""
     try:
-        source.digest, samples = offprint.take(batch)
+        source.digest, samples = replay_digest.take(batch)
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"{source.name}, batch {source.place.total}: {error.message}") from error
     source.place.samples += samples
@@ -235,7 +235,7 @@ def _resume(source: Source, channel: Channel, fields: dict[str, Any], parts: lis
 def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
     """Says whether these events come next, or the first that does not. If they are to lead to another launch (`then`:
     after how many batches, and its step), sends a snapshot of that place on the way."""
-    offprint, then = Offprint(), fields.get("then")
+    replay_digest, then = ReplayDigest(), fields.get("then")
     for epoch, total, digest in fields["events"]:
         if not source.is_open:
             source.open_pass()
@@ -245,7 +245,7 @@ def _compare(source: Source, channel: Channel, fields: dict[str, Any]) -> None:
                 continue
             what = f"it ends before batch {total}"
         else:
-            _take(source, offprint, batch)
+            _take(source, replay_digest, batch)
             if digest is None:
                 what, total = f"it goes on after batch {total}, the last of pass {epoch + 1}", total + 1
             elif source.digest != digest:

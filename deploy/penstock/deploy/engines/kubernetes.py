@@ -181,7 +181,8 @@ def _container(plan: Plan, component: str, environment: dict[str, str], port: in
 
 
 def _probes(component: str) -> dict[str, Any]:
-    """By a command, for gRPC's own probes speak no TLS. Both daemons take a while to start: long books, a new image."""
+    """By a command, for gRPC's own probes speak no TLS. Both daemons take a while to start: long cluster state, a new
+    image."""
 
     def probe(what: str, period_s: int, failures: int, timeout_s: int = 20) -> dict[str, Any]:
         command = ["python", "-m", "penstock.deploy.probe", component, what]
@@ -273,7 +274,7 @@ class KubernetesEngine:
         )
 
     def down(self, fleet: Fleet, timeout_s: float) -> list[str]:
-        """Delete the daemons. The volume with the books and the token's Secret stay, for the next `up`."""
+        """Delete the daemons. The volume with the cluster state and the token's Secret stay, for the next `up`."""
         kubectl = ["kubectl", "--namespace", fleet.about["namespace"]]
         label = f"app.kubernetes.io/name=penstock,app.kubernetes.io/instance={fleet.name}"
         ended = []

@@ -1,9 +1,9 @@
 """Ray: coordinator and workers as detached actors, each the parent of a real daemon (ray_actor.py).
 
-The coordinator is bound to one node, the head node unless another is named, for its books are on that node's disk: Ray
-starts it again there, however often it dies, and nowhere else. Were it moved, it would come up with empty books, and
-what a run had saved would be forgotten in silence. Workers go where there is room, spread over the nodes, or to nodes
-with a resource or label, where the boxes are; when a node is lost Ray starts its workers on others.
+The coordinator is bound to one node, the head node unless another is named, for its cluster state is on that node's
+disk: Ray starts it again there, however often it dies, and nowhere else. Were it moved, it would come up with empty
+cluster state, and what a run had saved would be forgotten in silence. Workers go where there is room, spread over the
+nodes, or to nodes with a resource or label, where the boxes are; when a node is lost Ray starts its workers on others.
 
 Ray stores what actors are given in clear text, and everybody who can reach the Ray cluster can read it (and run code
 there). So the token is not given to Ray: its file has the same path on all nodes, unless --send-token says otherwise.

@@ -131,9 +131,9 @@ def _meaning(before: Saved, after: Saved) -> tuple[list[str], list[str]]:
     kept = ["the step", "the seed", "the loader's own state: its deaggregate_state_dict says which samples come next"]
     anew = ["the generators of each worker, from (seed, box, slot, step)", "the batches of each worker in this pass"]
     if all(position.chain is not None for position in after.positions):
-        kept.append("the flight record of each box")
+        kept.append("the stream digest of each box")
     else:
-        anew.append("the flight record, for the boxes are others")
+        anew.append("the stream digest, for the boxes are others")
     return kept, anew
 
 

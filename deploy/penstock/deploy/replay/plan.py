@@ -4,7 +4,7 @@ A batch is a function of what the stream was started from and of the passes that
 step S was, and so which worker made it, follows from the lengths of all workers' passes, which nobody has written
 down; so all workers of the box are run again, from the newest place whose position is known and that each of them can
 be brought to: by a durable snapshot before it, by a checkpoint of it, or from the beginning of the attempt. That way
-the flight record of the box comes out too, and is compared where the box, or a checkpoint, told it.
+the stream digest of the box comes out too, and is compared where the box, or a checkpoint, told it.
 
 Pure: it looks at what is known, and runs nothing.
 """
@@ -23,7 +23,7 @@ from penstock.proto.v1 import coordinator_pb2 as pb
 __all__ = ["Known", "Route", "attempt_of", "route"]
 
 FURTHER = 1000
-"""Steps beyond the batch that are replayed at most, or as many as led to it, to compare with the flight record.
+"""Steps beyond the batch that are replayed at most, or as many as led to it, to compare with the stream digest.
 """
 
 
@@ -43,7 +43,7 @@ class Route:
     """By slot, if the start is of no checkpoint: what it is restored from; None: how the attempt began."""
     cuts: dict[int, int]
     check: Position | None
-    """Where the flight record is compared."""
+    """Where the stream digest is compared."""
     unverified: str
     """Why it is not, if `check` is None."""
 
@@ -96,14 +96,14 @@ def route(history: pb.History, checkpoints: Sequence[Saved], step: int) -> Route
     if start.position.chain is None:
         check, unverified = (
             None,
-            f"the flight record is not known at step {start.position.step}, where the replay starts",
+            f"the stream digest is not known at step {start.position.step}, where the replay starts",
         )
     elif check is None and history.attempt and step > _last(history):
         unverified = f"the box is known to have come to step {_last(history)}, and not whether it was handed this one"
     elif check is None:
-        unverified = f"the flight record is not known at step {step} or after it"
+        unverified = f"the stream digest is not known at step {step} or after it"
     elif check.step - step > max(FURTHER, step - start.position.step):
-        unverified = f"the next step at which the flight record is known is {check.step}, {check.step - step} steps on"
+        unverified = f"the next step at which the stream digest is known is {check.step}, {check.step - step} steps on"
         check = None
     return Route(start, snapshots, cuts, check, unverified)
 

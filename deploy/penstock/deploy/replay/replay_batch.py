@@ -200,7 +200,7 @@ class Replaying:
         self._drawn, self._shown_at = False, self._began
 
     def run(self, crew: Crew) -> dict[str, Any]:
-        """Start the workers, go to the step, look at the batch, go on to where the flight record is known."""
+        """Start the workers, go to the step, look at the batch, go on to where the stream digest is known."""
         request, way = self._request, self._way
         start = way.start.position
         count = len(start.total)
@@ -302,19 +302,19 @@ class Replaying:
         return data
 
     def _verify(self, walk: Walk) -> tuple[bool, str]:
-        """Whether the flight record was compared, and how. Raises ReplayMismatchError if it is another one."""
+        """Whether the stream digest was compared, and how. Raises ReplayMismatchError if it is another one."""
         check, first = self._way.check, self._way.start.position.step + 1
         if check is None:
             return False, f"not verified: {self._way.unverified}"
         walk.to(check.step)
         if walk.chain() != check.chain or walk.at.total != check.total:
             raise ReplayMismatchError(
-                f"replayed, steps {first} to {check.step} of box {self._request.box} do not have the flight record of "
+                f"replayed, steps {first} to {check.step} of box {self._request.box} do not have the stream digest of "
                 f"what was delivered ({walk.chain() or 0:016x}, it was {check.chain or 0:016x}): the data or the code "
                 f"are not what they were, or {self._history.opening.loader.input_fn} does not reproduce its batches "
                 "(see penstock doctor)"
             )
-        return True, f"verified by the flight record of steps {first} to {check.step}"
+        return True, f"verified by the stream digest of steps {first} to {check.step}"
 
     # ---- progress
 

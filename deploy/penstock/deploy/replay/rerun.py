@@ -28,7 +28,7 @@ import torch
 from penstock.deploy.forking_interpreter import begin, fork
 from penstock.deploy.operations import batch_tables
 from penstock.proto.batch.digest import cover_of
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state
 from penstock.proto.v1 import records_pb2
@@ -93,7 +93,7 @@ class _Rerun:
     def __init__(self, channel: Channel, assignment: records_pb2.WorkerAssignment) -> None:
         self._channel = channel
         self._source = Source(assignment)
-        self._offprint = Offprint(cover=cover_of(assignment.loader.options))
+        self._replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
         self._batch: Any = None
         self._digests: list[int] = []
         self._base: Base | None = None
@@ -134,7 +134,7 @@ class _Rerun:
 
     def _seen(self, batch: Any) -> None:
         source = self._source
-        source.digest, samples = self._offprint.take(batch)
+        source.digest, samples = self._replay_digest.take(batch)
         source.place.samples += samples
         self._batch = batch
         self._digests.append(source.digest)

@@ -80,5 +80,5 @@ class Walk:
                     self._ends[slot, plan.epoch] = total
 
     def chain(self) -> int | None:
-        """The flight record of the box here; None if that of the start is not known."""
+        """The stream digest of the box here; None if that of the start is not known."""
         return chain_at(self._start, self.at.step, self._ends, self._cuts, self._digests)

@@ -1,4 +1,4 @@
-"""The cheap fingerprint of a delivered batch, kept in the flight record and compared after a replay.
+"""The cheap fingerprint of a delivered batch, kept in the stream digest and compared after a replay.
 
 It tells a wrong batch from the right one; it is no checksum of every byte. It covers the structure, all shapes, and
 of the data everything up to 64 KiB, above that the first and last 4 KiB and from 64 to 127 words of 8 bytes spread
@@ -7,7 +7,7 @@ between: a batch of other samples differs in nearly all of them, and it costs 1 
 lie an odd number of words apart, so that with rows of a power of two (images, padded sequences) they do not all fall
 on one column. With Cover.FULL it covers every byte of any batch.
 
-The flight record is the chain of a box's digests in the order of delivery (penstock.proto.state.position): equal chains
+The stream digest is the chain of a box's digests in the order of delivery (penstock.proto.state.position): equal chains
 at a step are equal streams up to it.
 
 With Cover.ROWS the digest is a sum over the rows of the batch, of every byte of each row in all tensors and arrays that

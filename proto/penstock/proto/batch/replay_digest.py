@@ -8,10 +8,10 @@ from typing import Any
 from penstock.proto.batch.digest import Cover, batch_digest, rows_digest, rows_in
 from penstock.proto.batch.flatten import Flattener
 
-__all__ = ["Offprint"]
+__all__ = ["ReplayDigest"]
 
 
-class Offprint:
+class ReplayDigest:
     """Flattens batches into a scratch buffer, which grows as needed."""
 
     def __init__(self, flattener: Flattener | None = None, *, cover: Cover = Cover.SAMPLE) -> None:

@@ -11,7 +11,7 @@ the state at a step, follows it in strides (`advance`), from where the attempt s
 slots' ends: the record is a function of those, so every rank gets the same one. Counting is the truth here;
 `worker_step(S) = S // W + (k < S % W)` holds only as long as every slot is live.
 
-A position carries the flight record of its box: the chain of the digests of all batches in order. Whoever has the
+A position carries the stream digest of its box: the chain of the digests of all batches in order. Whoever has the
 digests goes on with it (`deliver`, `advance`); without them it is unknown, never wrong.
 """
 

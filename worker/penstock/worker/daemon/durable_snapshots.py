@@ -58,8 +58,8 @@ class Durable:
         while True:
             size = 0
             # Nothing that the loop may still leave by a `break`: what was made beyond it would not be on its way.
-            slot.ledger.refresh()
-            for base in self.newest(slot.ledger.delivered):
+            slot.progress_page.refresh()
+            for base in self.newest(slot.progress_page.delivered):
                 if not base.durable:
                     size += len(base.data)
                     await self.make(base)
@@ -73,8 +73,8 @@ class Durable:
     async def hand_over(self) -> None:
         """Make durable what a successor needs so as to replay least. It begins strictly before the last batch that the
         loop took, which is somewhere between what the runner has heard of and all that it has made."""
-        self._slot.ledger.refresh()
-        for base in self.newest(self._slot.ledger.delivered) + self.newest():
+        self._slot.progress_page.refresh()
+        for base in self.newest(self._slot.progress_page.delivered) + self.newest():
             if not base.durable:
                 await self.make(base)
 

@@ -55,10 +55,10 @@ class MemoryWatch:
             far = held > HARD_LIMIT * limit
             if far and not (young and begun):
                 # The loader, or a batch: a loss, with the batch that it was making.
-                slot.lose(f"the runner of {slot.name} was killed at batch {slot.ledger.total}, for {what}")
+                slot.lose(f"the runner of {slot.name} was killed at batch {slot.progress_page.total}, for {what}")
             elif far or (handing is not None and handing.done()):
                 slot.recycle, slot.outgrown = True, young
-                slot.lose(f"the runner of {slot.name} was recycled at batch {slot.ledger.total}, for {what}")
+                slot.lose(f"the runner of {slot.name} was recycled at batch {slot.progress_page.total}, for {what}")
             elif handing is None and held > limit and slot.ready.is_set():
                 handing = slot.spawn(self._hand_over_what_it_gained())
 
@@ -72,8 +72,8 @@ class MemoryWatch:
             base for base in slot.store if not (base.origin or base.refuted) and base.place not in slot.from_before
         ]:
             usable = [base.total for base in own if slot.usable(base)]
-            slot.ledger.refresh()
-            if usable and usable[0] < slot.ledger.delivered:
+            slot.progress_page.refresh()
+            if usable and usable[0] < slot.progress_page.delivered:
                 break
             if not usable and not slot.prover.hurry():
                 break

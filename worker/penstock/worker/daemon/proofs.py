@@ -133,7 +133,7 @@ class Prover:
     def _next(self) -> Kept | None:
         """The newest that is not judged yet, and whose followers are known; one that was announced goes first."""
         slot = self._slot
-        slot.ledger.refresh()
+        slot.progress_page.refresh()
         store = list(slot.store)
         beginning = self._beginning(store)
         if beginning is not None:
@@ -141,11 +141,13 @@ class Prover:
         first = self._crossing(store) or self._far(store)
         if first is not None:
             return first
-        early = bool(store) and slot.ledger.total < store[0].total + FIRST_BATCHES and not slot.ledger.ends()
+        early = (
+            bool(store) and slot.progress_page.total < store[0].total + FIRST_BATCHES and not slot.progress_page.ends()
+        )
         if early and not self._done and slot.traits.state_methods:
             return None
         # First what the loop has been handed: the rest may still be left by a `break`, and serves nobody yet.
-        handed = [base for base in store if base.total <= slot.ledger.delivered]
+        handed = [base for base in store if base.total <= slot.progress_page.delivered]
         open_ones = self._unjudged(handed) or self._unjudged(store)
         if self._failed and any(base.origin for base in open_ones):  # the next best, where snapshots are no good
             open_ones = [base for base in open_ones if base.origin]
@@ -175,9 +177,9 @@ class Prover:
             return None
         if not traits.state_methods:
             return None
-        for epoch, total in slot.ledger.ends().items():
+        for epoch, total in slot.progress_page.ends().items():
             before = [base for base in store if base.epoch == epoch and not (base.origin or base.refuted)]
-            if before and slot.ledger.entry(total + 1) is not None and not before[-1].crossed:
+            if before and slot.progress_page.entry(total + 1) is not None and not before[-1].crossed:
                 return before[-1]
         return None
 
@@ -186,7 +188,7 @@ class Prover:
         may be right for as long after a restore as a buffer, a shard or an epoch lasts, and wrong then."""
         if self._failed or not self._far_is_due:
             return None
-        depth, known = self._slot.findings.depth, self._slot.ledger.total
+        depth, known = self._slot.findings.depth, self._slot.progress_page.total
         fits = [kept for kept in store if kept.total + depth <= known and not (kept.start or kept.refuted)]
         return fits[-1] if fits and len(self._followers(fits[-1], depth)) >= depth else None
 
@@ -198,23 +200,23 @@ class Prover:
     def _most(self, base: Kept) -> int:
         """Batches that a proof of it compares at most."""
         findings = self._slot.findings
-        if self._far_is_due and base.total + findings.depth <= self._slot.ledger.total:
+        if self._far_is_due and base.total + findings.depth <= self._slot.progress_page.total:
             return findings.depth
         return CHECKED_BATCHES if findings.far_s else FIRST_DEPTH
 
     def _followers(self, base: Kept, most: int = CHECKED_BATCHES) -> dict[str, list[int]]:
         """Count -> [epoch, digest] of the batches right after a base, over ends of epochs too; none, if there are too
         few of them yet."""
-        ends, epoch = self._slot.ledger.ends(), base.epoch
+        ends, epoch = self._slot.progress_page.ends(), base.epoch
         end = ends.get(epoch)
         least, last = base.total + CHECKED_BATCHES, base.total + most
         if end is not None and end <= last:
             least, last = min(least, end), max(last, end + CHECKED_BATCHES)
         found: dict[str, list[int]] = {}
-        for count in range(base.total + 1, min(last, self._slot.ledger.total) + 1):
+        for count in range(base.total + 1, min(last, self._slot.progress_page.total) + 1):
             while ends.get(epoch) == count - 1 and (epoch == base.epoch or epoch not in self._slot.left):
                 epoch += 1
-            entry = self._slot.ledger.entry(count)
+            entry = self._slot.progress_page.entry(count)
             if entry is None or entry.epoch != epoch or ends.get(epoch, count) < count:
                 break
             found[str(count)] = [entry.epoch, entry.digest]
@@ -223,7 +225,7 @@ class Prover:
     def _entries(self, counts: range, epoch: int) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for count in counts:
-            entry: Entry | None = self._slot.ledger.entry(count)
+            entry: Entry | None = self._slot.progress_page.entry(count)
             if entry is None or entry.epoch != epoch:
                 break
             found[str(count)] = [entry.epoch, entry.digest]

@@ -40,7 +40,7 @@ from penstock.worker.helpers.replayers import DEADLINE_S, ScratchHost, run_task,
 from penstock.worker.processes.child_processes import Child, about_slot
 from penstock.worker.processes.control_channel import Message, counts
 from penstock.worker.processes.exit_causes import descriptors_closed, how_it_ended
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.stack_dump import state_of
 from penstock.worker.resources.processor_time import NOTHING, used_by
 from penstock.worker.resources.rates import Rates
@@ -115,7 +115,7 @@ class Slot:
         self.error: records_pb2.ErrorDetail | None = None
         self.lost = False
         self.traits = records_pb2.LoaderTraits(length=-1)
-        self.ledger = Ledger.create()
+        self.progress_page = ProgressPage.create()
         self.name = f"{assignment.run} box {assignment.box} slot {assignment.slot}"
         self.log = About(_log, **about_slot(assignment), worker=host.name)
         self.host = host
@@ -174,7 +174,7 @@ class Slot:
                 if closed is not None:
                     self.fail(detail_of(closed), lost=False)
                 else:
-                    self.lose(how_it_ended(status, self.name, self.ledger), self._child.last_stack)
+                    self.lose(how_it_ended(status, self.name, self.progress_page), self._child.last_stack)
         except asyncio.CancelledError:
             raise
         except PenstockError as error:
@@ -191,7 +191,9 @@ class Slot:
         try:
             await turn.came
             fork_server = await host.fork_server(a)
-            child = self._child = await fork_server.fork("runner", self.name, self.ledger, self._hear, about_slot(a))
+            child = self._child = await fork_server.fork(
+                "runner", self.name, self.progress_page, self._hear, about_slot(a)
+            )
         except BaseException:
             turn.end()
             raise
@@ -261,7 +263,7 @@ class Slot:
                 await asyncio.wait_for(asyncio.shield(self._child.exited), KILL_S)
             except TimeoutError:
                 self.log.error("%s: process %d was killed and does not end", self.name, self._child.pid)
-        self.ledger.close()
+        self.progress_page.close()
 
     def fail(self, error: records_pb2.ErrorDetail, *, lost: bool) -> None:
         """It is over: for good, or (lost) for another worker to take over."""
@@ -282,9 +284,9 @@ class Slot:
 
     def lose(self, why: str, stack: str = "") -> None:
         """The runner is gone, or to be: another is to go on. `stack`: of the moment at which it crashed."""
-        making = self.ledger.making
+        making = self.progress_page.making
         if making is not None:
-            self._making = records_pb2.Skip(epoch=making[0], total=self.ledger.total, count=making[1])
+            self._making = records_pb2.Skip(epoch=making[0], total=self.progress_page.total, count=making[1])
         message = f"{why} on worker {self.host.name}"
         detail = records_pb2.ErrorDetail(name="WorkerLostError", message=message, remote_traceback=stack)
         if stack:
@@ -298,9 +300,9 @@ class Slot:
         after = hang_s(self.assignment.loader.options.timeout_s)
         while True:
             await asyncio.sleep(min(5.0, after / LOOKS))
-            self.ledger.refresh()
-            now, (activity, for_s) = time.monotonic(), self.ledger.activity
-            lasts = self._stall.look(now, activity, for_s, self.ledger.total)
+            self.progress_page.refresh()
+            now, (activity, for_s) = time.monotonic(), self.progress_page.activity
+            lasts = self._stall.look(now, activity, for_s, self.progress_page.total)
             if lasts < after or self._child is None or self.phase == coordinator_pb2.FAILED:
                 self._tell("", "")
             elif not self._doing:
@@ -320,15 +322,15 @@ class Slot:
 
     def report(self) -> coordinator_pb2.SlotReport:
         """For the heartbeat."""
-        self.ledger.refresh()
+        self.progress_page.refresh()
         if self._rates.due(now := time.monotonic()):
             spent = used_by(self._child.pid) if self._child is not None else NOTHING
-            self._rates.look(now, self.ledger.total, self.ledger.working_s, spent)
+            self._rates.look(now, self.progress_page.total, self.progress_page.working_s, spent)
         run, attempt, box, slot, generation = key_of(self.assignment)
         # Known once the first batch is out; until then nobody is to be warned.
         place = self._turn.place if self._turn is not None else 0
         self.traits.not_used = self.findings.not_used[:MOST_TOLD]
-        self.traits.looked_at_assignment = bool(self.ledger.looked) or not self.begun.is_set()
+        self.traits.looked_at_assignment = bool(self.progress_page.looked) or not self.begun.is_set()
         return coordinator_pb2.SlotReport(
             run=run,
             attempt=attempt,
@@ -339,8 +341,8 @@ class Slot:
             traits=self.traits,
             error=self.error,
             lost=self.lost,
-            produced=self.ledger.total,
-            delivered=self.ledger.delivered,
+            produced=self.progress_page.total,
+            delivered=self.progress_page.delivered,
             batches_per_s=self._rates.batches_per_s,
             batch_s=self._rates.batch_s,
             batch_cpu_s=self._rates.batch_cpu_s,
@@ -480,13 +482,13 @@ class Slot:
     def _oldest_wanted(self) -> tuple[int, int]:
         """The smallest total that a state may be asked for, the slot's share of the retention window back; and the
         first epoch: that of this batch, or as many as steps back, for the loop takes one at least in each epoch."""
-        ledger = self.ledger
-        ledger.refresh()
+        progress_page = self.progress_page
+        progress_page.refresh()
         steps = self.assignment.loader.options.retention_steps
-        total = max(0, ledger.delivered - math.ceil(steps / self.assignment.num_workers_per_box) - 1)
-        entry = ledger.entry(total)
+        total = max(0, progress_page.delivered - math.ceil(steps / self.assignment.num_workers_per_box) - 1)
+        entry = progress_page.entry(total)
         epoch = self.assignment.base.epoch if entry is None else entry.epoch
-        return total, max(epoch, ledger.begun - PASSES_AHEAD - steps - 1)
+        return total, max(epoch, progress_page.begun - PASSES_AHEAD - steps - 1)
 
     def step_of(self, total: int) -> int:
         """The box's step that delivered this batch, as long as all slots live."""
@@ -523,7 +525,9 @@ class Slot:
         """Have a scratch child do something with the loader; see run_task."""
         if task == "state" and by_own_methods(self.traits) and self.assignment.resume.blob:
             bases = [*bases, await self._resume_blob()]
-        return await run_task(self.host, self.assignment, self.name, self.ledger, bases, task, deadline_s, **fields)
+        return await run_task(
+            self.host, self.assignment, self.name, self.progress_page, bases, task, deadline_s, **fields
+        )
 
     async def learn_findings(self) -> None:
         """The runner is to know what was found of its loader."""

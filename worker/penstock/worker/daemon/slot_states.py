@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["POLL_S", "States"]
 
 POLL_S = 0.005
-"""How often the ledger is read while somebody waits for a batch to be produced."""
+"""How often the progress page is read while somebody waits for a batch to be produced."""
 POLLERS = 8
 """That many look so often; of more each looks more rarely, or hundreds of states would take the whole event loop."""
 NEXT_S = 0.5
@@ -32,7 +32,7 @@ SCRATCH_SHARE = 0.7
 
 
 class _Pauses:
-    """Between two looks at a ledger, of all answers that wait for a batch."""
+    """Between two looks at a progress page, of all answers that wait for a batch."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -77,19 +77,20 @@ class States:
                 return None
             answer.error.CopyFrom(detail_of(error))
         except TimeoutError:
-            self._slot.ledger.refresh()
-            doing, since = self._slot.ledger.activity
+            page = self._slot.progress_page
+            page.refresh()
+            doing, since = page.activity
             late = DeadlineError(
                 f"{self._slot.name} on worker {self._slot.host.name}: no state at step {request.step} within "
-                f"{request.deadline_s:.0f} s: it is at batch {self._slot.ledger.total} of {request.position.total}, "
+                f"{request.deadline_s:.0f} s: it is at batch {page.total} of {request.position.total}, "
                 f"in {doing} for {since:.1f} s"
             )
             answer.error.CopyFrom(detail_of(late))
-        for epoch, total in self._slot.ledger.ends().items():
+        for epoch, total in self._slot.progress_page.ends().items():
             answer.ends.add(epoch=epoch, total=total)
         answer.digests_after = request.digests_after
         if not answer.digests:
-            answer.digests.extend(self._digests(request, self._slot.ledger.entry))
+            answer.digests.extend(self._digests(request, self._slot.progress_page.entry))
         answer.traits.CopyFrom(self._slot.traits)
         answer.state_bytes = len(data)
         return answer, data
@@ -105,7 +106,7 @@ class States:
         self._require_saving()
         if not await self._produced(request, answer):
             return b""
-        entry = self._slot.ledger.entry(total)
+        entry = self._slot.progress_page.entry(total)
         if entry is not None:
             answer.samples_streamed, answer.digest = entry.samples, entry.digest
         if self._slot.unsaved is not None and not self._slot.traits.state_methods == 0:
@@ -146,13 +147,13 @@ class States:
         slot, total = self._slot, request.position.total
         patience = min(until, time.monotonic() + (NEXT_S if self._by_own and not self._waits_for_loop else 0.0))
         while True:
-            slot.ledger.refresh()
-            over = answer.next_epoch = slot.ledger.ends().get(request.epoch) == total
-            following = slot.ledger.entry(total + 1)
+            slot.progress_page.refresh()
+            over = answer.next_epoch = slot.progress_page.ends().get(request.epoch) == total
+            following = slot.progress_page.entry(total + 1)
             if following is not None and following.epoch == request.epoch + over:
                 answer.next_digest = following.digest
                 return
-            waits = request.epoch in slot.ledger.ends() and slot.ledger.activity[0] == "waiting"
+            waits = request.epoch in slot.progress_page.ends() and slot.progress_page.activity[0] == "waiting"
             if time.monotonic() >= patience or waits:
                 return
             await asyncio.sleep(POLL_S)
@@ -167,14 +168,14 @@ class States:
         none may ever come, only if that is cheap, or the next launch may begin with another slot than worker 0."""
         if not self._by_own or answer.next_digest:
             return False
-        if not answer.next_epoch or self._slot.ledger.worked_s <= CHEAP_S:
+        if not answer.next_epoch or self._slot.progress_page.worked_s <= CHEAP_S:
             return True
         begin, workers = self._slot.assignment.base, self._slot.assignment.num_workers_per_box
         return (begin.cursor + request.step - begin.step) % workers != 0
 
     @property
     def _waits_for_loop(self) -> bool:
-        """The runner took over and has not heard where the training loop goes on: its ledger is empty."""
+        """The runner took over and has not heard where the training loop goes on: its progress page is empty."""
         return self._slot.assignment.recovery and not self._slot.attached
 
     def _lacks(self, base: Kept, request: coordinator_pb2.StateRequest) -> bool:
@@ -227,12 +228,12 @@ class States:
         epoch, total = request.epoch, request.position.total
         began = total - request.position.delivered
         while True:
-            self._slot.ledger.refresh()
-            ends = self._slot.ledger.ends()
+            self._slot.progress_page.refresh()
+            ends = self._slot.progress_page.ends()
             end = ends.get(epoch - 1, began)
             # More than the asker thought: the loop left that pass, and the runner, which was ahead, has not heard of
             # it. If the asker is wrong instead, another slot has less, and says so. What has begun is settled.
-            unheard = end > began and self._slot.ledger.begun < epoch
+            unheard = end > began and self._slot.progress_page.begun < epoch
             if end != began and not unheard:
                 answer.ended, answer.ended_epoch, answer.ended_total = True, epoch - 1, end
                 return False
@@ -248,8 +249,8 @@ class States:
                 # And the loop may be waiting for this state. What was delivered was produced once, so it can be had by
                 # replay.
                 return True
-            if self._slot.ledger.total >= total:
-                self._slot.drain()  # its snapshots were sent before the ledger showed the batch
+            if self._slot.progress_page.total >= total:
+                self._slot.drain()  # its snapshots were sent before the progress page showed the batch
                 return True
             if self._slot.phase == coordinator_pb2.FAILED:
                 raise StateUnavailableError(f"{self._slot.name}: it failed before batch {total}")
@@ -260,7 +261,7 @@ class States:
         from where that place was not come to. Raises StateUnavailableError if there will be no other one."""
         slot, epoch, position = self._slot, request.epoch, request.position
         waits = not (self._waits_for_loop or position.delivered)
-        while waits and slot.ledger.begun < epoch:
+        while waits and slot.progress_page.begun < epoch:
             if slot.phase == coordinator_pb2.FAILED:
                 raise StateUnavailableError(f"{slot.name}: it failed before pass {epoch}")
             await _pauses.next()
@@ -279,7 +280,7 @@ class States:
         """The state by arithmetic from one before it in its epoch, if the loader's class can: no user code runs then.
         b"" if it cannot be had so."""
         slot, total = self._slot, request.position.total
-        base, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.ledger.entry(total)
+        base, entry = slot.store.nearest(request.epoch, total, left=_left(request)), slot.progress_page.entry(total)
         if not slot.traits.advances_state or base is None or base.epoch != request.epoch or entry is None:
             return b""
         if base.total - base.delivered != total - request.position.delivered or base.step or slot.assignment.skips:
@@ -308,7 +309,7 @@ class States:
         digests = {
             str(count): entry.digest
             for count in range(base.total + 1, total + 1)
-            if (entry := self._slot.ledger.entry(count)) is not None
+            if (entry := self._slot.progress_page.entry(count)) is not None
         }
         done = await self._slot.scratch(
             [base.data],

@@ -29,7 +29,7 @@ def hang_s(timeout_s: float) -> float:
 
 @dataclass
 class Stall:
-    """What a runner is in, as seen by looking at its ledger. Seconds of the monotonic clock."""
+    """What a runner is in, as seen by looking at its progress page. Seconds of the monotonic clock."""
 
     activity: str = "starting"
     total: int = -1

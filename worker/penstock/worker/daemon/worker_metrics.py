@@ -1,7 +1,7 @@
 """What a worker daemon shows of itself over HTTP: /metrics for Prometheus, /healthz for whoever restarts it.
 
-The daemon's books belong to its event loop, so a scrape has the loop copy what is needed, and looks at /proc, which
-takes longer, on its own thread. Nothing here is kept between scrapes.
+The daemon's cluster state belongs to its event loop, so a scrape has the loop copy what is needed, and looks at /proc,
+which takes longer, on its own thread. Nothing here is kept between scrapes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _look(daemon: Daemon) -> _Now:
     """On the daemon's event loop."""
     slots, phases = [], Counter[str]()
     for slot in daemon.slots:
-        slot.ledger.refresh()
-        produced, delivered, replayed = slot.ledger.counts()
+        slot.progress_page.refresh()
+        produced, delivered, replayed = slot.progress_page.counts()
         a = slot.assignment
         slots.append(
             _SlotNow(
@@ -63,8 +63,8 @@ def _look(daemon: Daemon) -> _Now:
                 produced,
                 delivered,
                 replayed,
-                max(0, slot.ledger.total - slot.ledger.delivered),
-                slot.ledger.working_s,
+                max(0, slot.progress_page.total - slot.progress_page.delivered),
+                slot.progress_page.working_s,
                 slot.runner,
             )
         )

@@ -20,7 +20,7 @@ from penstock.proto.errors import WorkerLostError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.processes.child_processes import Child, ForkServer
 from penstock.worker.processes.control_channel import Message
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["Helper", "Helpers"]
 
@@ -112,7 +112,7 @@ class Helpers:
         finally:
             crew.tasks -= 1
 
-    async def take(self, assignment: records_pb2.WorkerAssignment, ledger: Ledger) -> Helper | None:
+    async def take(self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage) -> Helper | None:
         """A helper for one task, if it is worth it and can be had; to be given back, or ended."""
         crew = self._crews.get(_key_of(assignment))
         if crew is None or crew.unfit or crew.modules is None or (crew.tasks < PAYS and not crew.idle):
@@ -124,7 +124,7 @@ class Helpers:
             if helper.child is not None and not helper.child.exited.done() and helper.modules.issuperset(crew.modules):
                 return helper
             helper.end()
-        return await self._started(assignment, ledger, crew)
+        return await self._started(assignment, progress_page, crew)
 
     def give_back(self, assignment: records_pb2.WorkerAssignment, helper: Helper) -> None:
         """Its task is done."""
@@ -156,7 +156,9 @@ class Helpers:
             crew.idle.remove(helper)
         helper.end()
 
-    async def _started(self, assignment: records_pb2.WorkerAssignment, ledger: Ledger, crew: _Crew) -> Helper | None:
+    async def _started(
+        self, assignment: records_pb2.WorkerAssignment, progress_page: ProgressPage, crew: _Crew
+    ) -> Helper | None:
         modules = crew.modules or []
         fork_server, helper = await self._fork_server(assignment), Helper()
         helper.modules = frozenset(modules)
@@ -166,7 +168,9 @@ class Helpers:
             spec.ClearField(unneeded)
         try:
             about: dict[str, str | int] = {"run": assignment.run, "attempt": assignment.attempt}
-            helper.child = await fork_server.fork("helper", f"{assignment.run} helper", ledger, helper.hear, about)
+            helper.child = await fork_server.fork(
+                "helper", f"{assignment.run} helper", progress_page, helper.hear, about
+            )
             warm = helper.expect()
             await helper.child.send("warm", spec.SerializeToString(), modules=modules)
             either: set[asyncio.Future[Any]] = {warm, helper.child.exited}

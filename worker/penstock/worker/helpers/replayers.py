@@ -17,7 +17,7 @@ from penstock.worker.helpers.helper_pool import Helper, Helpers
 from penstock.worker.processes.child_processes import Child, ForkServer, about_slot
 from penstock.worker.processes.control_channel import Message
 from penstock.worker.processes.exit_causes import descriptors_closed
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.resources.turn_queue import TurnQueue
 
 __all__ = ["DEADLINE_S", "ScratchHost", "run_task", "send_assignment"]
@@ -42,7 +42,7 @@ async def run_task(
     host: ScratchHost,
     assignment: records_pb2.WorkerAssignment,
     name: str,
-    ledger: Ledger,
+    progress_page: ProgressPage,
     bases: list[bytes],
     task: str,
     deadline_s: float = DEADLINE_S,
@@ -59,14 +59,14 @@ async def run_task(
     helpers, began = host.helpers, 0.0
     with helpers.counted(assignment):
         async with host.scratches.turn(urgent=task in ASKED_FOR):
-            helper = await helpers.take(assignment, ledger)
+            helper = await helpers.take(assignment, progress_page)
             if helper is not None:
                 began = time.monotonic()
                 message = await _by_helper(host, helper, assignment, name, bases, task, left_s, fields)
                 if message is not None:
                     return message
                 left_s = max(left_s - (time.monotonic() - began), 0.0)
-            message = await _by_child(host, assignment, name, ledger, bases, task, deadline_s, left_s, fields)
+            message = await _by_child(host, assignment, name, progress_page, bases, task, deadline_s, left_s, fields)
             helpers.learn(assignment, message.fields.pop("modules", None))
             if helper is not None and message.kind != "failed":
                 helpers.distrust(assignment, f"a fresh process did what it could not do: {task}")
@@ -111,7 +111,7 @@ async def _by_child(
     host: ScratchHost,
     assignment: records_pb2.WorkerAssignment,
     name: str,
-    ledger: Ledger,
+    progress_page: ProgressPage,
     bases: list[bytes],
     task: str,
     deadline_s: float,
@@ -123,7 +123,9 @@ async def _by_child(
     for last in (False, True):
         fork_server = await host.fork_server(assignment)
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        child = await fork_server.fork("scratch", f"{name} {task}", ledger, _first(answer), about_slot(assignment))
+        child = await fork_server.fork(
+            "scratch", f"{name} {task}", progress_page, _first(answer), about_slot(assignment)
+        )
         try:
             await _ask(host, child, assignment, bases, task, fields)
             either: set[asyncio.Future[Any]] = {answer, child.exited}

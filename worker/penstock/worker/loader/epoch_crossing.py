@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.proto.batch.digest import cover_of
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, PenstockError, ReplayMismatchError
 from penstock.proto.state.codec import encode_state
 from penstock.worker.loader.crossing_kinds import FRESH, KEPT, REPLAY
@@ -49,7 +49,7 @@ def cross(source: Source, step: int) -> Base:
     if source.past.rewinds == FRESH and not source.strays:
         source.renew(end)
         return source.open(step=step)
-    take = Offprint(cover=cover_of(source.assignment.loader.options)).take
+    take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     if source.past.rewinds == REPLAY or source.strays:
         _from_the_beginning(source, take)
         return source.open(step=step)
@@ -84,7 +84,7 @@ def _cross_as_resumed(source: Source, step: int) -> Base:
     What it makes of the next epoch is right if that begins with the batch that came when the state was saved there, or
     with that of a loader from the beginning, which is made once.
     """
-    take = Offprint(cover=cover_of(source.assignment.loader.options)).take
+    take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
     start, untouched, goal, past = source.start, source.is_untouched, source.place.copy(), source.past
     awaited = source.awaited.get(goal.total)
     came: _First | None = None

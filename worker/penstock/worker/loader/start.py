@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.proto.batch.digest import cover_of
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import ReplayMismatchError, StateMismatchError
 from penstock.proto.v1 import records_pb2
 from penstock.worker.loader.crossing_kinds import REPLAY
@@ -76,7 +76,7 @@ def _leads_on(a: records_pb2.WorkerAssignment, slot: int, worker: int, resume: d
             source.next()
             source.open(step=step)
         batch = source.peek()
-        take = Offprint(cover=cover_of(a.loader.options)).take
+        take = ReplayDigest(cover=cover_of(a.loader.options)).take
         return batch is not END and take(batch)[0] == part["next_digest"]
     except UNFIT:
         return False
@@ -265,7 +265,7 @@ class _Resume:
         """Raises ReplayMismatchError unless the batch that came when the state was saved comes next."""
         source = self._source
         batch = source.peek()
-        take = Offprint(cover=cover_of(source.assignment.loader.options)).take
+        take = ReplayDigest(cover=cover_of(source.assignment.loader.options)).take
         if batch is END or take(batch)[0] != self._part["next_digest"]:
             raise ReplayMismatchError(
                 f"{source.name}: resumed from its state after batch {self._total} of the slot, it "

@@ -25,7 +25,7 @@ from penstock.runtime.telemetry.logs import About
 from penstock.worker.processes.child_output import PAUSE_S, READ_BYTES, Lines
 from penstock.worker.processes.control_channel import Channel, Message
 from penstock.worker.processes.orphans import Orphans
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.processes.runner_user import RunnerUser
 from penstock.worker.processes.stack_dump import StackFile
 from penstock.worker.processes.temporary_folders import TemporaryFolders
@@ -415,7 +415,7 @@ class ForkServer:
         self,
         role: str,
         name: str,
-        ledger: Ledger,
+        progress_page: ProgressPage,
         on_message: Callable[[Message], None],
         about: Mapping[str, str | int] | None = None,
     ) -> Child:
@@ -430,7 +430,11 @@ class ForkServer:
         self._children[number] = child
         try:
             self._channel.send(
-                "fork", fds=[theirs.fileno(), write, ledger.fd, child.stacks.fd], id=number, role=role, tempdir=tempdir
+                "fork",
+                fds=[theirs.fileno(), write, progress_page.fd, child.stacks.fd],
+                id=number,
+                role=role,
+                tempdir=tempdir,
             )
         except OSError as error:
             child.gone(None)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from penstock.proto.errors import InputFnError
 from penstock.runtime.process.exit_status import describe_exit
 from penstock.worker.processes.control_channel import DESCRIPTORS_CLOSED
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 
 __all__ = ["descriptors_closed", "how_it_ended"]
 
 
-def how_it_ended(status: int | None, name: str, ledger: Ledger) -> str:
+def how_it_ended(status: int | None, name: str, progress_page: ProgressPage) -> str:
     """Say in one line how the runner of the slot `name` ended, and where it was."""
-    ledger.refresh()
-    return f"the runner of {name} {describe_exit(status)} at batch {ledger.total}, in {ledger.activity[0]}"
+    progress_page.refresh()
+    return (
+        f"the runner of {name} {describe_exit(status)} at batch {progress_page.total}, in {progress_page.activity[0]}"
+    )
 
 
 def descriptors_closed(status: int | None, name: str) -> InputFnError | None:

@@ -1,4 +1,4 @@
-"""A runner's ledger: shared memory in which it notes each batch, and which its daemon reads without asking.
+"""A runner's progress page: shared memory in which it notes each batch, and which its daemon reads without asking.
 
 The runner has no thread of ours and may be inside user code for minutes, or dead; what it had produced, what it was
 doing and since when can be read here all the same. One writer, any number of readers; an entry is written before the
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.process.forks import silence, unshare
 
-__all__ = ["ENTRIES", "Entry", "Ledger"]
+__all__ = ["ENTRIES", "Entry", "ProgressPage"]
 
 ENTRIES = 4096
 """Batches whose digests are kept, the newest."""
@@ -54,8 +54,8 @@ class Entry:
     samples: int
 
 
-class Ledger:
-    """Made by the daemon (`Ledger.create`), opened by the runner from the inherited descriptor."""
+class ProgressPage:
+    """Made by the daemon (`ProgressPage.create`), opened by the runner from the inherited descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -70,8 +70,8 @@ class Ledger:
         self._told = 0, 0, 0
 
     @classmethod
-    def create(cls) -> Ledger:
-        fd = os.memfd_create("penstock-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def create(cls) -> ProgressPage:
+        fd = os.memfd_create("penstock-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd)

@@ -2,8 +2,8 @@
 
 Counted is anonymous memory, what programs allocate, in RAM and in swap, by its proportional share: a page that N
 processes have in common counts 1/N in each. So neither what came with the fork server nor what a loader's worker
-processes share is counted twice, and the ring, the ledger and mapped files are not counted at all: user code cannot
-leak them.
+processes share is counted twice, and the ring, the progress page and mapped files are not counted at all: user code
+cannot leak them.
 
 The share of a page takes the kernel 20 ms of work for a GiB; the plain sums, which are never less, take none. So the
 share is looked at only where the sums are above the limit.

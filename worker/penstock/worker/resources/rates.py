@@ -1,4 +1,4 @@
-"""How fast a runner is, from two looks at its ledger: for the coordinator, which balances by it.
+"""How fast a runner is, from two looks at its progress page: for the coordinator, which balances by it.
 
 Batches a second say how fast the loop takes them. What a batch takes the runner says how fast it could be: the time
 that it was at work, waits for the loop and for room in the ring left out. One that makes no batch for long is as slow
@@ -7,8 +7,8 @@ as it has been at it, before that batch is done.
 That time includes waits for a processor, which more workers on the same cores would only make longer. So the processor
 time of a batch and its wait for a processor are measured, too.
 
-Pure: the clock and the figures are given. A runner's user code can write into the ledger what it likes, so figures that
-cannot be true count as none.
+Pure: the clock and the figures are given. A runner's user code can write into the progress page what it likes, so
+figures that cannot be true count as none.
 """
 
 from __future__ import annotations

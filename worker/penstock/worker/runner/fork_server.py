@@ -136,7 +136,7 @@ def _end(children: Iterable[int], orphans: Orphans) -> None:
 
 def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
     """`own`: descriptors that are no business of a child's."""
-    control, output, ledger, stacks = message.fds
+    control, output, progress_page, stacks = message.fds
     me = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -153,7 +153,7 @@ def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
                 RunnerUser.decode(trait.removeprefix("user=")).become()
         if "caged" in sys.argv[3:]:
             sandbox.enter()
-        _child(me, message.fields["role"], control, output, ledger, stacks)
+        _child(me, message.fields["role"], control, output, progress_page, stacks)
     for fd in message.fds:
         os.close(fd)
     with contextlib.suppress(OSError):
@@ -161,7 +161,7 @@ def _fork(message: Message, channel: Channel, own: Iterable[int]) -> int:
     return pid
 
 
-def _child(parent: int, role: str, control: int, output: int, ledger: int, stacks: int) -> NoReturn:
+def _child(parent: int, role: str, control: int, output: int, progress_page: int, stacks: int) -> NoReturn:
     code = 1
     try:
         os.setpgid(0, 0)
@@ -173,12 +173,12 @@ def _child(parent: int, role: str, control: int, output: int, ledger: int, stack
         os.dup2(output, 2)
         os.close(output)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        from penstock.worker.processes.progress_page import Ledger
+        from penstock.worker.processes.progress_page import ProgressPage
         from penstock.worker.runner import helper_process, replayer, runner
 
         channel = Channel(socket.socket(fileno=control))
         if role == "runner":
-            runner.run_slot(channel, Ledger(ledger))
+            runner.run_slot(channel, ProgressPage(progress_page))
         elif role == "helper":
             helper_process.run_helper(channel)
         else:

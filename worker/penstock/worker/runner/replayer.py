@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from penstock.proto.batch.digest import cover_of
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import InputFnError, LaneLostError, ReplayMismatchError
 from penstock.proto.state.codec import decode_state, encode_state
 from penstock.proto.v1 import records_pb2
@@ -73,19 +73,19 @@ def run_scratch(channel: Channel) -> None:
                 return
             source = Source(assignment)
             source.build()
-            offprint = Offprint(cover=cover_of(assignment.loader.options))
+            replay_digest = ReplayDigest(cover=cover_of(assignment.loader.options))
             if message.kind == "aggregate":
                 states = cast(list[Any], decode_state(values[0]))
                 answer.send("done", encode_state(source.aggregate(states)))
                 return
             if message.kind == "prove":
                 bases = [Base.decode(value) for value in values]
-                told = _prove(source, bases[0], message.fields, offprint, *bases[1:])
+                told = _prove(source, bases[0], message.fields, replay_digest, *bases[1:])
                 answer.send("done", took=time.process_time() - began, **told)
                 return
             if len(values) > 1:
                 source.learn_resume(cast(dict[str, Any], decode_state(values[1])))
-            _state(source, Base.decode(values[0]), message.fields, offprint, answer)
+            _state(source, Base.decode(values[0]), message.fields, replay_digest, answer)
         except LaneLostError:
             raise
         except Exception as error:
@@ -93,7 +93,7 @@ def run_scratch(channel: Channel) -> None:
 
 
 def _prove(
-    source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, opened: Base | None = None
+    source: Source, base: Base, fields: dict[str, Any], replay_digest: ReplayDigest, opened: Base | None = None
 ) -> dict[str, Any]:
     """Whether the base leads to what was delivered, and if not, which batch differs.
 
@@ -105,7 +105,7 @@ def _prove(
     """
     delivered = {int(total): (epoch, digest) for total, (epoch, digest) in fields["digests"].items()}
     source.restore(base)
-    differs, what = _compare(source, delivered, offprint, base.place.epoch, fields["generators"])
+    differs, what = _compare(source, delivered, replay_digest, base.place.epoch, fields["generators"])
     beyond = {total: entry for total, entry in delivered.items() if entry[0] > base.place.epoch}
     if not what and beyond and not fields["left"] and source.next() is not END:
         differs, what = source.place.total, "goes on after the last batch of its pass"
@@ -115,18 +115,18 @@ def _prove(
         if early and source.past.whole:
             source.begin()
             source.open_pass()
-            alike = not _compare(source, early, offprint, 0)[1]
+            alike = not _compare(source, early, replay_digest, 0)[1]
         return {"same": False, "differs": differs, "what": what, "alike": alike}
     if beyond and fields["left"]:
         source.abandon_pass(source.place.total)
     rewinds = ""
     if beyond and source.restored:
-        rewinds = _way_over(source, beyond, offprint, fields["rewinds"] or KEPT, opened)
+        rewinds = _way_over(source, beyond, replay_digest, fields["rewinds"] or KEPT, opened)
     return {"same": True, "rewinds": rewinds}
 
 
 def _way_over(
-    source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint, known: str, opened: Base | None
+    source: Source, beyond: dict[int, tuple[int, int]], replay_digest: ReplayDigest, known: str, opened: Base | None
 ) -> str:
     """How the source, at the end of its epoch, gets to these batches of later ones: in the way that is known, if it
     leads there still, else in a more careful one."""
@@ -136,7 +136,7 @@ def _way_over(
         try:
             if way == FRESH:
                 source.renew(end)
-            if _leads_on(source, beyond, offprint, opened):
+            if _leads_on(source, beyond, replay_digest, opened):
                 return way
         except InputFnError as error:  # one that cannot begin again where it was restored
             _log.info("%s: it does not get over the end of its epoch: %s", source.name, error.message)
@@ -144,7 +144,9 @@ def _way_over(
     return REPLAY
 
 
-def _leads_on(source: Source, beyond: dict[int, tuple[int, int]], offprint: Offprint, opened: Base | None) -> bool:
+def _leads_on(
+    source: Source, beyond: dict[int, tuple[int, int]], replay_digest: ReplayDigest, opened: Base | None
+) -> bool:
     """Whether the source, between two epochs, goes on with these batches. With the first of them it must also be what
     the loader that streamed was: the epoch after may come of what it is, and not of what it has yielded."""
     for epoch in sorted({epoch for epoch, _ in beyond.values()}):
@@ -154,7 +156,7 @@ def _leads_on(source: Source, beyond: dict[int, tuple[int, int]], offprint: Offp
             if source.next() is not END:
                 return False
         source.open()
-        if _compare(source, beyond, offprint, epoch, opened=opened)[1]:
+        if _compare(source, beyond, replay_digest, epoch, opened=opened)[1]:
             return False
     return True
 
@@ -162,7 +164,7 @@ def _leads_on(source: Source, beyond: dict[int, tuple[int, int]], offprint: Offp
 def _compare(
     source: Source,
     delivered: dict[int, tuple[int, int]],
-    offprint: Offprint,
+    replay_digest: ReplayDigest,
     epoch: int,
     generators: int = 0,
     opened: Base | None = None,
@@ -173,7 +175,7 @@ def _compare(
         batch = source.next()
         if batch is END:
             return source.place.total + 1, "yields nothing more"
-        digest, samples = offprint.take(batch)
+        digest, samples = replay_digest.take(batch)
         source.place.samples += samples
         if digest != expected[1]:
             return source.place.total, "yields another batch"
@@ -210,24 +212,24 @@ def _all_over(source: Source, epoch: int) -> bool:
     return True
 
 
-def _state(source: Source, base: Base, fields: dict[str, Any], offprint: Offprint, channel: _Answer) -> None:
+def _state(source: Source, base: Base, fields: dict[str, Any], replay_digest: ReplayDigest, channel: _Answer) -> None:
     """Replay from the base to `total` in pass `epoch`, and save there, as of the box's `step`; from the beginning if
     the base does not lead there."""
     try:
         source.restore(base)
-        told, data = _replayed(source, base, base.place.epoch, fields, offprint)
+        told, data = _replayed(source, base, base.place.epoch, fields, replay_digest)
     except UNFIT as mismatch:
         if base.is_beginning or not base.past.whole:
             raise
         _log.warning("%s; its stream is made again from the beginning instead", mismatch.message)
         past = source.past = base.past
         source.begin()
-        told, data = _replayed(source, replace(source.open_pass(), past=past), base.place.epoch, fields, offprint)
+        told, data = _replayed(source, replace(source.open_pass(), past=past), base.place.epoch, fields, replay_digest)
     channel.send("done", data, **told)
 
 
 def _replayed(
-    source: Source, base: Base, told_until: int, fields: dict[str, Any], offprint: Offprint
+    source: Source, base: Base, told_until: int, fields: dict[str, Any], replay_digest: ReplayDigest
 ) -> tuple[dict[str, Any], bytes]:
     """What is told of the way from a base, where the source stands, and the state that was taken there. `told_until`:
     the epoch before which the base's past names all that were left."""
@@ -235,7 +237,7 @@ def _replayed(
     replayed: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
 
     def seen(batch: Any) -> None:
-        source.digest, samples = offprint.take(batch)
+        source.digest, samples = replay_digest.take(batch)
         source.place.samples += samples
         replayed.append((source.place.epoch, source.digest, source.place.samples))
         expected = delivered.get(source.place.total)
@@ -275,5 +277,5 @@ def _replayed(
         if source.peek() is END:
             source.next()
             source.open_pass()
-        following = 0 if (batch := source.next()) is END else offprint.take(batch)[0]
+        following = 0 if (batch := source.next()) is END else replay_digest.take(batch)[0]
     return {"ended": False, "following": following, "over": source.place.epoch > epoch, **there}, data

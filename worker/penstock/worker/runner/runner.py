@@ -1,6 +1,7 @@
 """The child that runs one slot: the user's loader in its main thread, and nothing beside it.
 
-    next(loader) -> flatten into a ring slot -> digest, ledger -> snapshot, if one is due -> descriptor to the consumer
+    next(loader) -> flatten into a ring slot -> digest, progress page -> snapshot, if one is due -> descriptor to the
+    consumer
 
 It has no thread of ours, for user code may fork here, and no gRPC. Between two batches it looks at its two sockets, the
 lane's and the daemon's, when there is reason to: the ring is half taken, a batch was slow, or there is nothing else to
@@ -21,7 +22,7 @@ from typing import Any, cast
 
 from penstock.proto.batch.digest import Cover, cover_of, layout, region_digest, rows_digest, rows_in
 from penstock.proto.batch.flatten import FlatBatch, Flattener, Structure
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import (
     LaneLostError,
     ReplayMismatchError,
@@ -51,7 +52,7 @@ from penstock.worker.processes.control_channel import (
     payload_of,
     plain_detail,
 )
-from penstock.worker.processes.progress_page import Ledger
+from penstock.worker.processes.progress_page import ProgressPage
 from penstock.worker.runner.local_restart_points import Known, OwnBases
 
 __all__ = ["run_slot"]
@@ -70,13 +71,13 @@ class _StopError(Exception):
     """The daemon wants this slot to end."""
 
 
-def run_slot(channel: Channel, ledger: Ledger) -> None:
+def run_slot(channel: Channel, progress_page: ProgressPage) -> None:
     """The life of a runner, from its assignment to its end."""
     message = cast(Message, channel.receive())
     assignment = assignment_of(message)
-    runner = _Runner(assignment, channel, ledger)
+    runner = _Runner(assignment, channel, progress_page)
     forks.host_user_code()
-    for own in (channel, ledger, runner.producer):
+    for own in (channel, progress_page, runner.producer):
         forks.keep(own)
     try:
         runner.prepare()
@@ -99,13 +100,13 @@ class _Start:
 
 
 class _Runner:
-    def __init__(self, assignment: records_pb2.WorkerAssignment, channel: Channel, ledger: Ledger) -> None:
+    def __init__(self, assignment: records_pb2.WorkerAssignment, channel: Channel, progress_page: ProgressPage) -> None:
         options = assignment.loader.options
         self.assignment = assignment
         self.producer = Producer(options.max_batch_bytes, ring_bytes(assignment.num_workers_per_box))
-        self.source = Source(assignment, self._doing, ledger.here)
+        self.source = Source(assignment, self._doing, progress_page.here)
         self._channel = channel
-        self._ledger = ledger
+        self._progress_page = progress_page
         self._flattener = Flattener(strict=options.strict_structure)
         self._cover = cover_of(assignment.loader.options)
         self._lease = Lease(self.producer, self._wait_in_user_code)
@@ -161,8 +162,8 @@ class _Runner:
             self._channel.send("failed", error=plain_detail(error))
             raise _StopError from error
         if place_of.looked_at():
-            self._ledger.saw_look()
-        self._ledger.place(source.place.total, source.place.epoch, source.place.samples)
+            self._progress_page.saw_look()
+        self._progress_page.place(source.place.total, source.place.epoch, source.place.samples)
 
     def _receive_start(self) -> _Start:
         sent = _Start(None, [])
@@ -250,20 +251,20 @@ class _Runner:
         travel(self.source, left, total, epoch, seek)
 
     def _seek(self, total: int, epoch: int, digest: int) -> None:
-        source, offprint = self.source, Offprint(self._flattener, cover=self._cover)
+        source, replay_digest = self.source, ReplayDigest(self._flattener, cover=self._cover)
 
         def seen(batch: Any) -> None:
-            source.digest, samples = offprint.take(batch)
+            source.digest, samples = replay_digest.take(batch)
             place = source.place
             place.samples += samples
-            known = self._ledger.entry(place.total) if self._begun else None
+            known = self._progress_page.entry(place.total) if self._begun else None
             if known is not None and known.epoch == place.epoch and known.digest != source.digest:
                 raise ReplayMismatchError(
                     f"{source.name}: brought back into pass {place.epoch}, it yields another batch {place.total} of "
                     "the slot than before; the loader does not reproduce its batches"
                 )
-            self._ledger.note(place.total, place.epoch, source.digest, place.samples)
-            self._ledger.replayed()
+            self._progress_page.note(place.total, place.epoch, source.digest, place.samples)
+            self._progress_page.replayed()
             self._poll_now()
 
         before = source.place.total
@@ -313,11 +314,16 @@ class _Runner:
                 self._go_back()
 
     def _stream_pass(self) -> None:
-        source, producer, ledger, flatten = self.source, self.producer, self._ledger, self._flattener.flatten
+        source, producer, progress_page, flatten = (
+            self.source,
+            self.producer,
+            self._progress_page,
+            self._flattener.flatten,
+        )
         place = source.place
         clock, cover = time.monotonic, self._cover
         self._doing("next")
-        ledger.here(place.epoch, 0)
+        progress_page.here(place.epoch, 0)
         while True:
             started = clock()
             batch = self._next()
@@ -329,7 +335,7 @@ class _Runner:
                 self._lease.release()
                 ended = place.epoch - 1
                 producer.end(ended, place.total)
-                ledger.end(ended, place.total)
+                progress_page.end(ended, place.total)
                 return
             flat = flatten(batch)
             del batch
@@ -359,8 +365,8 @@ class _Runner:
                 self._doing("next")
             if not self._looked and place_of.looked_at():
                 self._looked = True
-                ledger.saw_look()
-            ledger.record(total, place.epoch, digest, place.samples, producer.delivered)
+                progress_page.saw_look()
+            progress_page.record(total, place.epoch, digest, place.samples, producer.delivered)
             producer.publish(slab, total, place.epoch, number, nbytes, dims, digest, cover=cover)
             if not self._begun:
                 self._begun = True
@@ -514,15 +520,15 @@ class _Runner:
             del self._left[min(self._left)]
         self._lease.release()
         self._own.forget_after(epoch)
-        self._ledger.cut(epoch, delivered)
-        self._ledger.place(delivered, epoch, source.place.samples)
+        self._progress_page.cut(epoch, delivered)
+        self._progress_page.place(delivered, epoch, source.place.samples)
         self._channel.send("left", epoch=epoch, total=delivered)
 
     def _return_to(self, epoch: int, total: int) -> None:
         """Restore the loader to the place after batch `total` in a pass that we ran ahead of."""
         source = self.source
         known = self._own.ways_to(epoch, total, self._left, exact=source.traits.exact_states)
-        delivered = self._ledger.entry(total)
+        delivered = self._progress_page.entry(total)
         digest = delivered.digest if delivered is not None else 0
         failure = StateMismatchError(f"{source.name}: no base of pass {epoch} is kept from which it could be left")
         past = source.past
@@ -542,7 +548,7 @@ class _Runner:
     def _begins_at(self, origins: list[Known], total: int, epoch: int) -> bool:
         """False if the loader, restored from the origin of a pass of which nothing was taken, does not go on with the
         batch that came next there: no other batch would show that it is elsewhere."""
-        ahead = self._ledger.entry(total + 1)
+        ahead = self._progress_page.entry(total + 1)
         if not origins or origins[-1].total != total or ahead is None or ahead.epoch != epoch:
             return True
         if self.source.traits.own_workers:  # which each try would start anew
@@ -556,7 +562,7 @@ class _Runner:
     def _leave_unsaved(self, epoch: int, total: int) -> None:
         """The same for a loader without states, which cannot be taken back; what it read ahead (of a queue, say) it has
         read. But its randomness from here on is a function of the place, too."""
-        source, delivered = self.source, self._ledger.entry(total)
+        source, delivered = self.source, self._progress_page.entry(total)
         source.reseed("left", epoch, total)
         source.place.epoch, source.place.total = epoch, total
         if delivered is not None:
@@ -604,4 +610,4 @@ class _Runner:
             self.producer.attach(socket.socket(fileno=message.fds[0]), hello)
 
     def _doing(self, activity: str) -> None:
-        self._ledger.doing(activity, self.producer.delivered)
+        self._progress_page.doing(activity, self.producer.delivered)

@@ -47,7 +47,7 @@ def coordinator(
     lifeline_pid: LifelinePid = None,
     debug: Debug = False,
 ) -> None:
-    """Run the coordinator: it hands out the work and keeps the books.
+    """Run the coordinator: it hands out the work and keeps the cluster state.
 
     Prints the address that it listens on as one line once it is ready. Without a token it makes one, in
     STATE_DIR/token. A dashboard for browsers is at http://127.0.0.1:7071 (see --http). Ends on SIGTERM or Ctrl-C;

@@ -65,7 +65,7 @@ def replay(
     """Make a batch again that a box was handed, bit by bit, and show what is in it.
 
     Runs the loader here, in processes of its own, from the newest place that is kept: a snapshot, a checkpoint, or the
-    beginning. What it made is compared with the flight record, where that is known. Needs your data, and --allow.
+    beginning. What it made is compared with the stream digest, where that is known. Needs your data, and --allow.
 
     \b
     Examples:

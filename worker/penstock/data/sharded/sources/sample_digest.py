@@ -19,7 +19,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from penstock.proto.batch.digest import Cover
-from penstock.proto.batch.replay_digest import Offprint
+from penstock.proto.batch.replay_digest import ReplayDigest
 from penstock.proto.errors import UnsupportedLeafError, UnsupportedStateError
 from penstock.proto.state.codec import encode_state
 
@@ -36,7 +36,7 @@ class Digests:
     """Goes on with chains; one for each thread."""
 
     def __init__(self) -> None:
-        self._offprint: Offprint | None = None
+        self._replay_digest: ReplayDigest | None = None
 
     def __reduce__(self) -> tuple[type[Digests], tuple[()]]:
         return Digests, ()  # what it holds is scratch memory
@@ -50,9 +50,9 @@ class Digests:
             return encode_state(sample)[-8:]
         except UnsupportedStateError:
             pass
-        if self._offprint is None:
-            self._offprint = Offprint(cover=Cover.FULL)
+        if self._replay_digest is None:
+            self._replay_digest = ReplayDigest(cover=Cover.FULL)
         try:
-            return _WORD.pack(self._offprint.take(sample)[0])
+            return _WORD.pack(self._replay_digest.take(sample)[0])
         except UnsupportedLeafError:
             return _UNKNOWN

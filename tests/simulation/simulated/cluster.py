@@ -1,5 +1,5 @@
-"""The promises that can be read from the coordinator's books alone, checked after every event, and those that compare
-them with its disk, checked whenever nothing more waits to be written."""
+"""The promises that can be read from the coordinator's cluster state alone, checked after every event, and those that
+compare them with its disk, checked whenever nothing more waits to be written."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from penstock.appliance.model.entities import Place, Slot, SlotKey, Worker
 from penstock.appliance.model.limits import Limits
 from penstock.proto.v1 import coordinator_pb2 as pb
 
-__all__ = ["Before", "check_books", "check_disk", "check_moves"]
+__all__ = ["Before", "check_cluster", "check_disk", "check_moves"]
 
 Fail = Callable[[str, str], None]
 """Told the promise that is broken, and how."""
 
-_JOURNAL = "the books agree with the journal"
+_JOURNAL = "the cluster state agrees with the journal"
 _WAITS = "nothing waits unnamed"
 
 
 @dataclass
 class Before:
-    """The books as they were after the last commit, and when the coordinator last heard of whom.
+    """The cluster state as they were after the last commit, and when the coordinator last heard of whom.
 
     Times are those at which the coordinator was awake: what it sleeps through is nobody's silence.
     """
@@ -56,19 +56,19 @@ class Before:
         self.successors.clear()
 
 
-def check_books(fail: Fail, registry: Registry) -> None:
-    """The books in themselves."""
-    books = registry.books
+def check_cluster(fail: Fail, registry: Registry) -> None:
+    """The cluster state in themselves."""
+    cluster = registry.cluster
     held: dict[SlotKey, set[str]] = {}
-    for name, worker in books.workers.items():
+    for name, worker in cluster.workers.items():
         if worker.registered and len(worker.slots) > worker.capacity:
             fail("nobody holds more than it has room for", f"{name} holds {len(worker.slots)} of {worker.capacity}")
         for key in worker.slots:
             held.setdefault(key, set()).add(name)
-            if books.slot(key) is None:
+            if cluster.slot(key) is None:
                 fail("who is superseded owns nothing", f"{name} holds {key}")
-    for attempt in books.open_attempts():
-        if attempt.number != books.runs[attempt.run].attempt:
+    for attempt in cluster.open_attempts():
+        if attempt.number != cluster.runs[attempt.run].attempt:
             fail("who is superseded owns nothing", f"attempt {attempt.number} of {attempt.run} is open")
         for box in attempt.boxes.values():
             for slot in box.slots:
@@ -78,27 +78,27 @@ def check_books(fail: Fail, registry: Registry) -> None:
                     fail("one owner per slot and generation", f"{slot.key}: {named}, {held.get(slot.key)}")
                 if successor is not None and (slot.phase != pb.READY or successor.worker == slot.worker):
                     fail("one owner per slot and generation", f"{slot} has {successor}, and is with {slot.worker}")
-                if (slot.key in books.appointed) != (successor is not None):
+                if (slot.key in cluster.appointed) != (successor is not None):
                     fail(_WAITS, f"{slot} has the successor {successor}, which nobody waits for")
                 if slot.phase in (pb.STARTING, pb.READY) and not slot.worker:
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)} with nobody")
                 if box.lingers_until > 0:
                     continue
-                live, waiting = box.place is Place.LIVE, slot.key in books.waiting
+                live, waiting = box.place is Place.LIVE, slot.key in cluster.waiting
                 if waiting != (live and slot.phase == pb.WAITING):
                     fail(_WAITS, f"{slot.key} is {pb.SlotPhase.Name(slot.phase)}, and waits in line: {waiting}")
                 if not live and slot.worker:
                     fail("who is superseded owns nothing", f"{slot.key} of a box that is gone is with {slot.worker}")
-    if books.waiting:
-        free = [worker.name for worker in books.workers.values() if worker.free > 0]
+    if cluster.waiting:
+        free = [worker.name for worker in cluster.workers.values() if worker.free > 0]
         if free:
-            fail(_WAITS, f"{next(iter(books.waiting))} waits although {free} have room")
+            fail(_WAITS, f"{next(iter(cluster.waiting))} waits although {free} have room")
 
 
 def check_disk(fail: Fail, registry: Registry, disk: Disk) -> None:
-    """The books against the disk, when all has been written."""
-    books, slots = registry.books, 0
-    for attempt in books.open_attempts():
+    """The cluster state against the disk, when all has been written."""
+    cluster, slots = registry.cluster, 0
+    for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             row = disk.tables["boxes"].get((attempt.run, attempt.number, box.number), {})
             if row.get("client_id") != box.client or row.get("place") != box.place.value:
@@ -107,8 +107,8 @@ def check_disk(fail: Fail, registry: Registry, disk: Disk) -> None:
             for slot in box.slots:
                 _check_slot(fail, slot, disk)
     if len(disk.tables["slots"]) != slots:
-        fail(_JOURNAL, f"{len(disk.tables['slots'])} slots on disk, {slots} in the books")
-    for run in books.runs.values():
+        fail(_JOURNAL, f"{len(disk.tables['slots'])} slots on disk, {slots} in the cluster state")
+    for run in cluster.runs.values():
         row = disk.tables["runs"].get((run.name,), {})
         if (row.get("attempt"), row.get("generation")) != (run.attempt, run.generation):
             fail(_JOURNAL, f"{run.name} is at {run.attempt}, {run.generation}, on disk {row}")
@@ -133,12 +133,12 @@ def check_moves(
     limits: Limits,
     now_s: float,
 ) -> None:
-    """What changed since the last commit had a cause. Takes the books for the next time."""
-    books = registry.books
+    """What changed since the last commit had a cause. Takes the cluster state for the next time."""
+    cluster = registry.cluster
     awake = before.awake(now_s)
     slots: dict[SlotKey, tuple[int, str, str, bool]] = {}
     live: dict[tuple[str, int, int], str] = {}
-    for attempt in books.open_attempts():
+    for attempt in cluster.open_attempts():
         for box in attempt.boxes.values():
             if box.place is Place.LIVE:
                 live[attempt.run, attempt.number, box.number] = box.client
@@ -154,26 +154,26 @@ def check_moves(
                     fail("one owner per slot and generation", f"{slot.key} went from {was} to {now}")
                 moved = now[0] > was[0] and was[3] and is_live and not before.blurred
                 succeeded = before.successors.get(slot.key) == (slot.worker, slot.generation)
-                kept = _keeps(books.workers.get(was[1]), was[2])
+                kept = _keeps(cluster.workers.get(was[1]), was[2])
                 if moved and not succeeded and (*slot.key, was[0]) not in lost and kept:
                     fail("a slot moves only for a cause", f"{slot.key} from {was} to {now}")
     for name, session in before.workers.items():
-        if name not in books.workers:
+        if name not in cluster.workers:
             silent = awake - max(before.heard.get(name, 0.0), before.booted)
             whole = limits.hung_up_s if name in before.hung_up else limits.worker_lease_s
             if silent < whole - 1e-6:
                 fail("a lease is whole", f"worker {name} ({session}) was given up after {silent:.3f} s")
     for (run, number, box_number), client in before.live.items():
-        current = books.runs[run].current
+        current = cluster.runs[run].current
         if current is not None and current.number == number and current.boxes[box_number].place is Place.GONE:
             silent = awake - max(before.heard_box.get((run, box_number, client), 0.0), before.booted)
             if silent < limits.client_lease_s - 1e-6:
                 fail("a lease is whole", f"box {box_number} of {run} was given up after {silent:.3f} s")
     before.blurred = False
     before.slots, before.live = slots, live
-    heirs = [(slot.key, slot.successor) for slot in books.appointed.values()]
+    heirs = [(slot.key, slot.successor) for slot in cluster.appointed.values()]
     before.successors = {key: (heir.worker, heir.generation) for key, heir in heirs if heir is not None}
-    before.workers = {worker.name: worker.session for worker in books.workers.values()}
+    before.workers = {worker.name: worker.session for worker in cluster.workers.values()}
 
 
 def _keeps(worker: Worker | None, session: str) -> bool:
