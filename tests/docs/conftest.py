@@ -110,7 +110,7 @@ def images_and_texts(tmp_path: Path) -> Iterator[Names]:
         )
         files.append(str(path))
     names: Names = {
-        "CLUSTER": files[120:],
+        "BOOKS": files[120:],
         "CODE": files[60:120],
         "ImageFolder": Images,
         "Images": Images,

@@ -15,7 +15,7 @@ from penstock.worker.processes.temporary_folders import TemporaryFolders
 
 DAEMON = """
 import sys
-from penstock.worker.processes.temporary_folders import TempDirs
+from penstock.worker.processes.temporary_folders import TemporaryFolders
 dirs = TemporaryFolders()
 print(dirs.make(), flush=True)
 sys.stdin.read()

@@ -6,7 +6,7 @@
     ├── PortTakenError (OSError)               the address to listen on is in use
     ├── ForkedProcessError (RuntimeError)      used in a forked child of the process that it belongs to
     ├── AmbiguousContextError (RuntimeError)   several are open, and none of them around this thread
-    ├── JournalError                           the coordinator's cluster state cannot be read or written
+    ├── JournalError                           the coordinator's state on disk cannot be read or written
     ├── batches
     │   ├── UnsupportedLeafError (TypeError)   a batch holds something that is no tensor, array or scalar
     │   ├── StructureChangedError              strict mode: the tree or a dtype changed between batches
@@ -149,7 +149,7 @@ class AmbiguousContextError(PenstockError, RuntimeError):
 
 
 class JournalError(PenstockError):
-    """The coordinator's cluster state cannot be read or written."""
+    """The coordinator's state on disk cannot be read or written."""
 
 
 class UnsupportedLeafError(PenstockError, TypeError):

@@ -84,7 +84,7 @@ CODES = (
         ("AuthenticationError", "NotPermittedError"),
     ),
     Code(PORT_TAKEN, "the address to listen on is in use", ("PortTakenError",)),
-    Code(14, "the coordinator's cluster state cannot be read or written", ("JournalError",)),
+    Code(14, "the coordinator's state on disk cannot be read or written", ("JournalError",)),
     Code(15, "the two ends are of different releases", ("VersionSkewError",)),
     Code(16, "refused to listen beyond this machine without TLS (see --insecure)", ("UnsafeBindError",)),
     Code(17, "a wait ran out", ("DeadlineError", "NoWorkersError")),
