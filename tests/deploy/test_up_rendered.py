@@ -121,6 +121,23 @@ def test_workers_are_given_their_own_tokens(recorded: Recorded) -> None:
                 assert volume["secret"]["items"] == [{"key": role, "path": "token"}]
 
 
+def test_workers_get_no_token_of_another_role(recorded: Recorded) -> None:
+    recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
+    done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN="bare-0123456789\nadmin:a-0123456789")
+    assert done.returncode == 0, done.stderr
+    secret = next(json.loads(call[-1]) for call in recorded.calls() if call[3] == "apply")
+    assert secret["stringData"]["worker"].split() == ["bare-0123456789"]
+
+
+def test_tokens_without_one_for_workers_are_refused(recorded: Recorded) -> None:
+    recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
+    done = recorded.shell.call(*KUBERNETES, "--insecure", PENSTOCK_TOKEN="client:c-0123456789\nadmin:a-0123456789")
+    assert done.returncode == 2
+    assert "must hold a line worker:TOKEN or a bare token, got tokens of the roles admin, client" in done.error
+    assert "0123456789" not in done.error
+    assert "apply" not in [call[3] for call in recorded.calls()]
+
+
 def test_up_and_down_say_to_kubectl_what_they_should(recorded: Recorded) -> None:
     recorded.answer(kubectl_get=("Error from server (NotFound): secrets not found", 1))
     done = recorded.shell.call(*KUBERNETES, "--insecure", "--namespace", "train", "--name", "lm", "--json")

@@ -1,8 +1,8 @@
 """Kubernetes: a coordinator with a volume and a Deployment of workers, handed to kubectl.
 
-What is rendered is the least that runs safely: one coordinator, TLS from a Secret, no root, nothing writable but what
-must be. The repository's deploy/kubernetes has more: an autoscaler, job-scoped fleets. The manifests are JSON, which
-kubectl takes as well as YAML, so that nothing is needed to write them.
+What is rendered is the least that runs safely: one coordinator, TLS from a Secret for each role, no root, nothing
+writable but what must be. The repository's deploy/kubernetes has more: an autoscaler, job-scoped fleets. The manifests
+are JSON, which kubectl takes as well as YAML, so that nothing is needed to write them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from penstock.deploy.console.exit_codes import USAGE, CommandError
 from penstock.deploy.engines.engine import Fleet, Plan
 from penstock.deploy.engines.external_commands import called
 from penstock.proto.errors import PenstockError, UnsafeBindError
+from penstock.proto.rpc.credentials.tokens import Tokens
 
 __all__ = ["KubernetesEngine", "manifests", "render"]
 
@@ -298,12 +299,22 @@ def _secret(plan: Plan) -> str:
         "kind": "Secret",
         "metadata": {"name": f"{plan.name}-token", "namespace": plan.options["namespace"], "labels": _labels(plan)},
         "type": "Opaque",
-        "stringData": {"coordinator": token + "\n", "worker": _of_workers(token) + "\n"},
+        "stringData": {"coordinator": token + "\n", "worker": _of_workers(token, plan.token_file) + "\n"},
     }
     return json.dumps(found)
 
 
-def _of_workers(tokens: str) -> str:
-    """Return what workers need of a token file's text: the lines of their role. A bare token is good for all roles."""
-    own = [line for line in tokens.splitlines() if line.strip().startswith("worker:")]
-    return "\n".join(own) or tokens
+def _of_workers(tokens: str, file: str) -> str:
+    """Return what workers need of a token file's text: the lines of their role, or without any the bare tokens.
+
+    Raises CommandError if there are neither: the lines of other roles are not for pods that run user code.
+    """
+    lines = [line.strip() for line in tokens.splitlines()]
+    own = [line for line in lines if line.startswith("worker:")] or [line for line in lines if line and ":" not in line]
+    if not own:
+        raise CommandError(
+            f"the token file {file} must hold a line worker:TOKEN or a bare token, got tokens of the roles "
+            f"{Tokens(tokens).about}: add one, or no worker could register",
+            USAGE,
+        )
+    return "\n".join(own)
